@@ -1,0 +1,20 @@
+"""The model in pure PyTorch: configuration, mixers, decoder, and the standalone folder."""
+
+from .config import CONDITIONS, SIZES, MixerConfig, ModelConfig, build_config, condition_of
+from .state import KVCache, MixerState, ModelState
+from .transformer import Transformer, count_parameters, meta_model
+
+__all__ = [
+    "CONDITIONS",
+    "SIZES",
+    "KVCache",
+    "MixerConfig",
+    "MixerState",
+    "ModelConfig",
+    "ModelState",
+    "Transformer",
+    "build_config",
+    "condition_of",
+    "count_parameters",
+    "meta_model",
+]

@@ -1,0 +1,196 @@
+"""Model configuration as data: a table of sizes, a table of conditions, and their product.
+
+The two tables do not know each other; `build_config(size, condition)` is any cell of the paper's study, and overrides reach
+every field by name. Configurations are frozen: change one with `dataclasses.replace`.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+FORMAT_VERSION = 1
+
+MIXERS = ("interdomain", "softmax")
+READOUTS = ("complex", "real", "hermitian")
+C_FORMS = ("full", "diagonal", "identity")
+FEATURE_MAPS = ("silu", "rff")
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """The token mixer of one block. `kind="softmax"` is the baseline and has no other switch than `n_kv_heads`.
+
+    Attributes:
+        dual_input, query_readout, rope: the three axes of the paper's ablation cube (appendix, mechanism decomposition).
+        n_basis: M, the number of basis functions (complex state dimension) per head.
+        readout: how complex U and Gamma become real (design: `complex` is the literal reading of the final equation).
+        c_form: C per head as a full complex matrix, a diagonal, or the identity.
+        feature_map: `silu` (SiLU, then l2 norm; paper eq. silu-feature) or `rff` (random Fourier features; no input norm).
+        normalize: divide by the Nadaraya-Watson denominator (paper eq. matrix); meant for `rff`.
+        output_gate: o <- sigmoid(Wg x) * o.
+        n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
+    """
+
+    kind: str = "interdomain"
+    dual_input: bool = True
+    query_readout: bool = True
+    rope: bool = True
+    n_basis: int = 64
+    conv_width: int = 4
+    readout: str = "complex"
+    c_form: str = "full"
+    feature_map: str = "silu"
+    normalize: bool = False
+    output_gate: bool = False
+    n_kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("mixer.kind", self.kind, MIXERS)
+        _one_of("mixer.readout", self.readout, READOUTS)
+        _one_of("mixer.c_form", self.c_form, C_FORMS)
+        _one_of("mixer.feature_map", self.feature_map, FEATURE_MAPS)
+        _at_least("mixer.n_basis", self.n_basis, 1)
+        _at_least("mixer.conv_width", self.conv_width, 2)
+        if self.kind == "softmax":
+            defaults = MixerConfig()
+            free = {"kind", "n_kv_heads", "n_basis"}  # n_basis belongs to the size; softmax does not read it
+            changed = {
+                f.name: getattr(self, f.name)
+                for f in fields(self)
+                if f.name not in free and getattr(self, f.name) != getattr(defaults, f.name)
+            }
+            if changed:
+                raise ValueError(
+                    f"the softmax condition has no such switch: got {changed}. "
+                    "Only mixer.n_kv_heads applies to softmax; drop the others or choose another condition."
+                )
+        elif not self.query_readout:
+            for name in ("normalize", "n_kv_heads"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"mixer.{name} = {getattr(self, name)} needs the query readout: the linear readout has no "
+                        f"query to share or normalise by. Set mixer.query_readout = true or drop mixer.{name}."
+                    )
+            if self.readout != "complex":
+                raise ValueError(
+                    f"mixer.readout = {self.readout!r} applies to the query readout only: the linear readout is "
+                    "Re(c^T C x). Drop mixer.readout or set mixer.query_readout = true."
+                )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-style pre-norm decoder around one kind of token mixer (design/spec section 1)."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    vocab_size: int = 32_000
+    max_seq_len: int = 4096
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    mixer: MixerConfig = field(default_factory=MixerConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "head_dim", "vocab_size", "max_seq_len"):
+            _at_least(name, getattr(self, name), 1)
+        if self.n_heads * self.head_dim != self.dim:
+            raise ValueError(
+                f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim} = "
+                f"{self.n_heads * self.head_dim}, dim = {self.dim}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
+        if self.n_heads % self.n_kv_heads:
+            divisors = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            raise ValueError(
+                f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {self.n_kv_heads}, allowed {divisors}."
+            )
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.mixer.n_kv_heads or self.n_heads
+
+    @property
+    def ffn_hidden(self) -> int:
+        """SwiGLU width: 2/3 * 4 * dim, rounded up to a multiple of 128 (paper, backbone details)."""
+        return -(-8 * self.dim // (3 * 128)) * 128
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
+        """Inverse of `to_dict`. Unknown keys and newer versions are refused: a silently dropped switch is another model."""
+        data = dict(data)
+        version = data.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"model configuration of format version {version!r}; this program reads version {FORMAT_VERSION}. "
+                "Convert the checkpoint with the program that wrote it, or update this one."
+            )
+        mixer = data.pop("mixer", {})
+        for known, got, where in ((cls, data, "model"), (MixerConfig, mixer, "mixer")):
+            unknown = set(got) - {f.name for f in fields(known)}
+            if unknown:
+                raise ValueError(f"unknown {where} setting(s) {sorted(unknown)} in the model configuration.")
+        return cls(**data, mixer=MixerConfig(**mixer))
+
+
+# Paper, appendix "Backbone details"; the 125M, 350M and 760M rows are the only ones that reproduce its parameter counts.
+SIZES: dict[str, dict[str, int]] = {
+    "debug": dict(dim=128, n_layers=4, n_heads=4, head_dim=32, n_basis=32, vocab_size=2048, max_seq_len=256),
+    "125M": dict(dim=768, n_layers=12, n_heads=12, head_dim=64, n_basis=64),
+    "350M": dict(dim=1024, n_layers=24, n_heads=16, head_dim=64, n_basis=64),
+    "760M": dict(dim=1536, n_layers=24, n_heads=16, head_dim=96, n_basis=64),
+    "1.3B": dict(dim=2048, n_layers=24, n_heads=32, head_dim=64, n_basis=64),
+}
+
+# The eight corners of the cube (the paper reports six), and the baseline.
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "softmax": dict(kind="softmax"),
+    "interdomain": dict(dual_input=True, query_readout=True, rope=True),
+    "interdomain-norope": dict(dual_input=True, query_readout=True, rope=False),
+    "single-query": dict(dual_input=False, query_readout=True, rope=True),
+    "single-query-norope": dict(dual_input=False, query_readout=True, rope=False),
+    "dual-linear": dict(dual_input=True, query_readout=False, rope=True),
+    "dual-linear-norope": dict(dual_input=True, query_readout=False, rope=False),
+    "s4d": dict(dual_input=False, query_readout=False, rope=False),
+    "s4d-rope": dict(dual_input=False, query_readout=False, rope=True),
+}
+
+
+def build_config(size: str, condition: str = "interdomain", **overrides: Any) -> ModelConfig:
+    """A cell of the study: `size` x `condition`, with any field of ModelConfig or MixerConfig overridden by name.
+
+    Raises: ValueError for an unknown size, condition or field, or for a combination that no model has.
+    """
+    _one_of("model size", size, tuple(SIZES))
+    _one_of("mixer.condition", condition, tuple(CONDITIONS))
+    mixer_names = {f.name for f in fields(MixerConfig)}
+    settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
+    mixer = {name: value for name, value in settings.items() if name in mixer_names}
+    model = {name: value for name, value in settings.items() if name not in mixer_names}
+    unknown = set(model) - {f.name for f in fields(ModelConfig)}
+    if unknown:
+        raise ValueError(f"unknown model setting(s): {sorted(unknown)}.")
+    return replace(ModelConfig(**model), mixer=MixerConfig(**mixer))
+
+
+def condition_of(config: ModelConfig) -> str:
+    """The row of CONDITIONS that a configuration's switches spell."""
+    mixer = config.mixer
+    if mixer.kind == "softmax":
+        return "softmax"
+    switches = {name: getattr(mixer, name) for name in ("dual_input", "query_readout", "rope")}
+    return next(name for name, row in CONDITIONS.items() if row == switches)
+
+
+def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
+
+
+def _at_least(name: str, got: int, least: int) -> None:
+    if got < least:
+        raise ValueError(f"{name} must be at least {least}: got {got}.")

@@ -1,0 +1,81 @@
+"""Honest FLOPs per token and memory per device, by condition. A multiply-add counts as two FLOPs.
+
+Nothing is borrowed from softmax: each mixer core is counted by its own algebra.
+"""
+
+from .config import ModelConfig
+
+CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
+
+
+def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]:
+    """FLOPs of one forward pass per token, by part: projections and FFN, output head, convolutions, mixer core.
+
+    Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
+    """
+    m = config.mixer
+    kv_dim = config.n_kv_heads * config.head_dim
+    softmax = m.kind == "softmax"
+    has_query = softmax or m.query_readout
+    out_dim = config.dim if has_query else 2 * config.dim
+    linear = config.dim * (has_query * config.dim + 2 * kv_dim + out_dim * (1 + m.output_gate))
+    linear += 3 * config.dim * config.ffn_hidden
+    conv = 0
+    if not softmax:
+        conv = m.conv_width * (has_query * config.dim + kv_dim * (1 if m.dual_input else 2))
+    return {
+        "linear": 2 * config.n_layers * linear,
+        "head": 2 * config.dim * config.vocab_size,
+        "conv": 2 * config.n_layers * conv,
+        "mixer": 2 * config.n_layers * _mixer_macs(config, seq_len),
+    }
+
+
+def _mixer_macs(config: ModelConfig, seq_len: int) -> int:
+    """Multiply-adds of one layer's mixer core per token, all heads (design/kernels section 2.1)."""
+    m = config.mixer
+    H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
+    if m.kind == "softmax":
+        # Scores and values over the causal half of the context; full-matrix conventions would double this.
+        return H * 2 * R * (seq_len + 1) // 2
+    D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
+    if not m.query_readout:
+        P = 2 * R
+        return H * (L * P + 2 * M2 * P)  # Toeplitz product within the chunk; state update and readout across chunks
+    pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
+    mix = H * M2 * M2
+    pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
+    return pass1 + mix + pass2
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs of forward and backward per token: three times the forward. Recomputation is not counted (model FLOPs)."""
+    return 3 * sum(forward_flops_per_token(config, seq_len).values())
+
+
+def memory_estimate(
+    config: ModelConfig, n_params: int, *, shards: int, local_batch: int, seq_len: int, checkpointing: str, bf16: bool
+) -> dict[str, int]:
+    """Bytes per device, by part: an estimate to choose a batch size by, not a measurement.
+
+    Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and
+    layer, counted tensor by tensor for `none`, the matrix products and the scan for `selective`, block inputs for `full`.
+    """
+    width = 2 if bf16 else 4
+    dim, ffn = config.dim, config.ffn_hidden
+    kv = config.n_kv_heads * config.head_dim
+    projections = 2 * dim + 2 * kv + 2 * ffn + dim
+    per_layer = {
+        "none": 2 * projections + 6 * dim + 3 * ffn,
+        "selective": projections + dim,
+        "full": dim,
+        "memory_budget": projections + dim,
+    }[checkpointing]
+    tokens = local_batch * seq_len
+    return {
+        "parameters": 4 * n_params // shards,
+        "gradients": 4 * n_params // shards,
+        "optimizer": 8 * n_params // shards,
+        "activations": tokens * config.n_layers * per_layer * width,
+        "logits": tokens * config.vocab_size * (width + 4 + 4),  # as computed, as float32, and their gradient
+    }

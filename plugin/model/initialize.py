@@ -1,0 +1,79 @@
+"""Initial values as a pure function of (seed, parameter name): one start for every device and every topology.
+
+Each tensor is drawn whole, on the CPU, from a generator seeded by its name; a sharded parameter keeps its slice. No rank
+needs another, and neither world size nor device nor order of construction changes a single bit.
+"""
+
+import hashlib
+import math
+import re
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .config import ModelConfig
+from .ssm import DT_MAX, DT_MIN, s4d_inv_frequencies
+
+# Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name in the bare model."""
+    return _WRAPPERS.sub("", name)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    for wrapped_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        name = clean_name(wrapped_name)
+        full = initial_value(name, tensor.shape, config, seed)
+        if isinstance(tensor, DTensor):
+            # src_data_rank=None: every rank holds the same full tensor and slices it, without communication.
+            full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(full)
+
+
+def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+    """float32 CPU tensor of the full `shape` for the parameter or buffer `name` (design/spec section 1)."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def normal(std: float) -> Tensor:
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(shape).uniform_(low, high, generator=generator)
+
+    n_basis = config.mixer.n_basis
+    module, _, leaf = name.rpartition(".")
+    kind = module.rpartition(".")[2]
+    match kind, leaf:
+        case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
+            return normal(0.02 / math.sqrt(2 * config.n_layers))
+        case "q_conv" | "k_conv" | "v_conv", _:  # PyTorch's default for Conv1d: fan-in is the width
+            bound = 1 / math.sqrt(config.mixer.conv_width)
+            return uniform(-bound, bound)
+        case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
+            return torch.ones(shape)
+        case "k_norm" | "v_norm", "bias":
+            return torch.zeros(shape)
+        case "ssm", "log_dt":
+            return uniform(math.log(DT_MIN), math.log(DT_MAX))
+        case "ssm", "log_A_real":
+            return torch.full(shape, math.log(0.5))
+        case "ssm", "A_imag":
+            return s4d_inv_frequencies(n_basis).expand(shape).clone()
+        case "ssm", "C":
+            # The scale at which the readout starts decides whether the mixer learns (design/evidence): 1/M for the full
+            # matrix; 1/sqrt(M) gives the diagonal the same readout scale (one product per basis function instead of M).
+            return normal(1 / n_basis if config.mixer.c_form == "full" else n_basis**-0.5)
+        case "ssm", "c":
+            return normal(n_basis**-0.5)
+        case "feature_map", "frequencies":
+            # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
+            return normal(config.head_dim**-0.25)
+        case _, "weight":
+            return normal(0.02)
+    raise AssertionError(f"no initialisation rule for {name}")

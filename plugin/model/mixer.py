@@ -1,0 +1,146 @@
+"""The interdomain mixer and its ablations: three switches around one complex-diagonal recurrence (paper, figure mechanism-arch)."""
+
+import torch
+from torch import Tensor, nn
+
+from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
+
+from .config import ModelConfig
+from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, SiLUFeatureMap, apply_rope
+from .ssm import SSMDynamics
+from .state import MixerState
+
+# Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
+#         M basis functions.
+
+
+class InterdomainMixer(nn.Module):
+    """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. final-readout), or the linear readout of s4d.
+
+    With a single input, the projections a and b of the paper take the places (and names) of k and v.
+    """
+
+    def __init__(self, config: ModelConfig, backend: str = "auto") -> None:
+        super().__init__()
+        mixer = config.mixer
+        self.config = mixer
+        self.backend = backend
+        self.head_dim = config.head_dim
+        self.n_kv_heads = config.n_kv_heads
+        kv_dim = config.n_kv_heads * config.head_dim
+        out_dim = config.dim if mixer.query_readout else 2 * config.dim
+
+        if mixer.query_readout:
+            self.wq = nn.Linear(config.dim, config.dim, bias=False)
+            self.q_conv = ShortConv(config.dim, mixer.conv_width)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.k_conv = ShortConv(kv_dim, mixer.conv_width)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        if not mixer.dual_input:
+            self.v_conv = ShortConv(kv_dim, mixer.conv_width)
+
+        rff = mixer.feature_map == "rff"
+        if mixer.query_readout or mixer.dual_input:
+            self.feature_map = RandomFourierFeatures(self.n_kv_heads, self.head_dim) if rff else SiLUFeatureMap()
+        # Random Fourier features keep their scale, which estimates a kernel: no input norm (paper, recurrent projection).
+        self.k_norm = nn.Identity() if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
+        self.v_norm = nn.Identity() if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
+
+        self.ssm = SSMDynamics(
+            self.n_kv_heads,
+            mixer.n_basis,
+            c_form=mixer.c_form,
+            readout=mixer.readout,
+            linear=not mixer.query_readout,
+        )
+        self.wg = nn.Linear(config.dim, out_dim, bias=False) if mixer.output_gate else None
+        self.wo = nn.Linear(out_dim, config.dim, bias=False)
+
+    def dynamics(self) -> tuple[Tensor, Tensor]:
+        """(log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
+        return self.ssm()
+
+    def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> MixerState:
+        convs = {name: conv for name, conv in self.named_children() if isinstance(conv, ShortConv)}
+        width = 2 * self.head_dim + self.config.normalize
+        return MixerState(
+            conv={
+                name: torch.zeros(batch, conv.width - 1, conv.bias.shape[0], dtype=dtype, device=device)
+                for name, conv in convs.items()
+            },
+            ssm=torch.zeros(
+                batch, self.n_kv_heads, self.config.n_basis, width, 2, dtype=self.ssm.log_dt.dtype, device=device
+            ),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        dynamics: tuple[Tensor, Tensor] | None = None,
+        state: MixerState | None = None,
+    ) -> tuple[Tensor, MixerState | None]:
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and returns the state after the last token."""
+        log_decay, readout = self.ssm() if dynamics is None else dynamics
+        past = None if state is None else state.conv
+        k, v, conv = self._inputs(x, rope, past)
+        q = None
+        if self.config.query_readout:
+            q, conv["q_conv"] = self._convolved("q", x, past)
+            q = self.feature_map(self._rotated(q, rope))
+
+        initial = None if state is None else state.ssm
+        if state is not None and x.shape[1] == 1:
+            o, final = self._step(q, k, v, log_decay, readout, initial)
+        else:
+            o, final = self._scan(q, k, v, log_decay, readout, initial)
+        if self.config.normalize:
+            o = _divided(o)
+
+        o = o.flatten(2).to(x.dtype)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
+        if self.wg is not None:
+            o = torch.sigmoid(self.wg(x)) * o
+        return self.wo(o), None if state is None else MixerState(conv=conv, ssm=final)
+
+    def _inputs(self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None) -> tuple[Tensor, Tensor, dict]:
+        """The two halves of z: k and v (dual input), or the paper's a and b. Each [B, T, G, R]."""
+        conv = {}
+        k, conv["k_conv"] = self._convolved("k", x, past)
+        k = self._rotated(k, rope)
+        if self.config.dual_input:
+            k = self.feature_map(k)
+            v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        else:
+            v, conv["v_conv"] = self._convolved("v", x, past)
+        k, v = self.k_norm(k), self.v_norm(v)
+        if self.config.normalize:  # the ones channel: its coefficients are eta of paper eq. matrix
+            v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+        return k, v, conv
+
+    def _convolved(self, name: str, x: Tensor, past: dict | None) -> tuple[Tensor, Tensor]:
+        conv = getattr(self, f"{name}_conv")
+        y, tail = conv(getattr(self, f"w{name}")(x), None if past is None else past[f"{name}_conv"])
+        return y.unflatten(-1, (-1, self.head_dim)), tail
+
+    def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        return apply_rope(x, rope) if self.config.rope else x
+
+    def _scan(self, q, k, v, log_decay, readout, initial):
+        if q is None:
+            z = torch.cat([k, v], dim=-1)
+            return linear_scan(z, log_decay, readout, initial_state=initial, backend=self.backend)
+        return interdomain_scan(q, k, v, log_decay, readout, initial_state=initial, backend=self.backend)
+
+    def _step(self, q, k, v, log_decay, readout, initial):
+        if q is None:
+            y, final = linear_step(torch.cat([k, v], dim=-1)[:, 0], log_decay, readout, initial)
+        else:
+            y, final = interdomain_step(q[:, 0], k[:, 0], v[:, 0], log_decay, readout, initial)
+        return y[:, None], final
+
+
+def _divided(o: Tensor, eps: float = 1e-6) -> Tensor:
+    """Numerator over the Nadaraya-Watson denominator, the last channel of o, which is kept away from zero."""
+    numerator, denominator = o[..., :-1].float(), o[..., -1:].float()
+    sign = torch.where(denominator < 0, -1.0, 1.0)
+    return numerator / (sign * denominator.abs().clamp_min(eps))

@@ -1,0 +1,100 @@
+"""Llama-style pre-norm decoder around a token mixer. Child names are TorchTitan's, so that its helpers apply as they are."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import ModelConfig
+from .feature_map import rope_tables
+from .initialize import initialize
+from .mixer import InterdomainMixer
+from .softmax import SoftmaxMixer
+from .state import ModelState
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config: ModelConfig, backend: str) -> None:
+        super().__init__()
+        softmax = config.mixer.kind == "softmax"
+        self.attention = SoftmaxMixer(config) if softmax else InterdomainMixer(config, backend)
+        self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, rope, dynamics, state=None):
+        """x [B, T, dim] -> [B, T, dim], or (that, new state) when a state is given."""
+        mixed, new_state = self.attention(self.attention_norm(x), rope, dynamics, state)
+        x = x + mixed
+        x = x + self.feed_forward(self.ffn_norm(x))
+        return x if state is None else (x, new_state)
+
+
+class Transformer(nn.Module):
+    """tokens [B, T] -> logits [B, T, vocab_size].
+
+    Args:
+        backend: how the scan is computed (see `interdomain.scan`); all backends compute the same function.
+    """
+
+    def __init__(self, config: ModelConfig, backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config, backend) for i in range(config.n_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, state: ModelState | None = None) -> Tensor | tuple[Tensor, ModelState]:
+        """Without a state: logits of whole sequences (training). With one: (logits, the state after the last token)."""
+        T = tokens.shape[1]
+        positions = torch.arange(T, device=tokens.device)
+        if state is not None:
+            positions = state.position[:, None] + positions
+        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        h = self.tok_embeddings(tokens)
+        new_layers = []
+        for i, layer in enumerate(self.layers.values()):
+            # The dynamics are computed here and passed in: a float32 island outside the blocks' precision and compilation.
+            dynamics = layer.attention.dynamics()
+            if state is None:
+                h = layer(h, rope, dynamics)
+            else:
+                h, new_layer = layer(h, rope, dynamics, state.layers[i])
+                new_layers.append(new_layer)
+        logits = self.output(self.norm(h))
+        return logits if state is None else (logits, ModelState(new_layers, state.position + T))
+
+    def init_state(self, batch: int) -> ModelState:
+        """The state before the first token."""
+        weight = self.tok_embeddings.weight
+        return ModelState(
+            [layer.attention.init_state(batch, weight.dtype, weight.device) for layer in self.layers.values()],
+            torch.zeros(batch, dtype=torch.int64, device=weight.device),
+        )
+
+    def init_weights(self, seed: int = 42) -> None:
+        """Set every parameter and buffer: the same numbers on every device and under every sharding (see `initialize`)."""
+        initialize(self, self.config, seed)
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """The model without memory: for counting and checking shapes."""
+    with torch.device("meta"):
+        return Transformer(config)

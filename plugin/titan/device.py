@@ -1,0 +1,63 @@
+"""TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals.
+
+TorchTitan 0.2.2 assumes an accelerator and copies `device_type` and `device_module` into several modules at import. The
+plugin is imported at the trainer's first statement, before any of them is used, and sets them there.
+"""
+
+import os
+import types
+
+import torch
+from torchtitan.components import metrics
+from torchtitan.distributed import parallel_dims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import profiling, utils
+
+
+def cpu_module() -> types.ModuleType:
+    """torch.cpu, with the rest of what TorchTitan asks of a device module."""
+    module = types.ModuleType("interdomain_cpu_device")
+    module.__dict__.update({k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")})
+    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    module.set_device = lambda device: None
+    module.current_device = lambda: 0  # torch.cpu says "cpu"; a barrier wants an index
+    module.get_device_name = lambda device=None: "CPU"
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=pages * page_size)
+    module.memory_stats = lambda device=None: _resident_memory()
+    module.reset_peak_memory_stats = lambda device=None: None
+    module.empty_cache = lambda: None
+    return module
+
+
+def _resident_memory() -> dict[str, int]:
+    """This process's resident memory, under the names of the CUDA allocator's statistics."""
+    try:
+        with open("/proc/self/statm") as f:
+            resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return {}
+    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
+
+
+def use_cpu_if_alone() -> None:
+    """Point TorchTitan at the CPU where no accelerator is available."""
+    if torch.accelerator.is_available():
+        return
+    module = cpu_module()
+    for place in (utils, dist_utils, parallel_dims, metrics, profiling):
+        place.device_type, place.device_module = "cpu", module
+
+
+def refuse_on_cpu(job_config) -> None:
+    """Raises: ValueError for settings that only an accelerator can honour."""
+    if torch.accelerator.is_available():
+        return
+    impossible = {
+        "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
+        "profiling.enable_profiling": job_config.profiling.enable_profiling,
+        "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
+        "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",
+    }
+    asked = [name for name, wanted in impossible.items() if wanted]
+    if asked:
+        raise ValueError(f"{', '.join(asked)} needs a GPU, and this machine has none. Turn it off to run on the CPU.")

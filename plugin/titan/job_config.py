@@ -1,0 +1,122 @@
+"""Sections and fields that the plugin adds to TorchTitan's job configuration (`job.custom_config_module` points here).
+
+TorchTitan merges these classes into its own by name and reads the annotations as types: no postponed annotations here, and no
+methods (merged sections lose them). Checks stand in `plan.py`.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Mixer:
+    """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
+
+    condition: str = "interdomain"
+    """softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
+    s4d or s4d-rope."""
+
+    dual_input: bool | None = None
+    """Key features and values as the input (true) or two generic projections (false). Unset: as the condition says."""
+
+    query_readout: bool | None = None
+    """Query-conditioned readout (true) or learned linear contraction (false)."""
+
+    rope: bool | None = None
+    """Rotary embedding on the query and key inputs."""
+
+    n_basis: int | None = None
+    """M, basis functions per head. Unset: as the size says (64)."""
+
+    readout: str | None = None
+    """complex, real or hermitian: how complex U and Gamma become real."""
+
+    c_form: str | None = None
+    """full, diagonal or identity."""
+
+    feature_map: str | None = None
+    """silu or rff."""
+
+    normalize: bool | None = None
+    """Divide by the Nadaraya-Watson denominator (eta)."""
+
+    output_gate: bool | None = None
+    """o <- sigmoid(Wg x) * o."""
+
+    n_kv_heads: int | None = None
+    """Heads of keys, values and state; query heads share them in groups."""
+
+    backend: str = "auto"
+    """How the scan is computed: auto, chunkwise, parallel, fft or reference. All compute the same function."""
+
+
+@dataclass
+class Data:
+    """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
+
+    corpus: str = ""
+    """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards."""
+
+    validation_corpus: str = ""
+    """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpus's own split."""
+
+    tokenizer: str = ""
+    """A sentencepiece .model file. Empty: the prepared corpus's own tokenizer."""
+
+
+@dataclass
+class Optimizer:
+    """[optimizer]: the SSM parameters (input norms, Delta, A, C, c) form a group of their own."""
+
+    ssm_lr: float = 1e-3
+    """Peak learning rate of the SSM group is min(lr, ssm_lr)."""
+
+    ssm_weight_decay: float = 0.0
+
+
+@dataclass
+class LRScheduler:
+    """[lr_scheduler]: warmup in tokens, floor as a learning rate."""
+
+    warmup_tokens: int = 0
+    """Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps."""
+
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay, the same for every group; 0: use min_lr_factor."""
+
+
+@dataclass
+class Training:
+    """[training]: the run's length in tokens."""
+
+    tokens: int = 0
+    """Train on this many tokens, rounded up to whole steps; 0: use steps."""
+
+
+@dataclass
+class Validation:
+    """[validation]: the same fixed tokens every time, on every topology."""
+
+    tokens: int = 0
+    """Validate on the first so many tokens of the validation split, rounded up to whole windows; 0: all of it."""
+
+
+@dataclass
+class Metrics:
+    """[metrics]: what TensorBoard shows of the mixer."""
+
+    mixer_freq: int = 100
+    """Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta); also written at every validation."""
+
+    histogram_freq: int = 1000
+    """Steps between histograms of the mixer's timescales and steps Delta; 0: none."""
+
+
+@dataclass
+class JobConfig:
+    mixer: Mixer = field(default_factory=Mixer)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)

@@ -1,0 +1,46 @@
+"""The model as TorchTitan builds it: arguments from the job configuration, initial values under any sharding."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torchtitan.protocols.model import BaseModelArgs
+
+from interdomain.model import ModelConfig, Transformer, build_config, count_parameters
+from interdomain.model.flops import train_flops_per_token
+
+from .plan import DEFAULT_SEED, make_plan
+
+
+@dataclass
+class InterdomainModelArgs(BaseModelArgs):
+    """One per size; TorchTitan logs it as JSON."""
+
+    config: ModelConfig = field(default_factory=lambda: build_config("debug"))
+    backend: str = "auto"
+    seed: int = DEFAULT_SEED
+
+    def update_from_config(self, job_config, **kwargs) -> None:
+        """Take the cell of the study from [mixer], and write what the plan resolves back into TorchTitan's own fields."""
+        plan = make_plan(job_config, torch.distributed.get_world_size())
+        self.config, self.backend, self.seed = plan.config, plan.backend, plan.seed
+        job_config.training.steps, job_config.training.tokens = plan.steps, 0
+        job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+
+    def get_nparams_and_flops(self, model, seq_len: int) -> tuple[int, int]:
+        return count_parameters(model), train_flops_per_token(self.config, seq_len)
+
+
+class InterdomainModel(Transformer):
+    def __init__(self, args: InterdomainModelArgs) -> None:
+        super().__init__(args.config, args.backend)
+        self.model_args = args
+
+    def forward(self, tokens: Tensor, **kwargs) -> Tensor:
+        # On one rank TorchTitan reaches for autocast. Precision here is FSDP2's policy on every topology, so that one
+        # rank computes what many compute.
+        with torch.autocast(tokens.device.type, enabled=False):
+            return super().forward(tokens, **kwargs)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        super().init_weights(self.model_args.seed)

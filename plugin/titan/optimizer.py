@@ -1,0 +1,100 @@
+"""AdamW with a group of its own for the SSM parameters, and a schedule with one absolute floor (design/spec section 5)."""
+
+import re
+from dataclasses import replace
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torchtitan.components.lr_scheduler import LRSchedulersContainer
+from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
+
+from interdomain.model.initialize import clean_name
+
+# Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
+SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
+
+
+class GroupedOptimizers(OptimizersContainer):
+    """Group 0 is `main` (torchtitan logs its learning rate as "lr"), group 1 `ssm`, left out where a model has none.
+
+    Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
+    """
+
+    def __init__(self, model_parts, optimizer_cls, kwargs, *, ssm_lr: float, ssm_weight_decay: float) -> None:
+        self.model_parts = model_parts
+        self.optimizers = []
+        everything = []
+        for model in model_parts:
+            named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+            main = [p for name, p in named if not SSM_PARAMETER.search(name)]
+            ssm = [p for name, p in named if SSM_PARAMETER.search(name)]
+            groups = [{"params": main, "name": "main"}]
+            if ssm:
+                own = {"lr": min(kwargs["lr"], ssm_lr), "weight_decay": ssm_weight_decay}
+                groups.append({"params": ssm, "name": "ssm", **own})
+            self.optimizers.append(optimizer_cls(groups, **kwargs))
+            everything += main + ssm
+        self._validate_length(len(model_parts))
+        self._post_init(everything, kwargs)
+
+    def load_state_dict(self, state_dict) -> None:
+        kept = [[_hyperparameters(group) for group in o.param_groups] for o in self.optimizers]
+        super().load_state_dict(state_dict)
+        for optimizer, groups in zip(self.optimizers, kept, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+
+
+def _hyperparameters(group: dict) -> dict:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def build_optimizers(model_parts, config, parallel_dims, ft_manager=None) -> GroupedOptimizers:
+    kwargs = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "fused": config.implementation == "fused",
+        "foreach": config.implementation == "foreach",
+    }
+    cls = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
+    return GroupedOptimizers(model_parts, cls, kwargs, ssm_lr=config.ssm_lr, ssm_weight_decay=config.ssm_weight_decay)
+
+
+class GroupedSchedulers(LRSchedulersContainer):
+    """A LambdaLR per optimizer with one factor per group. State: the step alone; rates follow from the configuration."""
+
+    def __init__(self, optimizers, factor) -> None:
+        """factor(peak_lr) -> (step -> multiple of the peak)."""
+        self.schedulers = [
+            LambdaLR(optimizer, [factor(group["lr"]) for group in optimizer.param_groups]) for optimizer in optimizers
+        ]
+
+    def state_dict(self) -> dict:
+        return {"last_epoch": self.schedulers[0].last_epoch}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = state_dict["last_epoch"]
+            rates = [
+                base * factor(scheduler.last_epoch)
+                for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+
+def build_lr_schedulers(optimizers, config, training_steps: int) -> GroupedSchedulers:
+    """torchtitan's warmup-stable-decay shapes; with `min_lr`, every group ends at that learning rate."""
+
+    def factor(peak: float):
+        floor = config.min_lr / peak if config.min_lr else config.min_lr_factor
+        # torchtitan's factor as a function of the step, read off a scheduler over a stand-in parameter.
+        stand_in = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+        container = titan_lr_schedulers(stand_in, replace(config, min_lr_factor=floor), training_steps)
+        return container.schedulers[0].lr_lambdas[0]
+
+    return GroupedSchedulers(optimizers, factor)

@@ -1,0 +1,82 @@
+"""Activation checkpointing, compilation and FSDP2 around the model: one path for one rank, many, replicas and both.
+
+Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
+"""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, disable_fsdp_gradient_division
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+# What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
+SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
+
+
+def parallelize(model, parallel_dims, job_config):
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=_op_sac_save_list | SCAN_OPS,
+            base_folder=job_config.job.dump_folder,
+        )
+    if compiled:
+        apply_compile(model, job_config.compile)
+    shard(model, _mesh(parallel_dims), job_config)
+    return model
+
+
+def _mesh(parallel_dims) -> DeviceMesh:
+    """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path.
+
+    TorchTitan's DDP is not used: it averages gradients that its loss has already normalised by the global token count.
+    """
+    if parallel_dims.fsdp_enabled:
+        return parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"])
+    if parallel_dims.dp_replicate_enabled:
+        return init_device_mesh(
+            utils.device_type, (parallel_dims.dp_replicate, 1), mesh_dim_names=("dp_replicate", "fsdp")
+        )
+    return init_device_mesh(utils.device_type, (1,), mesh_dim_names=("fsdp",))
+
+
+def shard(model, mesh: DeviceMesh, job_config) -> None:
+    """FSDP2: one group per block, one float32 group for the dynamics of all blocks."""
+    training = job_config.training
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    config = {"mesh": mesh}
+    if training.enable_cpu_offload:
+        config["offload_policy"] = CPUOffloadPolicy()
+    # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
+    policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
+    )
+    reshard = {"default": True, "always": True, "never": False}[job_config.parallelism.fsdp_reshard_after_forward]
+    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+
+    dynamics = [layer.attention.ssm for layer in model.layers.values() if hasattr(layer.attention, "ssm")]
+    if dynamics:
+        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout.
+        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(dynamics, **config, mp_policy=float32, reshard_after_forward=False)
+    fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
+    for layer in model.layers.values():
+        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard)
+    # Needed again at once in the backward pass.
+    fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
+    fully_shard(model, **config, mp_policy=policy)
+
+    disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count
+    if utils.device_type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+    logger.info("Applied FSDP2 over mesh %s", dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))

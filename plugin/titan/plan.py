@@ -1,0 +1,283 @@
+"""Everything that a job configuration implies, computed and checked before anything expensive is built.
+
+`make_plan` is the one place that knows which settings are possible; the trainer's hooks and the dry run both go through it.
+Every refusal names the setting, what was got, and what is allowed.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from interdomain.data import PackedDataset, TokenCorpus, check_vocab, load_tokenizer, read_manifest
+from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, condition_of, count_parameters, meta_model
+from interdomain.model.flops import memory_estimate, train_flops_per_token
+from interdomain.scan import BACKENDS
+
+from .device import refuse_on_cpu
+from .job_config import Mixer
+
+DEFAULT_STEPS = 10_000  # torchtitan's default: a value that the user did not set
+DEFAULT_SEED = 42
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will run: the model, the schedule in steps and tokens, the topology, and what it costs."""
+
+    config: ModelConfig
+    size: str
+    backend: str
+    seed: int
+    n_params: int
+    flops_per_token: int
+    world_size: int
+    shards: int
+    data_ranks: int
+    local_batch: int
+    global_batch: int
+    seq_len: int
+    steps: int
+    warmup_steps: int
+    memory: dict[str, int]
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch // (self.local_batch * self.data_ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    def describe(self) -> str:
+        """The dry run's table."""
+        gib = 2**30
+        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        rows = {
+            "model": f"{self.size}, {condition_of(self.config)} ({self.n_params:,} parameters)",
+            "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
+            "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
+            "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
+            "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
+            f"rank(s) x {self.accumulation} accumulation step(s)",
+            "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+        }
+        return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+
+def make_plan(job_config, world_size: int) -> RunPlan:
+    """Check `job_config` for a run on `world_size` ranks.
+
+    Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
+    """
+    config = model_config(job_config)
+    backend = job_config.mixer.backend
+    if backend not in BACKENDS:
+        raise ValueError(f"mixer.backend = {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
+    training, parallel = job_config.training, job_config.parallelism
+    _refuse_unsupported(job_config)
+    refuse_on_cpu(job_config)
+
+    replicate, shard = _data_parallel(parallel, world_size)
+    data_ranks = replicate * shard
+    local, seq_len = training.local_batch_size, training.seq_len
+    for name, value in (("local_batch_size", local), ("seq_len", seq_len)):
+        if value < 1:
+            raise ValueError(f"training.{name} must be at least 1: got {value}.")
+    global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
+    if global_batch % (local * data_ranks):
+        raise ValueError(
+            f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
+            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. Choose "
+            "another local batch size, global batch size or number of ranks."
+        )
+    steps, warmup = _schedule(job_config, tokens_per_step=global_batch * seq_len)
+    n_params = count_parameters(meta_model(config))
+    return RunPlan(
+        config=config,
+        size=job_config.model.flavor,
+        backend=backend,
+        seed=seed_of(job_config),
+        n_params=n_params,
+        flops_per_token=train_flops_per_token(config, seq_len),
+        world_size=world_size,
+        shards=shard,
+        data_ranks=data_ranks,
+        local_batch=local,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        steps=steps,
+        warmup_steps=warmup,
+        memory=memory_estimate(
+            config,
+            n_params,
+            shards=shard,
+            local_batch=local,
+            seq_len=seq_len,
+            checkpointing=job_config.activation_checkpoint.mode,
+            bf16=training.mixed_precision_param == "bfloat16",
+        ),
+    )
+
+
+def model_config(job_config) -> ModelConfig:
+    """Size x condition, with the switches that [mixer] sets on top."""
+    mixer = job_config.mixer
+    if job_config.model.flavor not in SIZES:
+        raise ValueError(f"model.flavor = {job_config.model.flavor!r} is unknown; allowed: {', '.join(SIZES)}.")
+    if mixer.condition not in CONDITIONS:
+        raise ValueError(f"mixer.condition = {mixer.condition!r} is unknown; allowed: {', '.join(CONDITIONS)}.")
+    switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in ("condition", "backend")}
+    overrides = {name: value for name, value in switches.items() if value is not None}
+    return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
+
+
+def seed_of(job_config) -> int:
+    return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
+
+
+def open_tokenizer(job_config):
+    """The run's tokenizer, checked against the model's vocabulary."""
+    data = job_config.data
+    path = data.tokenizer
+    if not path:
+        if not (Path(data.corpus) / "manifest.json").exists():
+            _require_corpus(data.corpus)
+            raise ValueError(
+                f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
+                "sentencepiece .model file that made the shards."
+            )
+        path = data.corpus
+    tokenizer = load_tokenizer(path)
+    if (Path(data.corpus) / "manifest.json").exists():
+        made_with = read_manifest(data.corpus)["tokenizer"]["sha256"]
+        if tokenizer.sha256 != made_with:
+            raise ValueError(
+                f"data.tokenizer = {data.tokenizer!r} is not the tokenizer that made data.corpus = {data.corpus!r} "
+                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
+                "corpus's own, or prepare the corpus with this tokenizer."
+            )
+    check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+    return tokenizer
+
+
+def open_dataset(job_config, split: str) -> PackedDataset:
+    """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
+    data = job_config.data
+    corpus, seq_len = data.corpus, job_config.training.seq_len
+    if split == "validation":
+        corpus, seq_len = data.validation_corpus or data.corpus, job_config.validation.seq_len
+    _require_corpus(corpus)
+    bare = not (Path(corpus) / "manifest.json").exists()
+    tokens = TokenCorpus(corpus, split, vocab_size=model_config(job_config).vocab_size if bare else None)
+    return PackedDataset(tokens, seq_len=seq_len, seed=seed_of(job_config), shuffle=split == "train")
+
+
+def _require_corpus(corpus: str) -> None:
+    if not corpus:
+        raise ValueError(
+            "data.corpus is not set. Prepare one (python -m interdomain.tools.prepare_data --help) and pass "
+            "--data.corpus FOLDER, or set it in the TOML file."
+        )
+
+
+def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:
+    training, schedule = job_config.training, job_config.lr_scheduler
+    steps = training.steps
+    if training.tokens:
+        if steps != DEFAULT_STEPS:
+            raise ValueError(
+                f"training.tokens = {training.tokens:,} and training.steps = {steps:,} are both set. Train by steps "
+                "with --training.tokens 0, or drop training.steps."
+            )
+        steps = math.ceil(training.tokens / tokens_per_step)
+    if steps < 1:
+        raise ValueError(f"the run has {steps} steps; set training.steps or training.tokens to a positive number.")
+    warmup = round(schedule.warmup_tokens / tokens_per_step) if schedule.warmup_tokens else schedule.warmup_steps
+    total = schedule.total_steps or steps
+    if warmup > total:
+        raise ValueError(
+            f"the warmup of {warmup:,} steps is longer than the schedule of {total:,} steps. Shorten "
+            "lr_scheduler.warmup_tokens (or warmup_steps; 0 for none), or train longer."
+        )
+    lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
+    if schedule.min_lr > lowest_peak:
+        raise ValueError(
+            f"lr_scheduler.min_lr = {schedule.min_lr:g} is above the peak learning rate {lowest_peak:g} "
+            "(the smaller of optimizer.lr and optimizer.ssm_lr)."
+        )
+    return steps, warmup
+
+
+def _data_parallel(parallel, world_size: int) -> tuple[int, int]:
+    """(replicas, shards) of the data-parallel mesh."""
+    replicate, shard = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+    if replicate < 1 or world_size % replicate:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {world_size} rank(s)."
+        )
+    if shard == -1:
+        shard = world_size // replicate
+    if replicate * shard != world_size:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicate} x {shard} must be "
+            f"the number of ranks, {world_size}. Set the shard degree to -1 to let it follow."
+        )
+    return replicate, shard
+
+
+def _refuse_unsupported(job_config) -> None:
+    """Settings of TorchTitan that this plugin cannot honour: refused, never ignored."""
+    parallel = job_config.parallelism
+    for name in ("tensor", "pipeline", "context", "expert"):
+        degree = getattr(parallel, f"{name}_parallel_degree")
+        if degree != 1:
+            raise ValueError(
+                f"parallelism.{name}_parallel_degree = {degree}: the plugin shards with FSDP2, HSDP and replication "
+                f"only (1.3B fits one device). Leave {name}_parallel_degree at 1 and use the data_parallel degrees."
+            )
+    if job_config.optimizer.name not in ("AdamW", "Adam"):
+        raise ValueError(f"optimizer.name = {job_config.optimizer.name!r} is unknown; allowed: AdamW, Adam.")
+    if job_config.optimizer.early_step_in_backward:
+        raise ValueError(
+            "optimizer.early_step_in_backward steps before the gradients are clipped and knows no parameter groups; "
+            "this recipe needs both. Set it to false."
+        )
+    if job_config.fault_tolerance.enable:
+        raise ValueError("fault_tolerance.enable (torchft) is not supported by this plugin. Set it to false.")
+    if job_config.model.converters:
+        raise ValueError(f"model.converters = {job_config.model.converters} is not supported. Leave it empty.")
+    if job_config.checkpoint.last_save_in_hf or job_config.checkpoint.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.last_save_in_hf and initial_load_in_hf are not supported: use python -m "
+            "interdomain.tools.convert, which keeps the SSM parameters float32 and writes a complete folder."
+        )
+    if job_config.checkpoint.enable and job_config.checkpoint.last_save_model_only:
+        raise ValueError(
+            "checkpoint.last_save_model_only = true leaves a last checkpoint that no run can continue from. Set it "
+            "to false; python -m interdomain.tools.convert extracts the model from a full checkpoint."
+        )
+    if (
+        job_config.activation_checkpoint.mode == "selective"
+        and job_config.activation_checkpoint.selective_ac_option != "op"
+    ):
+        option = job_config.activation_checkpoint.selective_ac_option
+        if not option.isdigit() or int(option) < 1:
+            raise ValueError(
+                f"activation_checkpoint.selective_ac_option = {option!r} is unknown; allowed: 'op' (saves matrix "
+                "products and the scan's output) or a number n (checkpoint every n-th block)."
+            )
+    validation = job_config.validation
+    if validation.enable:
+        if validation.steps != -1:
+            raise ValueError(
+                f"validation.steps = {validation.steps} would read other tokens on other topologies. Set "
+                "validation.tokens (the same fixed tokens every time) and leave validation.steps at -1."
+            )
+        for name in ("seq_len", "local_batch_size", "freq"):
+            if getattr(validation, name) < 1:
+                raise ValueError(f"validation.{name} must be at least 1: got {getattr(validation, name)}.")

@@ -1,0 +1,92 @@
+"""Validation loss and perplexity over the same fixed tokens every time, whatever the topology."""
+
+import math
+
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.validate import BaseValidator
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from .errors import one_paragraph
+from .plan import open_dataset
+
+
+class FixedValidator(BaseValidator):
+    """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
+
+    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step.
+    """
+
+    def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, loss_fn, metrics_processor, **_) -> None:
+        super().__init__(job_config)
+        self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
+        self.rank, self.ranks = dp_rank, dp_world_size
+        self.dataset = open_dataset(job_config, "validation")
+        config = job_config.validation
+        self.windows = len(self.dataset)
+        if config.tokens:
+            asked = math.ceil(config.tokens / config.seq_len)
+            if asked > self.windows:
+                logger.warning(
+                    "validation.tokens = %d is more than the split holds; using all of its %d windows of %d tokens.",
+                    config.tokens,
+                    self.windows,
+                    config.seq_len,
+                )
+            self.windows = min(asked, self.windows)
+
+    def should_validate(self, step: int) -> bool:
+        return super().should_validate(step) or step == self.job_config.training.steps
+
+    def _batches(self):
+        """This rank's share, [B, T] inputs and labels; the last batches are filled up with ignored windows so that every
+        rank makes the same number of forward passes (FSDP2's are collective)."""
+        per_pass = self.job_config.validation.local_batch_size * self.ranks
+        for first in range(0, self.windows, per_pass):
+            mine = range(first + self.rank, first + per_pass, self.ranks)
+            rows = torch.from_numpy(self.dataset.read_batch([min(i, self.windows - 1) for i in mine]))
+            labels = rows[:, 1:].clone()
+            labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
+            yield rows[:, :-1].to(utils.device_type), labels.to(utils.device_type)
+
+    @torch.no_grad()
+    def validate(self, model_parts, step: int) -> None:
+        (model,) = model_parts
+        model.eval()
+        # Sums in float64: the result must not depend on how the windows are split over ranks.
+        loss = torch.zeros((), dtype=torch.float64, device=utils.device_type)
+        tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
+        for inputs, labels in self._batches():
+            loss += self.loss_fn(model(inputs), labels)
+            tokens += (labels != IGNORE_INDEX).sum()
+            self.metrics_processor.ntokens_since_last_log += labels.numel()
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        mean = dist_utils.dist_sum(loss, mesh) / dist_utils.dist_sum(tokens, mesh)
+        self.metrics_processor.log_validation(mean, step, extra_metrics=self._readout_rms(model))
+        model.train()
+
+    @torch.no_grad()
+    def _readout_rms(self, model) -> dict[str, float]:
+        """Root mean square of each mixer's readout (the input of wo) on the first validation window of this rank."""
+        rms, hooks = {}, []
+        for i, layer in enumerate(model.layers.values()):
+
+            def record(module, args, i=i):
+                rms[i] = args[0].float().square().mean().sqrt().item()
+
+            hooks.append(layer.attention.wo.register_forward_pre_hook(record))
+        try:
+            inputs, _ = next(self._batches())
+            with torch.compiler.set_stance("force_eager"):  # hooks inside compiled blocks would not run
+                model(inputs[:1])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {f"mixer/layer_{i:02d}/readout_rms": value for i, value in rms.items()}
+
+
+@one_paragraph
+def build_validator(**kwargs) -> FixedValidator:
+    return FixedValidator(**kwargs)
