@@ -1,4 +1,4 @@
-"""The interdomain mixer and its ablations: three switches around one complex-diagonal recurrence (paper, figure mechanism-arch)."""
+"""The interdomain mixer and its ablations: three switches around one recurrence (paper, figure mechanism-arch)."""
 
 import torch
 from torch import Tensor, nn
