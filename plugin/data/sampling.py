@@ -1,0 +1,115 @@
+"""Packed training samples in a random order that nobody stores: `PackedDataset(corpus, seq_len=4096, seed=42)[g]`.
+
+Sample g depends on (corpus, seq_len, seed, g) alone: not on the number of ranks, of workers, or on what was read
+before. So one integer, the number of samples consumed, resumes a run on any number of ranks: at global step s with B
+samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r modulo W, or any other split of them.
+"""
+
+import hashlib
+
+import numpy as np
+
+MASK64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class FeistelPermutation:
+    """A keyed bijection of [0, n): an alternating Feistel network on the next power of two, walked until below n.
+
+    O(1) memory; fewer than two walks on average. Not cryptography: an order that looks random and is complete.
+    """
+
+    ROUNDS = 8
+
+    def __init__(self, n, key):
+        assert n > 0
+        bits = max(4, (n - 1).bit_length())  # halves of one bit reach only some of the orders
+        self.n, self.low_bits = n, bits // 2
+        self.low_mask, self.high_mask = (1 << self.low_bits) - 1, (1 << (bits - self.low_bits)) - 1
+        digest = hashlib.shake_256(key.encode()).digest(8 * self.ROUNDS)
+        keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
+        self.key_pairs = list(zip(keys[::2], keys[1::2], strict=True))
+
+    def __call__(self, i):
+        assert 0 <= i < self.n
+        low_bits, low_mask, high_mask = self.low_bits, self.low_mask, self.high_mask
+        while True:
+            low, high = i & low_mask, i >> low_bits
+            for even, odd in self.key_pairs:
+                # Multiply, fold, multiply: the upper half of the product has seen every bit of the other half and key.
+                x = (high ^ even) * 0x9E3779B97F4A7C15 & MASK64
+                low ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & low_mask
+                x = (low ^ odd) * 0x9E3779B97F4A7C15 & MASK64
+                high ^= ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & MASK64) >> 32 & high_mask
+            i = high << low_bits | low
+            if i < self.n:
+                return i
+
+
+class PackedDataset:
+    """Windows of seq_len + 1 consecutive tokens (inputs and their next tokens) of a corpus's stream.
+
+    Windows tile the stream with stride seq_len, so that a token is a target once per epoch; they span documents and
+    shards, and a last one that is not full is dropped. Indices are global and never end: g is sample g % n of epoch
+    g // n (n = samples_per_epoch), and every epoch has an order of its own. Validation reads with `shuffle=False` at
+    indices 0, 1, ...: the same tokens each time.
+
+    Args:
+        corpus: a TokenCorpus.
+        seq_len: tokens that the model sees, positive.
+        seed: any integer; with shuffle=False it changes nothing.
+    Attributes: samples_per_epoch; fingerprint, which a checkpoint keeps beside the number of consumed samples.
+    Raises: ValueError if the corpus is shorter than one window.
+    """
+
+    def __init__(self, corpus, seq_len, seed, shuffle=True):
+        if seq_len < 1:
+            raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
+        self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
+        self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
+        if self.samples_per_epoch < 1:
+            raise ValueError(
+                f"The split {corpus.split!r} has {corpus.num_tokens:,} tokens, fewer than one sample of seq_len + 1 = "
+                f"{seq_len + 1:,}. Take a shorter sequence length or prepare more text"
+                + (" (a larger --validation-fraction)." if corpus.split == "validation" else ".")
+            )
+        order = f"feistel-1:{seed}" if shuffle else "in order"
+        description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
+        self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
+        self._order = (None, None)  # (epoch, its permutation), one tuple: threads swap it whole
+
+    def __len__(self):
+        return self.samples_per_epoch
+
+    def __iter__(self):
+        """One epoch, the first."""
+        return (self[g] for g in range(self.samples_per_epoch))
+
+    def _start(self, g):
+        """Where sample g begins in the stream."""
+        if g < 0:
+            raise IndexError(f"global sample index {g}: indices start at 0")
+        epoch, i = divmod(int(g), self.samples_per_epoch)
+        if self.shuffle:
+            known, permutation = self._order
+            if known != epoch:
+                permutation = FeistelPermutation(self.samples_per_epoch, f"{self.seed}:{epoch}")
+                self._order = (epoch, permutation)
+            i = permutation(i)
+        return i * self.seq_len
+
+    def __getitem__(self, g):
+        """Sample g: [seq_len + 1] int64."""
+        start = self._start(g)
+        return self.corpus.read(start, start + self.seq_len + 1)
+
+    def read_batch(self, indices):
+        """Samples at these global indices: [len(indices), seq_len + 1] int64."""
+        out = np.empty((len(indices), self.seq_len + 1), np.int64)
+        for row, g in zip(out, indices, strict=True):
+            row[:] = self[g]
+        return out
+
+    def document_starts(self, g):
+        """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
+        start = self._start(g)
+        return self.corpus.document_starts(start, start + self.seq_len + 1) - start

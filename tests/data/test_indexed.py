@@ -1,0 +1,274 @@
+"""Megatron's .bin/.idx shards: the bytes, damage of every kind, and writers that die."""
+
+import errno
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from interdomain.data import IndexedDataset, IndexedDatasetWriter
+from interdomain.data.indexed import DTYPES, file_sha256
+
+DOCUMENTS = [[5, 6, 7, 2], [2], [1000, 0, 1999, 4, 2]]
+
+
+def write(prefix, documents=DOCUMENTS, vocab_size=2000):
+    with IndexedDatasetWriter(prefix, vocab_size) as writer:
+        for document in documents:
+            writer.add_document(document)
+        return writer.finalize()
+
+
+def reference_read(prefix):
+    """An independent reader of the published layout: dtype code and documents."""
+    data = Path(f"{prefix}.idx").read_bytes()
+    assert data[:9] == b"MMIDIDX\0\0"
+    version, code, n_seq, n_doc = struct.unpack_from("<QBQQ", data, 9)
+    assert version == 1
+    assert len(data) == 34 + 20 * n_seq + 8 == 34 + 12 * n_seq + 8 * n_doc
+    lengths = np.frombuffer(data, "<i4", n_seq, 34)
+    offsets = np.frombuffer(data, "<i8", n_seq, 34 + 4 * n_seq)
+    assert np.array_equal(np.frombuffer(data, "<i8", n_doc, 34 + 12 * n_seq), np.arange(n_seq + 1))
+    raw, dtype = Path(f"{prefix}.bin").read_bytes(), {8: "<u2", 4: "<i4"}[code]
+    return code, [np.frombuffer(raw, dtype, n, o).tolist() for n, o in zip(lengths, offsets, strict=True)]
+
+
+@pytest.mark.parametrize(("vocab_size", "code"), [(2000, 8), (65499, 8), (65500, 4), (128_256, 4)])
+def test_layout(tmp_path, vocab_size, code):
+    documents = [*DOCUMENTS, [vocab_size - 1, 0]]
+    info = write(tmp_path / "a", documents, vocab_size)
+    assert reference_read(tmp_path / "a") == (code, documents)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert (info.name, info.documents, info.tokens) == ("a", 4, 12)
+    assert info.bin_sha256 == file_sha256(tmp_path / "a.bin")
+    assert info.idx_sha256 == file_sha256(tmp_path / "a.idx")
+    assert info.bin_bytes == (tmp_path / "a.bin").stat().st_size == 12 * (2 if code == 8 else 4)
+    assert info.idx_bytes == (tmp_path / "a.idx").stat().st_size
+
+
+def test_golden_bytes(tmp_path):
+    write(tmp_path / "a", [[1, 2], [3]], 10)
+    assert (tmp_path / "a.bin").read_bytes().hex() == "010002000300"
+    assert (
+        (tmp_path / "a.idx").read_bytes().hex()
+        == (
+            "4d4d494449445800000100000000000000"  # magic, version
+            "080200000000000000" + "0300000000000000"  # u16, 2 sequences, 3 document entries
+            "0200000001000000"  # lengths
+            "0000000000000000" + "0400000000000000"  # offsets
+            "0000000000000000" + "0100000000000000" + "0200000000000000"  # documents
+        )
+    )
+
+
+def hand_built(prefix, code, documents, dtype=None):
+    """An index by hand; a document is a list of sequences."""
+    dtype = np.dtype(dtype or DTYPES[code])
+    sequences = [np.array(s, dtype) for d in documents for s in d]
+    lengths = np.array([len(s) for s in sequences], "<i4")
+    doc_idx = np.cumsum([0] + [len(d) for d in documents])
+    offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(doc_idx))
+    prefix.with_suffix(".idx").write_bytes(
+        head + lengths.tobytes() + offsets.astype("<i8").tobytes() + doc_idx.astype("<i8").tobytes()
+    )
+    prefix.with_suffix(".bin").write_bytes(b"".join(s.tobytes() for s in sequences))
+    return prefix
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, code):
+    dataset = IndexedDataset(hand_built(tmp_path / "a", code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
+    assert (len(dataset), dataset.num_tokens) == (3, 6)
+    assert [dataset[i].tolist() for i in range(3)] == [[1, 2, 3], [], [4, 5, 6]]
+    assert dataset[-1].tolist() == [4, 5, 6]
+    assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
+    assert dataset.document_starts(0, 6).tolist() == [0, 3]
+    assert dataset.document_starts(1, 3).tolist() == []
+    assert dataset.document_starts(3, 4).tolist() == [3]
+    dataset.verify()
+    with pytest.raises(IndexError):
+        dataset[3]
+
+
+def test_empty_shard(tmp_path):
+    info = write(tmp_path / "a", [])
+    dataset = IndexedDataset(tmp_path / "a")
+    assert (info.tokens, len(dataset), dataset.num_tokens, dataset.tokens(0, 9).size) == (0, 0, 0, 0)
+    dataset.verify()
+
+
+@pytest.mark.parametrize("code", [6, 7, 0, 9])
+def test_refuses_what_are_not_token_ids(tmp_path, code):
+    with pytest.raises(ValueError, match=f"dtype code {code}"):
+        IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype=DTYPES.get(code, "<u2")))
+
+
+def test_refuses_multimodal(tmp_path):
+    write(tmp_path / "a")
+    with open(tmp_path / "a.idx", "ab") as f:
+        f.write(bytes(3))
+    with pytest.raises(NotImplementedError, match="multimodal"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_every_truncation_is_refused(tmp_path):
+    write(tmp_path / "a")
+    for suffix in (".idx", ".bin"):
+        path = tmp_path / f"a{suffix}"
+        whole = path.read_bytes()
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=r"truncated|documents must span") as e:
+                IndexedDataset(tmp_path / "a")
+            assert str(path) in str(e.value)
+            assert "prepare it again" in str(e.value)
+        path.write_bytes(whole + b"xx")
+        with pytest.raises(ValueError, match="damaged") as e:
+            IndexedDataset(tmp_path / "a")
+        path.write_bytes(whole)
+    IndexedDataset(tmp_path / "a")
+
+
+def test_truncation_says_both_sizes(tmp_path):
+    write(tmp_path / "a")
+    path = tmp_path / "a.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="describes 20 bytes, the file has 16"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a\.idx is missing\. A shard is a \.bin and an \.idx"):
+        IndexedDataset(tmp_path / "a")
+    for suffix, other in ((".idx", ".bin"), (".bin", ".idx")):
+        write(tmp_path / f"x{suffix}")
+        (tmp_path / f"x{suffix}{suffix}").unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing \(.*{other} is there without it"):
+            IndexedDataset(tmp_path / f"x{suffix}")
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "message"),
+    [
+        (0, b"X", "not a Megatron index"),
+        (9, b"\2", "version 2"),
+        (26, b"\1", "damaged|truncated"),
+        (34 + 12 * 3, b"\1", "documents must span"),
+        (34 + 4 * 3 + 8 * 2, b"\1", "truncated|damaged"),
+    ],
+)
+def test_damaged_index(tmp_path, at, data, message):
+    write(tmp_path / "a")
+    path = tmp_path / "a.idx"
+    whole = bytearray(path.read_bytes())
+    whole[at : at + len(data)] = data
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_verify_reads_the_whole_index(tmp_path):
+    write(tmp_path / "a")
+    path = tmp_path / "a.idx"
+    whole = bytearray(path.read_bytes())
+    whole[34] += 1  # the first length: no size changes
+    path.write_bytes(whole)
+    dataset = IndexedDataset(tmp_path / "a")
+    with pytest.raises(ValueError, match="back to back"):
+        dataset.verify()
+
+
+@pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5], [70000]])
+def test_writer_refuses_ids_outside_the_vocabulary(tmp_path, tokens):
+    with pytest.raises(ValueError, match=r"vocabulary|non-empty"):
+        write(tmp_path / "a", [[1], tokens])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_never_overwrites(tmp_path):
+    write(tmp_path / "a")
+    with pytest.raises(FileExistsError, match="already"):
+        IndexedDatasetWriter(tmp_path / "a", 2000)
+
+
+class FullDisk:
+    """A file on a disk with room for `room` more bytes."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_full_disk_leaves_nothing(tmp_path):
+    def fill():
+        with IndexedDatasetWriter(tmp_path / "a", 2000) as writer:
+            writer._bin = FullDisk(writer._bin, 15)
+            for document in DOCUMENTS:
+                writer.add_document(document)
+
+    with pytest.raises(OSError, match=r"shard .*a failed after 5 tokens: No space left") as e:
+        fill()
+    assert e.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+LIMITED = """
+import resource, signal, sys
+from interdomain.data import IndexedDatasetWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+with IndexedDatasetWriter(sys.argv[1], 2000) as writer:
+    for i in range(200):
+        writer.add_document([i] * 1000)
+"""
+
+KILLED = """
+import os, sys
+import interdomain.data.indexed as indexed
+real, calls = indexed.os.replace, []
+def replace(a, b):
+    if len(calls) == int(sys.argv[2]):
+        os._exit(9)
+    calls.append(b)
+    real(a, b)
+indexed.os.replace = replace
+with indexed.IndexedDatasetWriter(sys.argv[1], 2000) as writer:
+    writer.add_document([1, 2, 3])
+    if sys.argv[2] == "now":
+        os._exit(9)
+"""
+
+
+def run(code, *args):
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+def test_the_kernel_refusing_to_write_leaves_nothing(tmp_path):
+    done = run(LIMITED, tmp_path / "a")
+    assert done.returncode == 1
+    assert "File too large. Nothing of it was kept" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["now", 0, 1])
+def test_a_killed_writer_leaves_no_shard(tmp_path, moment):
+    assert run(KILLED, tmp_path / "a", moment).returncode == 9
+    assert not (tmp_path / "a.idx").exists()
+    with pytest.raises(FileNotFoundError):
+        IndexedDataset(tmp_path / "a")
+    (tmp_path / "a.bin").unlink(missing_ok=True)  # killed between the two renames
+    write(tmp_path / "a")  # over the leftovers
+    assert reference_read(tmp_path / "a")[1] == DOCUMENTS
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]

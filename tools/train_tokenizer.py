@@ -1,0 +1,143 @@
+"""python -m interdomain.tools.train_tokenizer --input stdlib --vocab-size 2048 --output data/tokenizer.model
+
+Trains a sentencepiece BPE tokenizer in Llama 2's style: bytes stand in for what the vocabulary lacks, digits stand
+alone, text is not normalised, whitespace survives exactly. The same input gives the same file.
+"""
+
+import argparse
+import io
+import os
+import sys
+from pathlib import Path
+
+import sentencepiece
+from tqdm import tqdm
+
+from interdomain.data.documents import list_files, read_documents
+from interdomain.data.indexed import sync
+
+DEFAULT_VOCAB_SIZE = 2048
+# 256 bytes, 3 control tokens and a few dozen characters; sentencepiece names the exact bound for a text.
+SMALLEST_VOCAB_SIZE = 300
+
+
+def training_lines(documents):
+    """Lines for the trainer, which puts a space before each; in running text only a document's first has one."""
+    for document in documents:
+        for line in document.text.splitlines():
+            # Without one space of its indentation a line comes out as it stands in running text.
+            yield line[1:] if line.startswith(" ") else line
+
+
+def train_sentencepiece(documents, vocab_size):
+    """Bytes of a sentencepiece model file trained on the documents: a function of these and of vocab_size alone.
+
+    Raises: ValueError if the text does not fit the vocabulary size.
+    """
+    if vocab_size < SMALLEST_VOCAB_SIZE:
+        raise ValueError(
+            f"A vocabulary of {vocab_size} is too small: 256 bytes come first, so give {SMALLEST_VOCAB_SIZE} or more."
+        )
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=training_lines(documents),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=0.99995,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=True,
+            remove_extra_whitespaces=False,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=2,  # fixed: the file records it
+            minloglevel=2,
+        )
+    except RuntimeError as e:
+        # "... Vocabulary size too high (5000). Please set it to a value <= 1234." and the like; the rest is its source
+        # line.
+        reason = str(e).rsplit("] ", 1)[-1].split(" Increase vocab_size")[0].strip() or "it saw no text."
+        raise ValueError(
+            f"A vocabulary of {vocab_size} cannot be trained on this text: {reason} Give another --vocab-size or more "
+            "text."
+        ) from e
+    return model.getvalue()
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--input", nargs="+", default=["stdlib"], help="stdlib, or files and globs of .txt .py .md .jsonl"
+    )
+    parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
+    parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
+    parser.add_argument("--text-field", default="text", help="of .jsonl rows, default %(default)s")
+    parser.add_argument("--max-bytes", type=int, default=None, help="of text to train on, default all")
+    return parser.parse_args(argv)
+
+
+def train(args):
+    if args.output.suffix != ".model":
+        raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
+    if args.output.exists():
+        raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
+    size = sum(path.stat().st_size for _, path in list_files(args.input))
+    with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+        documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
+        model = train_sentencepiece(documents, args.vocab_size)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(args.output, model)
+    print(f"wrote {args.output} (vocabulary {args.vocab_size:,}, {len(model) / 1e3:.0f} KB)")
+
+
+def counted(documents, bar):
+    """The documents, moving a progress bar on."""
+    for document in documents:
+        yield document
+        bar.update(document.source_bytes)
+
+
+def write_whole(path, data):
+    """Writes a file that is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as f:
+            f.write(data)
+            sync(f)
+        os.replace(partial, path)
+    except OSError as e:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            e.errno,
+            f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions",
+        ) from e
+
+
+def fail(tool, error):
+    """One paragraph for the user, and the exit status of a wrong request."""
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        # Python's own errors keep the file apart; ours have it in their text.
+        message = error.strerror + "."
+        if error.filename is not None:
+            message = f"{error.filename}: {error.strerror}. Check this path and its permissions."
+    print(f"{tool}: {message}", file=sys.stderr)
+    return 2
+
+
+def main(argv=None):
+    try:
+        train(parse_arguments(argv))
+    except (ValueError, OSError) as e:
+        return fail("train_tokenizer", e)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
