@@ -1,0 +1,231 @@
+"""The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. This file is its only door.
+
+Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
+functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated.
+Derivation, notation, backends and tolerances: kernels/README.md.
+"""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from . import fft, ops, parallel, reference, step
+from .tables import (
+    MAX_DECAY_PER_TOKEN,
+    READOUTS,
+    decay_exponent,
+    input_gain,
+    mixing_matrix,
+    powers,
+    readout_vector,
+)
+
+__all__ = [
+    "BACKENDS",
+    "MAX_DECAY_PER_TOKEN",
+    "READOUTS",
+    "decay_exponent",
+    "input_gain",
+    "interdomain_scan",
+    "interdomain_step",
+    "linear_scan",
+    "linear_step",
+    "mixing_matrix",
+    "powers",
+    "readout_vector",
+]
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "chunkwise", "parallel", "fft", "reference")
+
+# Backends that autograd records; the others are in ops.IMPLEMENTATIONS.
+_RECORDED = {
+    "parallel": (parallel.scan_parallel, parallel.linear_parallel),
+    "fft": (fft.scan_fft, fft.linear_fft),
+    "reference": (reference.scan_reference, reference.linear_reference),
+}
+# With the decay bounded at one e-fold per token, the tables of 64 tokens span e^-32 to e^32. Those of 128 tokens span
+# e^-64 to e^64: finite in fp32, but small values times e^-64 fall among the denormals (measured: 2e-2 error in o).
+_MAX_CHUNK = 64
+
+
+def interdomain_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
+
+    Args:
+        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]. bf16, fp16 or fp32, computed in fp32; or all fp64.
+        log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imag), fp32 (fp64 with fp64 inputs). Real
+            parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
+        mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
+        initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
+        backend: one of BACKENDS. `auto` is `chunkwise`; an explicit one never falls back.
+        chunk_size: tokens per chunk of `chunkwise`, 1 to 64; the others have no chunks.
+    Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
+    Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above.
+    """
+    if k.ndim != 4:
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, T, H, R]")
+    B, T, H, R = k.shape
+    if v.ndim != 4:
+        raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, T, H, D] = [{B}, {T}, {H}, D]")
+    D, M = v.shape[3], _basis_size(log_decay, H)
+    _check_shape("v", v, (B, T, H, D))
+    _check_query(q, (B, T), H, R)
+    _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
+    if initial_state is not None:
+        _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
+    _check_time(T)
+    _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
+    backend = _choose(backend, chunk_size, k.device.type)
+    if backend in ops.IMPLEMENTATIONS:
+        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend)
+    with torch.autocast(k.device.type, enabled=False):
+        return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state)
+
+
+def linear_scan(
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
+
+    Args:
+        z: [B, T, H, P], dtypes as in `interdomain_scan`.
+        log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
+        initial_state: [B, H, M, P, 2] or None. backend, chunk_size: as in `interdomain_scan`.
+    Returns: (y [B, T, H, P] in z's dtype, final_state). Raises: ValueError as there.
+    """
+    if z.ndim != 4:
+        raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, T, H, P]")
+    B, T, H, P = z.shape
+    M = _basis_size(log_decay, H)
+    _check_shape("readout", readout, (H, 2 * M))
+    if initial_state is not None:
+        _check_shape("initial_state", initial_state, (B, H, M, P, 2))
+    _check_time(T)
+    _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
+    backend = _choose(backend, chunk_size, z.device.type)
+    if backend in ops.IMPLEMENTATIONS:
+        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size, backend)
+    with torch.autocast(z.device.type, enabled=False):
+        return _RECORDED[backend][1](z, log_decay, readout, initial_state)
+
+
+def interdomain_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of `interdomain_scan`.
+
+    Args:
+        q: [B, Hq, R]; k: [B, H, R]; v: [B, H, D]; state: [B, H, M, R + D, 2], from the scan or zeros (None is refused).
+    Returns: (o [B, Hq, D] in v's dtype, new state; the one passed in is left as it was).
+    """
+    if k.ndim != 3:
+        raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, H, R]: a step has no time axis")
+    B, H, R = k.shape
+    if v.ndim != 3:
+        raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, H, D] = [{B}, {H}, D]")
+    D, M = v.shape[2], _basis_size(log_decay, H)
+    _check_shape("v", v, (B, H, D))
+    _check_query(q, (B,), H, R)
+    _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
+    _check_shape("state", state, (B, H, M, R + D, 2))
+    _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "state": state})
+    with torch.autocast(k.device.type, enabled=False):
+        return step.scan_step(q, k, v, log_decay, mixing, state)
+
+
+def linear_step(z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state)."""
+    if z.ndim != 3:
+        raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, H, P]: a step has no time axis")
+    B, H, P = z.shape
+    M = _basis_size(log_decay, H)
+    _check_shape("readout", readout, (H, 2 * M))
+    _check_shape("state", state, (B, H, M, P, 2))
+    _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "state": state})
+    with torch.autocast(z.device.type, enabled=False):
+        return step.linear_one_step(z, log_decay, readout, state)
+
+
+def _choose(backend: str, chunk_size: int, device: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    if not 1 <= chunk_size <= _MAX_CHUNK:
+        raise ValueError(f"chunk_size is {chunk_size}; allowed: 1 to {_MAX_CHUNK}")
+    if backend != "auto":
+        return backend
+    if not torch.compiler.is_compiling():
+        _log_choice("chunkwise", device)
+    return "chunkwise"
+
+
+@functools.cache
+def _log_choice(backend: str, device: str) -> None:
+    logger.info("interdomain.scan: backend 'auto' runs %r on %s", backend, device)
+
+
+def _basis_size(log_decay: Tensor, H: int) -> int:
+    if log_decay.ndim != 3 or log_decay.shape[0] != H or log_decay.shape[2] != 2:
+        raise ValueError(
+            f"log_decay has shape {tuple(log_decay.shape)}; expected [H, M, 2] with H = {H}, "
+            "the heads of k and v (or z); `decay_exponent` builds it"
+        )
+    return log_decay.shape[1]
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected} from k and log_decay (or z)")
+
+
+def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
+    if q.ndim != len(leading) + 2 or tuple(q.shape[:-2]) != leading or q.shape[-1] != R or q.shape[-2] % H:
+        expected = ", ".join(str(n) for n in leading)
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; expected [{expected}, Hq, {R}] "
+            f"with Hq a multiple of the {H} heads of k and v"
+        )
+
+
+def _check_time(T: int) -> None:
+    if T == 0:
+        raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
+
+
+def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
+    """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
+    double = any(x.dtype == torch.float64 for x in inputs.values())
+    allowed = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
+    table_dtype = torch.float64 if double else torch.float32
+    device = next(iter(inputs.values())).device
+    for name, x in inputs.items():
+        if x.dtype not in allowed:
+            raise ValueError(f"{name} is {x.dtype}; allowed: bfloat16, float16 or float32, or float64 for every tensor")
+    for name, x in tables.items():
+        if x is not None and x.dtype != table_dtype:
+            raise ValueError(
+                f"{name} is {x.dtype}; expected {table_dtype} with these inputs: "
+                "decays, W and states stay in full precision"
+            )
+    for name, x in (*inputs.items(), *tables.items()):
+        if x is not None and x.device != device:
+            raise ValueError(f"{name} is on {x.device}; the first input is on {device}: move them to one device")

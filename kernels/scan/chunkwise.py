@@ -1,0 +1,381 @@
+"""Chunkwise form in plain PyTorch, forward and backward written out (derivation in kernels/README.md).
+
+Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, Hq = G H,
+R key features, D value width, P = R + D channels, M basis functions.
+
+The three passes are the ones that a kernel for an accelerator would run, and each serves forward and backward:
+    pass 1 (`_contract`)  a = pass1(q, k)    c = pass1(do, v)     read a state of keys: M numbers per row
+    pass 2 (`_expand`)    o = pass2(b, v)    dq = pass2(e, k)     read it back with M weights per row
+    pass 3 (`_adjoint`)   dv = pass3(b, do)  dk = pass3(e, q)     pass 2 transposed in time
+Inside a chunk Lambda^(i-j) is split as E_i T_j with E_i = Lambda^(i-r), T_j = Lambda^(r-j) and r mid-chunk; the state
+before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once to the sum of both parts.
+
+Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
+keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
+and, viewed as M complex ones, take E in a single multiplication.
+Everything is recomputed in the backward: what survives the forward is its inputs.
+Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, conj_physical
+
+from .tables import powers
+
+
+def scan_forward(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2])."""
+    B, T, H, R = k.shape
+    weights = _bilinear(mixing)
+    o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
+    X = _load_state(initial_state, B, R + v.shape[3], log_decay)
+    for segment in _segments(T, chunk_size):
+        tab = _tables(log_decay, segment.length)
+        z = _load_columns((k, v), segment, log_decay.dtype)
+        rows = _load_rows(q, H, segment, log_decay.dtype)
+        S, X = _states(z, X, tab)
+        a = _contract(_scores(rows, z[..., :R, :]), rows, S[..., :R, :], tab)
+        b = _scale(a @ weights.mT, conj_physical(tab.E))
+        out = _expand(_kernel(b, tab, rows.shape), b, z[..., R:, :], S[..., R:, :])
+        _store_rows(o, out, segment)
+    return o, _store_state(X)
+
+
+def scan_backward(
+    d_o: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    need_decay: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
+    B, T, H, R = k.shape
+    dtype, P = log_decay.dtype, R + v.shape[3]
+    weights = _bilinear(mixing)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    d_weights = torch.zeros_like(weights)
+    d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
+
+    # The states before each segment, then the segments in reverse.
+    X, segments = _load_state(initial_state, B, P, log_decay), []
+    for segment in _segments(T, chunk_size):
+        tab = _tables(log_decay, segment.length)
+        z = _load_columns((k, v), segment, dtype)
+        S, X = _states(z, X, tab)
+        segments.append((segment, tab, z, S))
+    G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
+    while segments:
+        segment, tab, z, S = segments.pop()
+        kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
+        rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
+        scores_k, scores_v = _scores(rows, kT), _scores(d_rows, vT)
+        a, c = _contract(scores_k, rows, Sk, tab), _contract(scores_v, d_rows, Sv, tab)
+        b, e = _scale(a @ weights.mT, conj_physical(tab.E)), _scale(c @ weights, conj_physical(tab.E))
+        d_weights.baddbmm_(c.mT, a)
+        del a, c
+
+        kernel_b, kernel_e = _kernel(b, tab, d_rows.shape), _kernel(e, tab, rows.shape)
+        _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
+        sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
+        Z, G = _costates(sums, G, tab)
+        _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab), segment)
+        _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab), segment)
+        if need_decay:
+            position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
+            weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
+            d_theta += _decay_gradient_states(z, S, Z, torch.view_as_complex(weighted.unflatten(-1, (-1, 2))), tab)
+            d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
+    return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), _store_state(G)
+
+
+def linear_forward(
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+    B, T, _, P = z.shape
+    y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    X = _load_state(initial_state, B, P, log_decay)
+    for segment in _segments(T, chunk_size):
+        tab = _tables(log_decay, segment.length)
+        zT = _load_columns((z,), segment, log_decay.dtype)
+        S, X = _states(zT, X, tab)
+        w, kernel = _linear_kernel(readout, tab)
+        out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
+        _store_columns(y, out.view(zT.shape), segment)
+    return y, _store_state(X)
+
+
+def linear_backward(
+    d_y: Tensor,
+    d_final: Tensor | None,
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    need_decay: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """-> gradients of (z, log_decay or None, readout, initial_state)."""
+    B, T, _, P = z.shape
+    dtype = log_decay.dtype
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
+    w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
+
+    X, segments = _load_state(initial_state, B, P, log_decay), []
+    for segment in _segments(T, chunk_size):
+        tab = _tables(log_decay, segment.length)
+        zT = _load_columns((z,), segment, dtype)
+        S, X = _states(zT, X, tab)
+        segments.append((segment, tab, zT, S))
+    G = _load_state(d_final, B, P, log_decay)
+    while segments:
+        segment, tab, zT, S = segments.pop()
+        w, kernel = _linear_kernel(readout, tab)
+        dyT = _load_columns((d_y,), segment, dtype)
+        flat_z, flat_dy, E_conj = (
+            zT.flatten(1, 3),
+            dyT.flatten(1, 3),
+            _real(conj_physical(tab.E)),
+        )  # [H, B N P, L], [H, L, 2M]
+
+        def per_chunk(x, like=S):
+            return torch.view_as_complex(x.view(*like.shape, 2))
+
+        sums = per_chunk(flat_dy @ E_conj)
+        Z, G = _costates(_real(w_conj * sums), G, tab)
+        out = (flat_dy @ kernel).baddbmm_(_real(Z).flatten(1, 3), _real(tab.T).mT)
+        _store_columns(dz, out.view(zT.shape), segment)
+        # Scores meet only per-head weights here, so they are summed over batch and chunks before anything else.
+        scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
+        c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
+        d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
+        if need_decay:
+            weighted = w_conj * per_chunk(flat_dy @ (tab.position[:, None] * E_conj))
+            d_theta += _decay_gradient_states(zT, S, Z, weighted, tab)
+            c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
+            d_theta += (w * conj_physical(c)).sum(1)
+    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
+    return dz, d_log_decay, torch.cat((d_w.real, d_w.imag), dim=-1), _store_state(G)
+
+
+# The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M], states [H, B, N, P, M].
+# b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
+
+
+def _scores(rows: Tensor, columns: Tensor) -> Tensor:
+    """tril(q k^T) per chunk, [H, B, N, G L, L]."""
+    scores = rows @ columns
+    scores.unflatten(-2, (-1, columns.shape[-1])).tril_()
+    return scores
+
+
+def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size) -> Tensor:
+    """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
+    # tril_ writes zeros over what is above the diagonal: those entries hold positive powers of 1 / Lambda.
+    D = (b @ _real(tab.T).mT).view(*rows[:4], -1)
+    D.unflatten(-2, (-1, D.shape[-1])).tril_()
+    return D
+
+
+def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables") -> Tensor:
+    """Pass 1: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i)."""
+    a = scores.flatten(1, 3) @ _real(tab.T)
+    a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), _real(S).flatten(0, 2))
+    return _scale(a, tab.E)
+
+
+def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
+    """Pass 2: o_i = Re(b_i^T X^v_i) = sum_j D_ij v_j + Re((E b)_i^T S)."""
+    out = kernel.flatten(0, 2) @ columns.mT.flatten(0, 2)
+    out.baddbmm_(b.view(out.shape[0], -1, b.shape[-1]), _real(S).flatten(0, 2).mT)
+    return out.view(*kernel.shape[:-1], -1)
+
+
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables") -> Tensor:
+    """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
+    out = _real(Z).flatten(1, 3) @ _real(tab.T).mT
+    out = out.view(-1, rows.shape[-1], kernel.shape[-1])
+    return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(*rows.shape[:3], *out.shape[1:])
+
+
+def _outer(rows: Tensor, b: Tensor) -> Tensor:
+    """sum_i do_i conj(E b)_i^T per chunk, [H, B, N, D, 2M]."""
+    return rows.mT @ b.view(*rows.shape[:4], -1)
+
+
+def _states(z: Tensor, X: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+    """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
+
+    S' = Lambda^L (S + sum_j T_j z_j), and X' = Lambda^(L-1-r) of the same sum.
+    """
+    local = z.flatten(1, 3) @ _real(tab.T)
+    local = torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
+    S = torch.empty_like(local)
+    current = tab.enter * X
+    for n in range(z.shape[2]):
+        S[:, :, n] = current
+        total = current + local[:, :, n]
+        current = tab.carry * total
+    return S, tab.leave * total
+
+
+def _costates(sums: Tensor, G: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+    """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
+    sums = torch.view_as_complex(sums.view(*sums.shape[:4], -1, 2))
+    Z = torch.empty_like(sums)
+    enter, carry, leave = (conj_physical(x) for x in (tab.leave, tab.carry, tab.enter))
+    current = enter * G
+    for n in reversed(range(sums.shape[2])):
+        Z[:, :, n] = current
+        total = current + sums[:, :, n]
+        current = carry * total
+    return Z, leave * total
+
+
+def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
+    """Within chunks: sum_i (E b)_i sum_j (i - j) tril(q k^T)_ij T_j, conjugated. Overwrites scores."""
+    L = tab.lag.shape[-1]
+    scores.unflatten(-2, (-1, L)).mul_(tab.lag)
+    tangent = torch.view_as_complex((scores.flatten(1, 3) @ _real(tab.T)).unflatten(-1, (-1, 2)))
+    return (torch.view_as_complex(b.unflatten(-1, (-1, 2))) * conj_physical(tangent)).sum(1)
+
+
+def _decay_gradient_states(z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables") -> Tensor:
+    """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
+    Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
+    """
+    L = z.shape[-1]
+    tangent = z.flatten(1, 3) @ ((L - tab.position)[:, None] * _real(tab.T))
+    tangent = torch.view_as_complex(tangent.view(*z.shape[:4], -1, 2))
+    return ((weighted + L * Z) * conj_physical(S)).sum((1, 2, 3)) + (Z * conj_physical(tangent)).sum((1, 2, 3))
+
+
+def _linear_kernel(readout: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+    """conj(E w) [H, L, M] complex, and D_ij = tril(Re(w^T Lambda^(i-j))) [H, L, L]."""
+    w = conj_physical(tab.E * _complex(readout)[:, None])
+    return w, (_real(w) @ _real(tab.T).mT).tril_()
+
+
+# Tables and layouts.
+
+
+class _Tables(NamedTuple):
+    E: Tensor  # Lambda^(i-r), [H, L, M] complex
+    T: Tensor  # Lambda^(r-j), [H, L, M] complex
+    enter: Tensor  # Lambda^(r+1), [H, 1, 1, M]: X -> S
+    carry: Tensor  # Lambda^L
+    leave: Tensor  # Lambda^(L-1-r): S + local sum -> X
+    lag: Tensor  # i - j, [L, L]
+    position: Tensor  # i + 1, [L]
+
+
+class _Segment(NamedTuple):
+    start: int
+    chunks: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [B, N, L, ...]"""
+        stop = self.start + self.chunks * self.length
+        return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
+
+
+def _segments(T: int, chunk_size: int) -> list[_Segment]:
+    """All full chunks at once, then the ragged tail as one shorter chunk."""
+    full, tail = divmod(T, chunk_size)
+    return [s for s in (_Segment(0, full, chunk_size), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
+
+
+def _tables(log_decay: Tensor, L: int) -> _Tables:
+    r = L // 2
+    table = torch.view_as_complex(powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)))
+    position = torch.arange(1, L + 1, dtype=log_decay.dtype, device=log_decay.device)
+    return _Tables(
+        E=table[:, :L].contiguous(),
+        T=table[:, 2 * r - L + 1 : 2 * r + 1].flip(1),
+        enter=table[:, None, None, 2 * r + 1],
+        carry=table[:, None, None, L + r],
+        leave=table[:, None, None, L - 1],
+        lag=position[:, None] - position,
+        position=position,
+    )
+
+
+def _bilinear(mixing: Tensor) -> Tensor:
+    """J W on interleaved pairs, J = diag(1, -1): conj(b) = J W a, conj(e) = (J W)^T c, one matrix for both ways."""
+    H, M = mixing.shape[0], mixing.shape[1] // 2
+    w = torch.cat((mixing[:, :M], -mixing[:, M:]), dim=1).view(H, 2, M, 2, M)
+    return w.permute(0, 2, 1, 4, 3).reshape(H, 2 * M, 2 * M)
+
+
+def _bilinear_gradient(d_weights: Tensor) -> Tensor:
+    H, M = d_weights.shape[0], d_weights.shape[1] // 2
+    upper, lower = d_weights.view(H, M, 2, M, 2).permute(2, 0, 1, 4, 3).reshape(2, H, M, 2 * M)
+    return torch.cat((upper, -lower), dim=1)
+
+
+def _complex(readout: Tensor) -> Tensor:
+    """[H, 2M] as (Re | Im) -> [H, M] complex."""
+    return torch.complex(*readout.unflatten(1, (2, -1)).unbind(1))
+
+
+def _real(x: Tensor) -> Tensor:
+    """[..., M] complex -> [..., 2M] interleaved, no copy."""
+    return torch.view_as_real(x).flatten(-2)
+
+
+def _scale(a: Tensor, E: Tensor) -> Tensor:
+    """Multiplies every row of [H, B N G L, 2M] by its E, in place."""
+    H, L, M = E.shape
+    torch.view_as_complex(a.view(H, -1, L, M, 2)).mul_(E[:, None])
+    return a
+
+
+def _load_rows(x: Tensor, H: int, segment: _Segment, dtype: torch.dtype) -> Tensor:
+    """[B, T, H G, d] -> [H, B, N, G L, d]"""
+    x = segment.of(x).unflatten(3, (H, -1)).permute(3, 0, 1, 4, 2, 5)
+    return torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x).flatten(3, 4)
+
+
+def _store_rows(out: Tensor, rows: Tensor, segment: _Segment) -> None:
+    rows = rows.unflatten(3, (-1, segment.length)).permute(1, 2, 4, 0, 3, 5)  # [B, N, L, H, G, d]
+    segment.of(out).unflatten(3, rows.shape[3:5]).copy_(rows)
+
+
+def _load_columns(parts: tuple[Tensor, ...], segment: _Segment, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
+    parts = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
+    widths = [x.shape[3] for x in parts]
+    out = torch.empty(*parts[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
+    for target, x in zip(out.split(widths, dim=3), parts, strict=True):
+        target.copy_(x)
+    return out
+
+
+def _store_columns(out: Tensor, columns: Tensor, segment: _Segment) -> None:
+    segment.of(out).copy_(columns.permute(1, 2, 4, 0, 3))
+
+
+def _load_state(state: Tensor | None, B: int, P: int, log_decay: Tensor) -> Tensor:
+    """[B, H, M, P, 2] or None -> [H, B, P, M] complex."""
+    H, M, _ = log_decay.shape
+    if state is None:
+        return log_decay.new_zeros(H, B, P, M, dtype=log_decay.dtype.to_complex())
+    return torch.view_as_complex(state.contiguous()).permute(1, 0, 3, 2)
+
+
+def _store_state(X: Tensor) -> Tensor:
+    H, B, P, M = X.shape
+    out = torch.empty(B, H, M, P, 2, dtype=X.dtype.to_real(), device=X.device)
+    return out.copy_(torch.view_as_real(X).permute(1, 0, 3, 2, 4))

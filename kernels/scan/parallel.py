@@ -1,0 +1,44 @@
+"""Associative-scan backend: O(log T) steps by doubling.
+
+Shapes: B batch, T time, H state heads, R key features, D value width, P = R + D channels, M basis functions.
+The decay does not depend on the data, so a scan element is a state alone and each step is one shifted, scaled addition:
+X <- X + Lambda^s shift(X, s) for s = 1, 2, 4, ... Memory O(T M P) forward and O(T log T M P) for the backward, which
+autograd records: shortest critical path, for short T and for checks.
+"""
+
+import torch
+from torch import Tensor
+
+from .fft import linear_readout, query_readout
+from .tables import powers
+
+
+def scan_parallel(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype = log_decay.dtype
+    X, final = all_states(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, initial_state)
+    return query_readout(X, q.to(dtype), mixing).to(v.dtype), final
+
+
+def linear_parallel(
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    X, final = all_states(z.to(log_decay.dtype), log_decay, initial_state)
+    return linear_readout(X, readout).to(z.dtype), final
+
+
+def all_states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """z [B, T, H, P] -> every state [B, T, H, M, P] (complex), and the last one as real pairs [B, H, M, P, 2]."""
+    T, M = z.shape[1], log_decay.shape[1]
+    shifts = [1 << s for s in range(max(T - 1, 1).bit_length())]  # 1 is always there: the initial state uses it
+    table = torch.view_as_complex(powers(log_decay, torch.tensor(shifts))).movedim(1, 0)[..., None]  # [shifts, H, M, 1]
+    X = torch.complex(z, torch.zeros_like(z))[:, :, :, None, :].expand(-1, -1, -1, M, -1)
+    if initial_state is not None:
+        # The state before the first token enters through that token: X_0 = z_0 + Lambda X_init.
+        first = X[:, :1] + table[0] * torch.view_as_complex(initial_state.contiguous())[:, None]
+        X = torch.cat((first, X[:, 1:]), dim=1)
+    for shift, power in zip(shifts, table, strict=True):
+        if shift < T:
+            X = torch.cat((X[:, :shift], X[:, shift:] + power * X[:, :-shift]), dim=1)
+    return X, torch.view_as_real(X[:, -1]).contiguous()

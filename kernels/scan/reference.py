@@ -1,0 +1,143 @@
+"""The oracle: loops over time that follow the paper, and the same loop in the (Lambda, W) form of the public op.
+
+Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
+M basis functions. Slow, differentiable, at home in fp64. Shares no helper with what it judges; it is judged itself by
+its T x T matrix form (tests/scan/test_reference.py).
+"""
+
+import torch
+from torch import Tensor
+
+
+def paper_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    C: Tensor,
+    *,
+    readout: str = "complex",
+    normalize: bool = False,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mixer's core as the paper writes it: U and Gamma are formed at every step.
+
+    Args:
+        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]; real.
+        dt: [H]; A: [H, M] complex; C: [H, M, M] complex.
+        readout: `complex`, `hermitian` or `real`: how the complex U and Gamma become a real output.
+        normalize: divide by q^T U^T eta (Nadaraya-Watson); eta is a ones channel appended to v.
+        initial_state: [B, H, M, P, 2], unit gain (P + 1 channels when normalize is set); None for zeros.
+    Returns: (o [B, T, Hq, D], final state in the form of initial_state).
+    """
+    R, D = q.shape[-1], v.shape[-1]
+    group = q.shape[2] // k.shape[2]
+
+    # 1. Discretise by zero-order hold.
+    Lambda = torch.exp(dt[:, None] * A)  # [H, M]
+    beta = (Lambda - 1) / A
+
+    # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes eta.
+    channels = [k, v, torch.ones_like(v[..., :1])] if normalize else [k, v]
+    z = torch.cat(channels, dim=-1)  # [B, T, H, P]
+
+    # 3. The state carries the input gain; callers speak unit gain, x = beta X.
+    x = torch.zeros(*k.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)  # [B, H, M, P]
+    if initial_state is not None:
+        x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
+
+    outputs = []
+    for t in range(q.shape[1]):
+        # 4. x_t = Lambda x_{t-1} + beta z_t^T
+        x = Lambda[:, :, None] * x + beta[:, :, None] * z[:, t, :, None, :]
+
+        # 5. U_t = (C x_t)[:, :R], Gamma_t = (C x_t)[:, R:]; eta is Gamma's last column.
+        projected = torch.einsum("hmn,bhnp->bhmp", C, x)
+        U = projected[..., :R].repeat_interleave(group, dim=1)
+        Gamma = projected[..., R:].repeat_interleave(group, dim=1)
+
+        # 6. o_t = Re(q_t^T U_t^T Gamma_t), the transpose without conjugation unless `hermitian` asks for it.
+        qU = torch.einsum("bhr,bhmr->bhm", q[:, t].to(U.dtype), U)
+        if readout == "complex":
+            o = torch.einsum("bhm,bhmd->bhd", qU, Gamma).real
+        elif readout == "hermitian":
+            o = torch.einsum("bhm,bhmd->bhd", qU.conj(), Gamma).real
+        elif readout == "real":
+            o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
+        else:
+            raise ValueError(f"readout is {readout!r}; allowed: complex, hermitian, real")
+
+        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t, kept away from zero with its sign.
+        if normalize:
+            denominator = o[..., D:]
+            magnitude = denominator.abs().clamp_min(1e-6)
+            o = o[..., :D] / torch.where(denominator < 0, -magnitude, magnitude)
+        outputs.append(o)
+
+    return torch.stack(outputs, dim=1), torch.view_as_real(x / beta[:, :, None])
+
+
+def paper_linear(
+    z: Tensor, dt: Tensor, A: Tensor, C: Tensor, c: Tensor, *, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The linear readout y_t = Re(sum_m c_m (C x_t)_m) as the paper writes it.
+
+    Args:
+        z: [B, T, H, P]; dt, A, C as in `paper_scan`; c: [H, M] real; initial_state: [B, H, M, P, 2], unit gain.
+    Returns: (y [B, T, H, P], final state).
+    """
+    Lambda = torch.exp(dt[:, None] * A)
+    beta = (Lambda - 1) / A
+    x = torch.zeros(*z.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)
+    if initial_state is not None:
+        x = beta[:, :, None] * torch.view_as_complex(initial_state.contiguous())
+    outputs = []
+    for t in range(z.shape[1]):
+        x = Lambda[:, :, None] * x + beta[:, :, None] * z[:, t, :, None, :]
+        projected = torch.einsum("hmn,bhnp->bhmp", C, x)
+        outputs.append(torch.einsum("hm,bhmp->bhp", c.to(A.dtype), projected).real)
+    return torch.stack(outputs, dim=1), torch.view_as_real(x / beta[:, :, None])
+
+
+def scan_reference(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """backend="reference" of `interdomain_scan`: token by token, one state, no chunk."""
+    dtype, R = log_decay.dtype, q.shape[-1]
+    B, T, H = k.shape[:3]
+    M = log_decay.shape[1]
+    z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
+    q_grouped = q.to(dtype).unflatten(2, (H, -1))  # [B, T, H, G, R]
+    Lambda = torch.exp(torch.view_as_complex(log_decay.contiguous()))[:, :, None]  # [H, M, 1]
+    X = _initial(initial_state, (B, H, M, z.shape[-1]), Lambda)
+    outputs = []
+    for t in range(T):
+        X = Lambda * X + z[:, t, :, None, :]  # [B, H, M, P]
+        a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
+        b = torch.einsum("hnm,bhgm->bhgn", mixing, torch.cat((a.real, a.imag), dim=-1))
+        b = torch.complex(b[..., :M], b[..., M:])
+        outputs.append(torch.einsum("bhgm,bhmd->bhgd", b, X[..., R:]).real)
+    return torch.stack(outputs, dim=1).flatten(2, 3).to(v.dtype), torch.view_as_real(X)
+
+
+def linear_reference(
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """backend="reference" of `linear_scan`."""
+    B, T, H, P = z.shape
+    M = log_decay.shape[1]
+    Lambda = torch.exp(torch.view_as_complex(log_decay.contiguous()))[:, :, None]
+    w = torch.complex(readout[:, :M], readout[:, M:])
+    X = _initial(initial_state, (B, H, M, P), Lambda)
+    outputs = []
+    for t in range(T):
+        X = Lambda * X + z[:, t, :, None, :].to(log_decay.dtype)
+        outputs.append(torch.einsum("hm,bhmp->bhp", w, X).real)
+    return torch.stack(outputs, dim=1).to(z.dtype), torch.view_as_real(X)
+
+
+def _initial(state: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if state is None:
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return torch.view_as_complex(state.contiguous())

@@ -1,0 +1,133 @@
+"""Small per-head tables: log-decay, input gain, mixing matrix, readout vector, powers of the decay.
+
+Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2]: optimisers, FSDP and inductor
+handle those everywhere, complex dtypes only in places. All of it is differentiable by autograd and cheap: it runs once
+per layer and step, not once per token. Inputs fp32 or fp64; outputs in the same dtype. Derivation in kernels/README.md.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+# |Lambda| >= e^-1: the shortest memory is about one token. It keeps every power that a chunk of 64 tokens needs inside
+# e^64, far from fp32 overflow (e^88), and lies 20 times above the fastest decay of the S4D-Inv initialisation (0.05).
+MAX_DECAY_PER_TOKEN = 1.0
+
+READOUTS = ("complex", "hermitian", "real")
+
+
+def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
+    """theta = log Lambda = dt * A per token, with A = -exp(log_A_real) + i A_imag and a soft bound on the decay.
+
+    With x = dt * exp(log_A_real) and b = MAX_DECAY_PER_TOKEN, Re(theta) = -x (1 + (x/b)^8)^(-1/8): x itself for small x
+    (relative deviation (x/b)^8 / 8, below fp32 rounding for x <= 0.12), b for large x. Above the bound the gradient
+    falls as (b/x)^9 and is not cut off, unlike that of a clamp.
+
+    Args:
+        dt: step size, [H], > 0. log_A_real, A_imag: [H, M].
+    Returns: log_decay [H, M, 2], (real < 0, imaginary part in radians).
+    """
+    x = dt[:, None] * log_A_real.exp()
+    bound = torch.full_like(x, MAX_DECAY_PER_TOKEN)
+    # The function is symmetric in x and b; scaled by the larger of the two, the eighth power cannot overflow.
+    low, high = torch.minimum(x, bound), torch.maximum(x, bound)
+    decay = low * (1 + (low / high) ** 8) ** -0.125
+    return torch.stack((-decay, dt[:, None] * A_imag), dim=-1)
+
+
+def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
+    """Zero-order hold beta = (Lambda - 1) / A, with A = theta / dt: the A that log_decay stands for, bound included.
+
+    Args:
+        log_decay: [H, M, 2]; dt: [H].
+    Returns: beta, [H, M, 2].
+    """
+    re, im = log_decay.unbind(-1)
+    # exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
+    num_re = torch.expm1(re) * torch.cos(im) - 2 * torch.sin(im / 2) ** 2
+    num_im = torch.exp(re) * torch.sin(im)
+    # The quotient does not depend on `scale` (so it needs no gradient); it keeps |theta|^2 from underflowing.
+    scale = torch.maximum(re.abs(), im.abs()).detach().clamp_min(torch.finfo(re.dtype).tiny)
+    re, im, num_re, num_im = re / scale, im / scale, num_re / scale, num_im / scale
+    factor = dt[:, None] / (re * re + im * im)
+    return torch.stack(((num_re * re + num_im * im) * factor, (num_im * re - num_re * im) * factor), dim=-1)
+
+
+def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> Tensor:
+    """W = G(Cb^T) P G(Cb): input gain, C and the readout variant in one real matrix per head.
+
+    Cb = C diag(gain), G(Z) = [[Re Z, -Im Z], [Im Z, Re Z]], and P = I (`complex`), diag(I, -I) (`hermitian`) or
+    diag(I, 0) (`real`).
+
+    Args:
+        gain: [H, M, 2]. C: [H, M, M, 2] full, [H, M, 2] diagonal, None identity.
+    Returns: [H, 2M, 2M], acting on [Re a; Im a].
+    """
+    if readout not in READOUTS:
+        raise ValueError(f"readout is {readout!r}; allowed: {', '.join(READOUTS)}")
+    M = gain.shape[1]
+    if C is None:
+        cb = torch.diag_embed(gain.movedim(-1, 0))  # [2, H, M, M]
+    elif C.shape == gain.shape:
+        cb = torch.diag_embed(_multiply(C, gain).movedim(-1, 0))
+    elif C.shape == (*gain.shape[:2], M, 2):
+        cb = _multiply(C, gain[:, None]).movedim(-1, 0)
+    else:
+        raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)))
+    sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
+    projection = torch.cat((cb.new_ones(M), cb.new_full((M,), sign)))[:, None]
+    # Autocast would round these products to bf16, and with them every weight of C.
+    with torch.autocast(gain.device.type, enabled=False):
+        return _real_form(cb.mT) @ (projection * _real_form(cb))
+
+
+def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
+    """w = gain * (C^T c), the linear readout on unit-gain states: y = Re(sum_m w_m X[m]).
+
+    Args:
+        gain: [H, M, 2]. C as in `mixing_matrix`. c: real, [H, M].
+    Returns: [H, 2M] as (Re w | Im w).
+    """
+    if C is None:
+        projected = torch.stack((c, torch.zeros_like(c)), dim=-1)
+    elif C.shape == gain.shape:
+        projected = C * c[..., None]
+    elif C.shape == (*gain.shape[:2], gain.shape[1], 2):
+        projected = (C * c[:, :, None, None]).sum(1)
+    else:
+        full = (*gain.shape[:2], gain.shape[1], 2)
+        raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=full, diagonal=tuple(gain.shape)))
+    return _multiply(gain, projected).movedim(-1, 1).flatten(1)
+
+
+def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
+    """Lambda^j for every exponent j, negative ones included.
+
+    The phase is multiplied and reduced in fp64: at M = 64 it reaches 128 radians per token, where fp32 would be off by
+    5e-4 radians after 64 tokens.
+
+    Args:
+        log_decay: [H, M, 2]; exponents: [J], integers of any dtype.
+    Returns: [H, J, M, 2] in log_decay's dtype.
+    """
+    j = exponents.to(dtype=torch.float64, device=log_decay.device)[:, None]
+    re, im = log_decay.double().unbind(-1)
+    magnitude = torch.exp(re[:, None] * j)
+    phase = torch.remainder(im[:, None] * j, 2 * math.pi)
+    return torch.stack((magnitude * torch.cos(phase), magnitude * torch.sin(phase)), dim=-1).to(log_decay.dtype)
+
+
+_C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Product of two complex tensors given as real pairs."""
+    (x_re, x_im), (y_re, y_im) = x.unbind(-1), y.unbind(-1)
+    return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), dim=-1)
+
+
+def _real_form(z: Tensor) -> Tensor:
+    """G(Z) of z = (Re Z, Im Z), [2, H, M, M] -> [H, 2M, 2M]."""
+    re, im = z.unbind(0)
+    return torch.cat((torch.cat((re, -im), dim=-1), torch.cat((im, re), dim=-1)), dim=-2)

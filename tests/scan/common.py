@@ -1,0 +1,224 @@
+"""Seeded problems, the two ways to run them, and the one tolerance table.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, R key features, D value width, M basis functions.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from interdomain import scan
+from interdomain.scan import reference
+
+RUNNABLE = ("chunkwise", "parallel", "fft", "reference")
+
+# name: (bound, measure). `max`: largest error over largest value. `rms`: RMS of the error over RMS of the value.
+TOLERANCES = {
+    # Same function, other order of summation: what is left is rounding, 1e-16 times sums of thousands of terms.
+    "float64": (1e-10, "max"),
+    # fp32 arithmetic throughout, accumulated over chunks; measured up to 2e-6.
+    "float32": (1e-5, "rms"),
+    # Tensors returned in bf16 are rounded once (1.7e-3 RMS); everything before it is fp32.
+    "bfloat16": (6e-3, "rms"),
+}
+
+
+def error(got, expected, measure):
+    assert got.shape == expected.shape
+    got, expected = got.detach().double(), expected.detach().double()
+    if measure == "max":
+        return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-300)).item()
+    return ((got - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp_min(1e-300)).item()
+
+
+def assert_agree(got, expected, tolerance):
+    bound, measure = TOLERANCES[tolerance]
+    errors = {name: error(got[name], expected[name], measure) for name in expected}
+    assert got.keys() == expected.keys()
+    # `not <` instead of `>`: a NaN must fail.
+    wrong = {name: f"{value:.1e}" for name, value in errors.items() if not value < bound}
+    assert not wrong, f"beyond {bound:.0e} ({measure}): {wrong}; all: { {n: f'{e:.1e}' for n, e in errors.items()} }"
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int
+    B: int = 1
+    H: int = 2
+    G: int = 1
+    R: int = 6
+    D: int = 6
+    M: int = 16
+    readout: str = "complex"
+    C: str = "full"
+    decay: str = "middle"  # Re(dt A) before the bound: middle 1e-3..0.3, strong 0.1..50, weak 1e-8..1e-6, s4d
+    state: bool = True
+    seed: int = 0
+
+    def __str__(self):
+        sizes = f"T{self.T}-G{self.G}-R{self.R}-D{self.D}-M{self.M}"
+        return f"{sizes}-{self.readout}-{self.C}-{self.decay}" + ("" if self.state else "-nostate")
+
+
+CASES = (
+    Case(T=1, B=2, R=4, D=6),
+    Case(T=2, H=3, G=3, R=5, D=4, readout="hermitian", C="diagonal"),
+    Case(T=63, B=2, R=8, D=12, readout="real", state=False),
+    Case(T=64, G=3, R=8, D=8, M=24, C="identity"),
+    Case(T=65, B=2, H=1, R=12, D=6, M=32, readout="hermitian"),
+    Case(T=257, G=3, R=6, D=10),
+    Case(T=70, H=1, R=96, D=96, readout="real", C="diagonal"),
+    Case(T=130, R=16, D=16, M=64, decay="s4d", state=False),
+    Case(T=200, G=3, R=7, D=5, readout="real", decay="strong"),
+    Case(T=150, R=5, D=9, C="identity", readout="hermitian", decay="weak"),
+)
+
+
+def make(case):
+    """float64 leaves (dt, log_A_real, A_imag, C, c, q, k, v, initial_state) and cotangents."""
+    g = torch.Generator().manual_seed(case.seed + case.T)
+    B, T, H, G, R, D, M = case.B, case.T, case.H, case.G, case.R, case.D, case.M
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def log_uniform(low, high, *shape):
+        u = torch.rand(*shape, generator=g, dtype=torch.float64)
+        return torch.exp(math.log(low) + u * (math.log(high) - math.log(low)))
+
+    dt = log_uniform(1e-3, 1e-1, H)
+    if case.decay == "s4d":  # the initialisation; one head at the largest step, 128 radians per token
+        dt[0] = 0.1
+        log_A_real = torch.full((H, M), math.log(0.5), dtype=torch.float64)
+        n = torch.arange(M, dtype=torch.float64)
+        A_imag = (M / math.pi * (M / (2 * n + 1) - 1)).expand(H, M).clone()
+    else:
+        low, high = {"middle": (1e-3, 0.3), "strong": (0.1, 50.0), "weak": (1e-8, 1e-6)}[case.decay]
+        log_A_real = (log_uniform(low, high, H, M) / dt[:, None]).log()
+        A_imag = 3 * normal(H, M) / dt[:, None]
+    shape = {"full": (H, M, M, 2), "diagonal": (H, M, 2), "identity": None}[case.C]
+    leaves = {
+        "q": normal(B, T, H * G, R) / R**0.5,
+        "k": normal(B, T, H, R),
+        "v": normal(B, T, H, D),
+        "dt": dt,
+        "log_A_real": log_A_real,
+        "A_imag": A_imag,
+        "c": normal(H, M) / M**0.5,
+    }
+    if shape is not None:
+        leaves["C"] = normal(*shape) / M
+    if case.state:
+        leaves["initial_state"] = normal(B, H, M, R + D, 2)
+    cotangents = {
+        "o": normal(B, T, H * G, D),
+        "y": normal(B, T, H, R + D),
+        "state": normal(B, H, M, R + D, 2),
+    }
+    return leaves, cotangents
+
+
+def gradients(outputs, cotangents, leaves):
+    total = sum((out * cotangent).sum() for out, cotangent in zip(outputs, cotangents, strict=True))
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def leaves_of(case, *names):
+    leaves, cotangents = make(case)
+    wanted = (*names, "dt", "log_A_real", "A_imag", "C", "initial_state")
+    return {n: x.requires_grad_() for n, x in leaves.items() if n in wanted}, cotangents
+
+
+def paper_A(dt, log_A_real, A_imag):
+    """A with the bound on the decay written out a second time."""
+    x = dt[:, None] * log_A_real.exp()
+    return torch.complex(-x / (1 + x**8) ** 0.125 / dt[:, None], A_imag)
+
+
+def paper_C(leaves, like):
+    C = leaves.get("C")
+    if C is None:
+        return torch.eye(like.shape[1], dtype=torch.complex128).expand(like.shape[0], -1, -1)
+    C = torch.complex(C[..., 0], C[..., 1])
+    return C if C.ndim == 3 else torch.diag_embed(C)
+
+
+@functools.cache
+def paper_query(case):
+    leaves, cotangents = leaves_of(case, "q", "k", "v")
+    A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
+    o, state = reference.paper_scan(
+        *(leaves[n] for n in ("q", "k", "v", "dt")),
+        A,
+        paper_C(leaves, A),
+        readout=case.readout,
+        initial_state=leaves.get("initial_state"),
+    )
+    return {"o": o, "state": state, **gradients((o, state), (cotangents["o"], cotangents["state"]), leaves)}
+
+
+@functools.cache
+def paper_linear(case):
+    leaves, cotangents = leaves_of(case, "k", "v", "c")
+    A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
+    z = torch.cat((leaves["k"], leaves["v"]), dim=-1)
+    y, state = reference.paper_linear(
+        z, leaves["dt"], A, paper_C(leaves, A), leaves["c"], initial_state=leaves.get("initial_state")
+    )
+    return {"y": y, "state": state, **gradients((y, state), (cotangents["y"], cotangents["state"]), leaves)}
+
+
+def tables(leaves, readout):
+    theta = scan.decay_exponent(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
+    gain = scan.input_gain(theta, leaves["dt"])
+    if "c" in leaves:
+        return theta, scan.readout_vector(gain, leaves.get("C"), leaves["c"])
+    return theta, scan.mixing_matrix(gain, leaves.get("C"), readout)
+
+
+def run_query(case, run):
+    """`run(q, k, v, log_decay, mixing, initial_state)` on the case, values and every gradient."""
+    leaves, cotangents = leaves_of(case, "q", "k", "v")
+    theta, W = tables(leaves, case.readout)
+    o, state = run(leaves["q"], leaves["k"], leaves["v"], theta, W, leaves.get("initial_state"))
+    return {"o": o, "state": state, **gradients((o, state), (cotangents["o"], cotangents["state"]), leaves)}
+
+
+def run_linear(case, run):
+    leaves, cotangents = leaves_of(case, "k", "v", "c")
+    theta, w = tables(leaves, case.readout)
+    y, state = run(torch.cat((leaves["k"], leaves["v"]), dim=-1), theta, w, leaves.get("initial_state"))
+    return {"y": y, "state": state, **gradients((y, state), (cotangents["y"], cotangents["state"]), leaves)}
+
+
+def op_inputs(case, dtype, activations=None, linear=False):
+    """The op's own inputs as leaves, rounded to dtype (activations: q, k, v, cotangent of the output), and cotangents."""
+    leaves, cotangents = make(case)
+    activations = activations or dtype
+    if not linear:
+        leaves.pop("c")
+    theta, table = tables(leaves, case.readout)
+    if linear:
+        inputs = {"z": torch.cat((leaves["k"], leaves["v"]), dim=-1).to(activations)}
+    else:
+        inputs = {n: leaves[n].to(activations) for n in ("q", "k", "v")}
+    inputs |= {"log_decay": theta.to(dtype), "readout" if linear else "mixing": table.to(dtype)}
+    if case.state:
+        inputs["initial_state"] = leaves["initial_state"].to(dtype)
+    out = cotangents["y" if linear else "o"].to(activations), cotangents["state"].to(dtype)
+    return {n: x.requires_grad_() for n, x in inputs.items()}, out
+
+
+def run_op(inputs, cotangents, linear=False, **kwargs):
+    """Forward and backward through the door; dict of outputs and gradients."""
+    out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, **kwargs)
+    return {"out": out, "state": state, **gradients((out, state), cotangents, inputs)}
+
+
+def exact(inputs, cotangents, linear=False):
+    """The same rounded inputs, run in float64 by the loop over time."""
+    inputs = {n: x.detach().double().requires_grad_() for n, x in inputs.items()}
+    return run_op(inputs, tuple(x.double() for x in cotangents), linear, backend="reference")

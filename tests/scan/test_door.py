@@ -1,0 +1,117 @@
+"""Validation, backend choice and logging of interdomain.scan."""
+
+import logging
+
+import pytest
+import torch
+
+from interdomain import scan
+
+from .common import Case, op_inputs
+
+QUERY, _ = op_inputs(Case(T=5, B=2, H=2, G=3, R=4, D=3, M=6), torch.float32)
+LINEAR, _ = op_inputs(Case(T=5, B=2, H=2, R=4, D=3, M=6), torch.float32, linear=True)
+
+
+def zeros(*shape, **kwargs):
+    return torch.zeros(*shape, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, parallel, fft, reference"),
+        ({"chunk_size": 0}, "chunk_size is 0; allowed: 1 to 64"),
+        ({"chunk_size": 128}, "chunk_size is 128; allowed: 1 to 64"),
+        ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
+        ({"v": zeros(2, 5, 6)}, r"v has shape .* expected \[B, T, H, D\] = \[2, 5, 2, D\]"),
+        ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
+        ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
+        ({"q": zeros(2, 5, 6, 3)}, "q has shape"),
+        ({"q": zeros(2, 6, 6, 4)}, "q has shape"),
+        ({"log_decay": zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
+        ({"log_decay": zeros(2, 6)}, "log_decay has shape"),
+        ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
+        ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
+        ({"q": zeros(2, 5, 6, 4, dtype=torch.int32)}, "q is torch.int32; allowed: bfloat16, float16 or float32"),
+        ({"q": zeros(2, 5, 6, 4, dtype=torch.float64)}, "k is torch.float32; allowed: .*float64 for every tensor"),
+        ({"log_decay": zeros(2, 6, 2, dtype=torch.bfloat16)}, "log_decay is torch.bfloat16; expected torch.float32"),
+        ({"initial_state": zeros(2, 2, 6, 7, 2, dtype=torch.bfloat16)}, "initial_state is torch.bfloat16"),
+        ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
+        ({n: QUERY[n][:, :0] for n in "qkv"}, r"no token \(T = 0\)"),
+    ],
+)
+def test_query_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        scan.interdomain_scan(**{**QUERY, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "scan"}, "allowed: auto, chunkwise"),
+        ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
+        ({"z": zeros(2, 0, 2, 7)}, "T = 0"),
+        ({"log_decay": zeros(1, 6, 2)}, "log_decay has shape"),
+        ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
+        ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),
+        ({"readout": zeros(2, 12, dtype=torch.float64)}, "readout is torch.float64; expected torch.float32"),
+    ],
+)
+def test_linear_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        scan.linear_scan(**{**LINEAR, **change})
+
+
+def test_step_errors():
+    state = zeros(2, 2, 6, 7, 2)
+    tables = QUERY["log_decay"], QUERY["mixing"]
+    q, k, v = (QUERY[n][:, 0] for n in "qkv")
+    with pytest.raises(ValueError, match="a step has no time axis"):
+        scan.interdomain_step(QUERY["q"], QUERY["k"], QUERY["v"], *tables, state)
+    with pytest.raises(ValueError, match="v has shape"):
+        scan.interdomain_step(q, k, QUERY["v"], *tables, state)
+    with pytest.raises(ValueError, match="state has shape"):
+        scan.interdomain_step(q, k, v, *tables, state[:1])
+    with pytest.raises(ValueError, match=r"state is torch\.float64"):
+        scan.interdomain_step(q, k, v, *tables, state.double())
+    with pytest.raises(ValueError, match="a step has no time axis"):
+        scan.linear_step(LINEAR["z"], LINEAR["log_decay"], LINEAR["readout"], state)
+    with pytest.raises(ValueError, match="readout has shape"):
+        scan.linear_step(LINEAR["z"][:, 0], LINEAR["log_decay"], LINEAR["readout"][:, :3], state)
+
+
+def test_auto_is_chunkwise_and_says_so_once(caplog):
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
+        results = [scan.interdomain_scan(**QUERY)[0] for _ in range(3)]
+        scan.linear_scan(**LINEAR, backend="fft")
+    assert [r.getMessage() for r in caplog.records] == ["interdomain.scan: backend 'auto' runs 'chunkwise' on cpu"]
+    assert torch.equal(results[0], scan.interdomain_scan(**QUERY, backend="chunkwise")[0])
+
+
+def test_activations_may_differ_in_dtype():
+    """Under autocast some come out of a matmul (bf16), some out of a norm (fp32); o follows v."""
+    inputs = {**QUERY, "q": QUERY["q"].bfloat16(), "v": QUERY["v"].half()}
+    for backend in scan.BACKENDS:
+        o, _ = scan.interdomain_scan(**inputs, backend=backend)
+        assert o.dtype == torch.float16
+        torch.testing.assert_close(o.float(), scan.interdomain_scan(**QUERY)[0], rtol=3e-2, atol=1e-6)
+
+
+def test_the_room_imports_nothing_but_torch():
+    """kernels/ depends on torch (and triton) alone, and holds no __init__.py that would shadow a package of that name."""
+    import ast
+    import pathlib
+    import sys
+
+    room = pathlib.Path(scan.__file__).parent
+    assert not (room.parent / "__init__.py").exists()
+    imported = set()
+    for file in room.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                imported.add(node.module.split(".")[0])
+    assert imported - sys.stdlib_module_names <= {"torch", "triton"}

@@ -1,0 +1,166 @@
+"""The ops as PyTorch sees them: opcheck, torch.compile, selective activation checkpointing, autocast, absent gradients."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from interdomain import scan
+from interdomain.scan import ops
+
+from .common import Case, assert_agree, gradients, op_inputs, run_op
+
+CASE = Case(T=20, G=3, R=4, D=3, M=4)
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_opcheck(linear, dtype, state):
+    case = Case(T=20, G=3, R=4, D=3, M=4, state=state)
+    inputs, (d_out, d_state) = op_inputs(case, torch.float32, dtype, linear)
+    args = (*inputs.values(), *(() if state else (None,)), 8, "chunkwise")
+    op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
+    torch.library.opcheck(op, args)
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+    for d_final, need_decay in ((d_state, True), (None, False)):
+        torch.library.opcheck(
+            backward, (d_out, d_final, *args, need_decay), test_utils=("test_schema", "test_faketensor")
+        )
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_compiles_without_a_graph_break(linear, compiler):
+    """From dt, A and C to the gradients, tables and validation included."""
+    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
+
+    def block(log_decay, **inputs):
+        fn = scan.linear_scan if linear else scan.interdomain_scan
+        theta = scan.decay_exponent(torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1])
+        return fn(log_decay=theta, **inputs)
+
+    def run(fn):
+        out, state = fn(**inputs)
+        total = (out * cotangents[0]).sum() + (state * cotangents[1]).sum()
+        grads = torch.autograd.grad(total, list(inputs.values()))
+        return {"out": out, "state": state, **dict(zip(inputs, grads, strict=True))}
+
+    compiled = torch.compile(block, fullgraph=True, backend=compiler)
+    assert_agree(run(compiled), run(block), "float32")
+
+
+@pytest.mark.parametrize("backend", ["parallel", "fft", "reference"])
+def test_recorded_backends_compile_too(backend):
+    inputs, _ = op_inputs(Case(T=4, R=2, D=2, M=2), torch.float32)
+    compiled = torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager")
+    expected = scan.interdomain_scan(**inputs, backend=backend)[0]
+    torch.testing.assert_close(compiled(**inputs, backend=backend)[0], expected)
+
+
+def test_one_graph_for_every_length():
+    """Dynamic T: the ops see sizes, never Python branches on them."""
+    compiled = torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (20, 33, 64, 70):
+        inputs, _ = op_inputs(Case(T=T, R=4, D=3, M=4), torch.float32)
+        torch.testing.assert_close(compiled(**inputs)[0], scan.interdomain_scan(**inputs)[0])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the forward implementations ran."""
+    count = {"scan": 0, "linear": 0}
+    real = ops.IMPLEMENTATIONS["chunkwise"]
+
+    def counting(name, fn):
+        def run(*args):
+            count[name] += 1
+            return fn(*args)
+
+        return run
+
+    wrapped = real._replace(
+        scan_forward=counting("scan", real.scan_forward), linear_forward=counting("linear", real.linear_forward)
+    )
+    monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", wrapped)
+    return count
+
+
+@pytest.mark.parametrize(("listed", "runs"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_selective_activation_checkpointing(linear, listed, runs, calls):
+    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
+    op = torch.ops.interdomain.linear_scan.default if linear else torch.ops.interdomain.scan.default
+    fn = scan.linear_scan if linear else scan.interdomain_scan
+
+    def policy(ctx, func, *args, **kwargs):
+        saved = listed and func == op
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(*tensors):
+        out, state = fn(**dict(zip(inputs, tensors, strict=True)))
+        return out * 2, state
+
+    out, state = checkpoint(
+        block,
+        *inputs.values(),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    grads = torch.autograd.grad((out * cotangents[0]).sum() + (state * cotangents[1]).sum(), list(inputs.values()))
+    assert calls["linear" if linear else "scan"] == runs
+    plain = run_op(inputs, (2 * cotangents[0], cotangents[1]), linear)
+    assert all(torch.equal(g, plain[f"d{n}"]) for n, g in zip(inputs, grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", scan.BACKENDS)
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_autocast_changes_nothing(linear, backend):
+    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
+    expected = run_op(inputs, cotangents, linear, backend=backend)
+    fn = scan.linear_scan if linear else scan.interdomain_scan
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = fn(**inputs, backend=backend)
+    got = gradients(outputs, cotangents, inputs)  # outside, as PyTorch asks of a backward
+    assert torch.equal(outputs[0], expected["out"])
+    assert torch.equal(outputs[1], expected["state"])
+    assert all(torch.equal(got[n], expected[n]) for n in got)
+    if backend in ("auto", "chunkwise"):  # the op's own backward holds inside, too
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = run_op(inputs, cotangents, linear, backend=backend)
+        assert all(torch.equal(got[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_unused_outputs_and_frozen_inputs(linear):
+    """None for the cotangent of an unused output is a zero; a frozen input gets no gradient and changes no other."""
+    inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
+    fn = scan.linear_scan if linear else scan.interdomain_scan
+    zeros = tuple(torch.zeros_like(x) for x in cotangents)
+    leaves = list(inputs.values())
+    for used in (0, 1):
+        cotangent = [zeros[0], zeros[1]]
+        cotangent[used] = cotangents[used]
+        expected = run_op(inputs, tuple(cotangent), linear)
+        grads = torch.autograd.grad((fn(**inputs)[used] * cotangents[used]).sum(), leaves)
+        assert_agree(
+            {f"d{n}": g for n, g in zip(inputs, grads, strict=True)},
+            {f"d{n}": expected[f"d{n}"] for n in inputs},
+            "float64",
+        )
+
+    expected = run_op(inputs, cotangents, linear)
+    inputs["log_decay"].requires_grad_(False)
+    out, state = fn(**inputs)
+    ((out * cotangents[0]).sum() + (state * cotangents[1]).sum()).backward()
+    assert inputs["log_decay"].grad is None
+    rest = [n for n in inputs if n != "log_decay"]
+    assert_agree({n: inputs[n].grad for n in rest}, {n: expected[f"d{n}"] for n in rest}, "float64")
+
+
+def test_saves_its_inputs_only():
+    """Nothing the size of the states survives the forward: the backward recomputes them."""
+    inputs, _ = op_inputs(Case(T=130), torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        scan.interdomain_scan(**inputs)
+    assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in inputs.values()}
