@@ -7,14 +7,8 @@ one removes.
 """
 
 import argparse
-import contextlib
-import fcntl
-import glob
 import itertools
 import json
-import os
-import secrets
-import shutil
 import sys
 from pathlib import Path
 
@@ -22,9 +16,12 @@ from tqdm import tqdm
 
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest
 from interdomain.data.documents import describe_inputs, in_validation, list_files, read_documents
-from interdomain.data.indexed import IndexedDatasetWriter, file_sha256, sync_folder
+from interdomain.data.indexed import IndexedDatasetWriter, file_sha256
 from interdomain.data.tokenizer import TOKENIZER_FILE, SentencePieceTokenizer, load_tokenizer
-from interdomain.tools.train_tokenizer import DEFAULT_VOCAB_SIZE, counted, fail, train_sentencepiece, write_whole
+from interdomain.folders import new_folder, write_whole
+
+from ._cli import user_errors
+from .train_tokenizer import DEFAULT_VOCAB_SIZE, counted, train_sentencepiece
 
 SPLITS = ("train", "validation")
 BATCH_DOCUMENTS = 64  # encoded at once, by every core
@@ -111,39 +108,6 @@ def check_output(output, request, skip_existing):
     return True
 
 
-@contextlib.contextmanager
-def building_folder(output):
-    """A folder beside `output` to build in. It is removed on any error; those of killed runs are removed first."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    stem = f".{output.name}.partial-"
-    for leftover in output.parent.glob(glob.escape(stem) + "*"):
-        # Its maker holds a lock while it lives, from before the first file in it: an empty one may be about to be locked.
-        # Where the file system has no locks, nothing is removed.
-        with contextlib.suppress(OSError), locked(leftover):
-            if any(leftover.iterdir()):
-                shutil.rmtree(leftover)
-    folder = output.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}")
-    folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            stack.enter_context(locked(folder))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Holds an exclusive lock on a folder. Raises OSError if another process has it, or if there are no locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 class ShardedWriter:
     """Documents of one split into shards `train-00000`, `train-00001`, ...; a new one begins when the last is full."""
 
@@ -215,33 +179,25 @@ def build(folder, args, request):
         "splits": {split: [shard.to_dict() for shard in shards] for split, shards in splits.items()},
     }
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
-    sync_folder(folder)
 
 
-def prepare(args):
+@user_errors
+def main(argv=None) -> int:
+    args = parse_arguments(argv)
     request = build_request(args)
     if check_output(args.output, request, args.skip_existing):
         print(describe(args.output, "kept"))
-        return
-    with building_folder(args.output) as folder:
-        build(folder, args, request)
-        try:
-            os.rename(folder, args.output)  # onto nothing or an empty folder; never onto a full one
-        except OSError:
-            # Another run may have finished the same corpus meanwhile.
-            if not check_output(args.output, request, args.skip_existing):
-                raise
-            print(describe(args.output, "kept"))
-            return
-    sync_folder(args.output.parent)
-    print(describe(args.output, "wrote"))
-
-
-def main(argv=None):
+        return 0
     try:
-        prepare(parse_arguments(argv))
-    except (ValueError, OSError) as e:
-        return fail("prepare_data", e)
+        with new_folder(args.output) as folder:
+            build(folder, args, request)
+    except FileExistsError:
+        # Another run may have finished the same corpus meanwhile.
+        if not check_output(args.output, request, args.skip_existing):
+            raise
+        print(describe(args.output, "kept"))
+        return 0
+    print(describe(args.output, "wrote"))
     return 0
 
 

@@ -6,7 +6,6 @@ alone, text is not normalised, whitespace survives exactly. The same input gives
 
 import argparse
 import io
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import sentencepiece
 from tqdm import tqdm
 
 from interdomain.data.documents import list_files, read_documents
-from interdomain.data.indexed import sync
+from interdomain.folders import write_whole
+
+from ._cli import user_errors
 
 DEFAULT_VOCAB_SIZE = 2048
 # 256 bytes, 3 control tokens and a few dozen characters; sentencepiece names the exact bound for a text.
@@ -82,7 +83,9 @@ def parse_arguments(argv):
     return parser.parse_args(argv)
 
 
-def train(args):
+@user_errors
+def main(argv=None) -> int:
+    args = parse_arguments(argv)
     if args.output.suffix != ".model":
         raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
     if args.output.exists():
@@ -94,6 +97,7 @@ def train(args):
     args.output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(args.output, model)
     print(f"wrote {args.output} (vocabulary {args.vocab_size:,}, {len(model) / 1e3:.0f} KB)")
+    return 0
 
 
 def counted(documents, bar):
@@ -101,42 +105,6 @@ def counted(documents, bar):
     for document in documents:
         yield document
         bar.update(document.source_bytes)
-
-
-def write_whole(path, data):
-    """Writes a file that is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as f:
-            f.write(data)
-            sync(f)
-        os.replace(partial, path)
-    except OSError as e:
-        partial.unlink(missing_ok=True)
-        raise OSError(
-            e.errno,
-            f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions",
-        ) from e
-
-
-def fail(tool, error):
-    """One paragraph for the user, and the exit status of a wrong request."""
-    message = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        # Python's own errors keep the file apart; ours have it in their text.
-        message = error.strerror + "."
-        if error.filename is not None:
-            message = f"{error.filename}: {error.strerror}. Check this path and its permissions."
-    print(f"{tool}: {message}", file=sys.stderr)
-    return 2
-
-
-def main(argv=None):
-    try:
-        train(parse_arguments(argv))
-    except (ValueError, OSError) as e:
-        return fail("train_tokenizer", e)
-    return 0
 
 
 if __name__ == "__main__":

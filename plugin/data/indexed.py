@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from interdomain.folders import sync, sync_folder
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
@@ -286,18 +288,3 @@ class IndexedDatasetWriter:
                 f"Writing shard {self.prefix} failed after {self.num_tokens:,} tokens: {e.strerror}. Nothing of it was "
                 "kept. Check the free space and the permissions of the folder, or write to another one",
             ) from e
-
-
-def sync(file):
-    """Brings what was written to an open file to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(folder):
-    """Brings a folder's names (files made, renamed) to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,10 +55,14 @@ class KVCache:
 
 @dataclass
 class ModelState:
-    """One entry per layer, and per row the number of tokens seen, [B] int64."""
+    """One entry per layer, and per row the number of tokens seen, [B] int64.
+
+    dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
+    """
 
     layers: list[MixerState | KVCache]
     position: Tensor
+    dynamics: list[tuple[Tensor, ...]]
 
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())
@@ -67,4 +71,4 @@ class ModelState:
     def stack(cls, states: list["ModelState"]) -> "ModelState":
         """Rows of several states as one batch; each row continues where it was."""
         layers = [type(rows[0]).stack(list(rows)) for rows in zip(*(s.layers for s in states), strict=True)]
-        return cls(layers, torch.cat([s.position for s in states]))
+        return cls(layers, torch.cat([s.position for s in states]), states[0].dynamics)

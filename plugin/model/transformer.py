@@ -64,18 +64,24 @@ class Transformer(nn.Module):
         if state is not None:
             positions = state.position[:, None] + positions
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        dynamics = self.dynamics() if state is None else state.dynamics
         h = self.tok_embeddings(tokens)
         new_layers = []
         for i, layer in enumerate(self.layers.values()):
-            # The dynamics are computed here and passed in: a float32 island outside the blocks' precision and compilation.
-            dynamics = layer.attention.dynamics()
             if state is None:
-                h = layer(h, rope, dynamics)
+                h = layer(h, rope, dynamics[i])
             else:
-                h, new_layer = layer(h, rope, dynamics, state.layers[i])
+                h, new_layer = layer(h, rope, dynamics[i], state.layers[i])
                 new_layers.append(new_layer)
         logits = self.output(self.norm(h))
-        return logits if state is None else (logits, ModelState(new_layers, state.position + T))
+        return logits if state is None else (logits, ModelState(new_layers, state.position + T, dynamics))
+
+    def dynamics(self) -> list[tuple[Tensor, ...]]:
+        """Per layer what its scan reads of the parameters, float32; constant over the sequence.
+
+        Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
+        """
+        return [layer.attention.dynamics() for layer in self.layers.values()]
 
     def init_state(self, batch: int) -> ModelState:
         """The state before the first token."""
@@ -83,6 +89,7 @@ class Transformer(nn.Module):
         return ModelState(
             [layer.attention.init_state(batch, weight.dtype, weight.device) for layer in self.layers.values()],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
+            self.dynamics(),
         )
 
     def init_weights(self, seed: int = 42) -> None:

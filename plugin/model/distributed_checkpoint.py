@@ -1,0 +1,144 @@
+"""Reading torch.distributed.checkpoint folders without a process group, without TorchTitan, and without trusting them.
+
+A checkpoint of this project is `step-N/` with shards, an index `.metadata` (written last: without it the folder is no
+checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer.
+"""
+
+import io
+import json
+import pickle
+import re
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from .config import ModelConfig
+
+SIDECAR = "interdomain.json"
+TOKENIZER = "tokenizer.model"
+METADATA = ".metadata"
+SIDECAR_VERSION = 1
+
+# torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
+_ALLOWED = {
+    "torch": None,  # dtypes and Size; checked below
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        found = super().find_class(module, name) if module in _ALLOWED else None
+        allowed = (
+            isinstance(found, torch.dtype) or found is torch.Size
+            if module == "torch"
+            else name in _ALLOWED.get(module, ())
+        )
+        if not allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+        return found
+
+
+class SafeReader(FileSystemReader):
+    """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        path = Path(self.path) / METADATA
+        try:
+            metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
+            ) from None
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as e:
+            raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def latest_checkpoint(folder: Path | str) -> Path:
+    """`folder` itself if it is a checkpoint, else the newest whole `step-N` in it or in its `checkpoint/` subfolder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
+    if (folder / METADATA).is_file() or re.fullmatch(r"step-\d+", folder.name):
+        return folder
+    steps = {
+        int(path.name.removeprefix("step-")): path
+        for parent in (folder, folder / "checkpoint")
+        for path in (parent.iterdir() if parent.is_dir() else ())
+        if re.fullmatch(r"step-\d+", path.name) and (path / METADATA).is_file()
+    }
+    if not steps:
+        raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
+    return steps[max(steps)]
+
+
+def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
+    """(model configuration, the whole record) of a checkpoint. Raises FileNotFoundError, ValueError."""
+    path = checkpoint / SIDECAR
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{checkpoint} has no {SIDECAR}, which says what model it holds: it was not written by this project's plugin. "
+            "Train with train_configs/*.toml, or copy the whole step folder."
+        )
+    try:
+        record = json.loads(path.read_text())
+        version, model = record["format_version"], record["model"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
+    if version != SIDECAR_VERSION:
+        raise ValueError(
+            f"{path} has format version {version!r}; this program reads {SIDECAR_VERSION}. Update one of the two."
+        )
+    return ModelConfig.from_dict(model), record
+
+
+def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> description of every tensor in a checkpoint, without reading any."""
+    entries = SafeReader(checkpoint).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    """Whole tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched."""
+    tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: no process group
+            dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
+    except dcp.api.CheckpointException as e:
+        causes = "; ".join(str(failure[0]) for failure in e.failures.values())
+        raise ValueError(
+            f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
+            "meanwhile (checkpoint.keep_latest_k). Take another step."
+        ) from e
+    return tensors
+
+
+def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint of these tensors alone, as one process writes it; the index comes last."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, checkpoint_id=str(checkpoint), no_dist=True)

@@ -1,0 +1,207 @@
+"""The standalone folder: `model, tokenizer = load_pretrained("exports/debug")`.
+
+    config.json                       the model's configuration, ids of control tokens, facts about the run
+    model.safetensors                 the weights; or model-00001-of-0000N.safetensors with model.safetensors.index.json
+    tokenizer.model                   the tokenizer that the model was trained with
+
+Nothing in it is ever unpickled. A folder is written under another name and renamed when it is whole.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from interdomain.data import check_vocab, load_tokenizer
+
+from .config import ModelConfig
+from .transformer import Transformer, meta_model
+
+CONFIG, WEIGHTS, INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.model",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def is_dynamics(name: str) -> bool:
+    """Whether a parameter belongs to the dynamics, which stay float32 in every folder and on every device."""
+    return ".attention.ssm." in name
+
+
+def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if is_dynamics(name) or name.endswith(".feature_map.frequencies") else dtype
+
+
+def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
+    """Tensor names in order, cut into shards of at most `max_bytes` each (a larger tensor stands alone)."""
+    shards, filled = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, max_shard_bytes: int) -> int:
+    """Write the model's tensors shard by shard; `read(names)` returns {name: tensor} for one shard at a time.
+
+    Returns: the number of tensors.
+    """
+    expected = meta_model(config).state_dict()
+    dtypes = {name: storage_dtype(name, dtype) for name in expected}
+    shards = shard_names({name: t.numel() * dtypes[name].itemsize for name, t in expected.items()}, max_shard_bytes)
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes for the owner alone
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(t.numel() * dtypes[name].itemsize for name, t in expected.items())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return len(weight_map)
+
+
+def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
+    record = {
+        "model_type": "interdomain",
+        "dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "max_position_embeddings": config.max_seq_len,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "interdomain": config.to_dict(),
+        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256},
+        "facts": facts,
+    }
+    (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_config(folder: Path | str) -> tuple[ModelConfig, dict]:
+    """(configuration, the whole record) of a standalone folder. Raises FileNotFoundError, ValueError."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} is not a model folder: it has no {CONFIG}. Make one with python -m interdomain.tools.convert."
+        )
+    try:
+        record = json.loads(path.read_text())
+        described = record["interdomain"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(
+            f"{path} is damaged or not ours ({type(e).__name__}: {e}); convert the checkpoint again."
+        ) from e
+    return ModelConfig.from_dict(described), record
+
+
+def weight_files(folder: Path | str) -> dict[str, Path]:
+    """{tensor name: file}, checked to exist. Raises FileNotFoundError, ValueError."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        try:
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            files = {name: folder / Path(file).name for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(
+                f"{folder / INDEX} is damaged ({type(e).__name__}: {e}); convert the checkpoint again."
+            ) from e
+    else:
+        files = {"": folder / WEIGHTS}
+    for file in sorted(set(files.values())):
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} lacks {file.name}; copy the whole folder again or convert again.")
+    if "" in files:
+        with _open(folder / WEIGHTS) as f:
+            files = dict.fromkeys(f.keys(), folder / WEIGHTS)
+    return files
+
+
+@contextmanager
+def _open(file: Path):
+    try:
+        with safe_open(file, framework="pt") as f:
+            yield f
+    except SafetensorError as e:
+        raise ValueError(f"{file} is truncated or damaged ({e}); copy the folder again or convert again.") from e
+
+
+def read_tensors(folder: Path | str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a folder by name, on the CPU, as stored."""
+    files = weight_files(folder)
+    names = list(files) if names is None else list(names)
+    missing = [name for name in names if name not in files]
+    if missing:
+        raise ValueError(f"{folder} lacks the tensor {missing[0]} (and {len(missing) - 1} more); convert again.")
+    tensors = {}
+    for file in sorted({files[name] for name in names}):
+        with _open(file) as f:
+            held = set(f.keys())
+            for name in (n for n in names if files[n] == file):
+                if name not in held:
+                    raise ValueError(f"{file} lacks the tensor {name} that the index puts there; convert again.")
+                tensors[name] = f.get_tensor(name)
+    return tensors
+
+
+def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tensor]) -> None:
+    """Names and shapes must be exactly the model's. Raises ValueError."""
+    expected = meta_model(config).state_dict()
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    wrong += [f"{name} is unknown" for name in found if name not in expected]
+    wrong += [
+        f"{name} is {list(found[name].shape)}, the configuration says {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise ValueError(
+            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}. Convert the checkpoint again."
+        )
+
+
+def load_model(
+    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, backend: str = "auto"
+) -> Transformer:
+    """The model of a folder, in eval mode. dtype: None keeps the stored one; the dynamics are float32 in any case."""
+    config, _ = read_config(folder)
+    tensors = read_tensors(folder)
+    check_tensors(folder, config, tensors)
+    with torch.device("meta"):
+        model = Transformer(config, backend)
+    placed = {
+        name: tensor.to(device=device, dtype=storage_dtype(name, dtype or tensor.dtype))
+        for name, tensor in tensors.items()
+    }
+    model.load_state_dict(placed, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def load_pretrained(
+    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, backend: str = "auto"
+):
+    """(model, tokenizer) of a standalone folder. Raises FileNotFoundError, ValueError with what is wrong and what to do."""
+    config, record = read_config(folder)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.sha256 != record.get("tokenizer", {}).get("sha256"):
+        raise ValueError(
+            f"the tokenizer of {folder} is not the one that the model was trained with (its checksum differs from "
+            f"{CONFIG}'s). Copy the folder again or convert again."
+        )
+    check_vocab(tokenizer.vocab_size, config.vocab_size)
+    return load_model(folder, device=device, dtype=dtype, backend=backend), tokenizer

@@ -1,0 +1,23 @@
+"""What the command-line tools share: a user's mistake is one paragraph on standard error and exit status 2."""
+
+import functools
+import sys
+
+
+def user_errors(main):
+    """Decorate a tool's `main`: ValueError and OSError say what was wrong; anything else is ours and keeps its traceback."""
+
+    @functools.wraps(main)
+    def guarded(argv=None) -> int:
+        try:
+            return main(argv)
+        except (ValueError, OSError) as e:
+            message = str(e)
+            if isinstance(e, OSError) and e.strerror:  # Python's own: the file stands apart from the words
+                message = f"{e.strerror}."  # an OSError that we raised says it all there
+                if e.filename is not None:
+                    message = f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk."
+            print(f"error: {message}", file=sys.stderr)
+            return 2
+
+    return guarded

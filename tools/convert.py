@@ -1,0 +1,155 @@
+"""python -m interdomain.tools.convert outputs/debug exports/debug
+
+Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer), and back: with --to-checkpoint, a
+standalone folder becomes a checkpoint that training starts from (--checkpoint.initial_load_path).
+
+Only the model's tensors are read, shard by shard, whatever topology wrote them; optimizer state is never touched. It is safe
+while training goes on. The result is read back and compared: names, shapes, dtypes, and the logits of a forward pass.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import interdomain
+from interdomain.data import load_tokenizer
+from interdomain.folders import new_folder
+from interdomain.model import Transformer, condition_of, meta_model, pretrained
+from interdomain.model import distributed_checkpoint as checkpoints
+
+from ._cli import user_errors
+
+CHECK_TOKENS = 64
+# Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit; the others round each
+# weight by 2^-9 (bfloat16) or 2^-12 (float16), and the rounding adds up over layers.
+LOGIT_TOLERANCE = {"float32": 0.0, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+def parse(argv):
+    p = argparse.ArgumentParser(prog="python -m interdomain.tools.convert", description=__doc__.split("\n\n", 1)[1])
+    p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
+    p.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
+    p.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
+    p.add_argument(
+        "--dtype", choices=pretrained.DTYPES, default="float32", help="of the weights; the dynamics stay float32"
+    )
+    p.add_argument("--max-shard-gb", type=float, default=4.0, help="size of a safetensors file (default 4)")
+    p.add_argument(
+        "--no-logit-check", action="store_true", help="skip the forward passes (names, shapes, dtypes are checked)"
+    )
+    return p.parse_args(argv)
+
+
+def to_folder(args) -> str:
+    checkpoint = checkpoints.latest_checkpoint(args.source)
+    config, record = checkpoints.read_sidecar(checkpoint)
+    index = checkpoints.tensor_index(checkpoint)
+    expected = meta_model(config).state_dict()
+    for name, tensor in expected.items():
+        if name not in index:
+            raise ValueError(
+                f"{checkpoint} lacks the tensor {name} of the model that its record describes. Take another step."
+            )
+        if index[name].size != tensor.shape:
+            raise ValueError(
+                f"{checkpoint}: {name} is {list(index[name].size)}, its record describes {list(tensor.shape)}. "
+                "Take another step."
+            )
+    tokenizer = load_tokenizer(checkpoint)
+    with new_folder(args.output) as folder:
+        with tqdm(total=len(expected), desc=f"{checkpoint.name}", unit=" tensors", disable=None) as bar:
+
+            def read(names):
+                bar.update(len(names))
+                return checkpoints.read_tensors(checkpoint, names, index)
+
+            count = pretrained.write_weights(
+                folder, config, pretrained.DTYPES[args.dtype], read, int(args.max_shard_gb * 1e9)
+            )
+        facts = {name: record[name] for name in ("size", "condition", "step", "tokens", "run", "versions")}
+        facts["converted_by"] = f"interdomain {interdomain.__version__}"
+        shutil.copyfile(tokenizer.path, folder / pretrained.TOKENIZER)
+        pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
+        difference = check_folder(folder, checkpoint, index, args)
+    size = sum(f.stat().st_size for f in args.output.iterdir())
+    return f"wrote {args.output} ({size / 1e6:.1f} MB, {count} tensors, step {record['step']}, {difference})"
+
+
+@torch.inference_mode()
+def check_folder(folder: Path, checkpoint: Path, index, args) -> str:
+    """Read the folder back as a user would and compare it with the checkpoint. Returns what was found, in words."""
+    model, _ = pretrained.load_pretrained(folder)
+    for name, tensor in model.state_dict().items():
+        wanted = pretrained.storage_dtype(name, pretrained.DTYPES[args.dtype])
+        if tensor.dtype != wanted:
+            raise ValueError(
+                f"{name} came back as {tensor.dtype}, expected {wanted}: the folder is not what was written."
+            )
+    if args.no_logit_check:
+        return "logits not compared"
+    tokens = torch.arange(CHECK_TOKENS)[None] * 37 % model.config.vocab_size
+    found = model.float()(tokens)
+    config = model.config
+    del model
+    source = Transformer(config)
+    source.load_state_dict(checkpoints.read_tensors(checkpoint, list(source.state_dict()), index), assign=True)
+    wanted = source(tokens)
+    difference = ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+    if not difference <= LOGIT_TOLERANCE[args.dtype]:
+        raise ValueError(
+            f"the folder's logits differ from the checkpoint's by {difference:.3g} (relative RMS), allowed "
+            f"{LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}; nothing was kept. Convert with --dtype float32."
+        )
+    return f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
+
+
+def to_checkpoint(args) -> str:
+    config, record = pretrained.read_config(args.source)
+    tensors = pretrained.read_tensors(args.source)
+    pretrained.check_tensors(args.source, config, tensors)
+    tokenizer = load_tokenizer(args.source)
+    facts = record.get("facts", {})
+    sidecar = {
+        "format_version": checkpoints.SIDECAR_VERSION,
+        "model": config.to_dict(),
+        "size": facts.get("size", "unknown"),
+        "condition": condition_of(config),
+        "step": 0,
+        "tokens": 0,
+        "run": {"started_from": facts},
+        "tokenizer": {"file": checkpoints.TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
+    }
+    with new_folder(args.output) as folder:
+        shutil.copyfile(tokenizer.path, folder / checkpoints.TOKENIZER)
+        (folder / checkpoints.SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        # Training keeps its master weights in float32.
+        tensors = {name: tensor.float() for name, tensor in tensors.items()}
+        checkpoints.write_tensors(folder, tensors)
+        index = checkpoints.tensor_index(folder)
+        for name, tensor in tensors.items():
+            if not torch.equal(checkpoints.read_tensors(folder, [name], index)[name], tensor):
+                raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
+    size = sum(f.stat().st_size for f in args.output.iterdir())
+    return (
+        f"wrote {args.output} ({size / 1e6:.1f} MB, {len(tensors)} tensors; "
+        f"start with --checkpoint.initial_load_path {args.output})"
+    )
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    if args.max_shard_gb <= 0:
+        raise ValueError(f"--max-shard-gb must be positive: got {args.max_shard_gb}.")
+    print((to_checkpoint if args.to_checkpoint else to_folder)(args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
