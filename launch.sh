@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# ./launch.sh                                    train the debug model on the embedded corpus
+# ./launch.sh train_configs/125M.toml [FLAGS]    the paper's run; flags are TorchTitan's and the plugin's
+# ./launch.sh train_configs/125M.toml --dry-run  what would run, without running it
+# ./launch.sh test [PYTEST ARGUMENTS]            the tests
+#
+# On first use this makes an environment in .venv (INTERDOMAIN_VENV names another folder) with the exact versions of
+# constraints.txt. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+
+find_python() {
+  local candidate
+  for candidate in python3.13 python3.12 python3.11 python3 python; do
+    if command -v "$candidate" >/dev/null 2>&1 &&
+      "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "no Python 3.11 to 3.13 with venv was found on PATH (Debian: apt-get install python3-venv). Install one, or set INTERDOMAIN_PYTHON to an environment that has this project installed."
+}
+
+# make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from.
+make_environment() {
+  local extras=$1 stamp wanted base
+  venv=${INTERDOMAIN_VENV:-.venv}
+  stamp=$venv/.installed-$extras
+  wanted=$(cat pyproject.toml constraints.txt | cksum)
+  if [ ! -x "$venv/bin/python" ]; then
+    base=$(find_python)
+    echo "making an environment in $venv with $("$base" --version)"
+    "$base" -m venv "$venv" || fail "could not make an environment in $venv. Remove the folder and try again."
+  fi
+  if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
+    echo "installing interdomain[$extras] into $venv (minutes on a first start)"
+    # torch first and alone: a range in another package must not choose it.
+    { "$venv/bin/python" -m pip install --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
+      "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]"; } \
+      >"$venv/install.log" 2>&1 || {
+      tail -n 20 "$venv/install.log" >&2
+      fail "the installation into $venv failed (whole log: $venv/install.log). Mend the cause and start again: it continues there."
+    }
+    echo "$wanted" >"$stamp"
+  fi
+  python=$venv/bin/python
+}
+
+if [ "${1:-}" = test ]; then
+  shift
+  python=${INTERDOMAIN_PYTHON:-}
+  [ -n "$python" ] || make_environment train,dev
+  exec "$python" -m pytest "$@"
+fi
+python=${INTERDOMAIN_PYTHON:-}
+[ -n "$python" ] || make_environment train
+exec "$python" -m interdomain.tools.launch "$@"

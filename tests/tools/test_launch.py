@@ -1,0 +1,137 @@
+"""The launcher: what a dry run prints, what is refused before anything starts, and one real start to end."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interdomain.tools import launch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def dry(capsys, *argv):
+    code = launch.main([*argv, "--dry-run"])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "steps", "tokens"),
+    [
+        ("125M", "135,416,208", "4,769", "2,500,329,472"),
+        ("350M", "377,360,768", "13,352", "7,000,293,376"),
+        ("760M", "781,498,752", "28,611", "15,000,403,968"),
+        ("1.3B", "1,352,406,784", "49,592", "26,000,490,496"),
+    ],
+)
+def test_dry_run_of_the_papers_runs(capsys, size, parameters, steps, tokens):
+    """Counts of the paper's parameter table; steps of spec section 1; warmup of spec section 5."""
+    code, out, _ = dry(capsys, f"train_configs/{size}.toml", "--ranks", "16")
+    assert code == 0
+    assert f"{size}, interdomain ({parameters} parameters)" in out
+    assert f"{steps} of 524,288 tokens (warmup 715)" in out
+    assert tokens in out
+    assert "--nproc-per-node 16" in out
+    assert "FLOPs per token" in out
+    assert "memory per device" in out
+
+
+def test_another_cell_is_a_flag(capsys):
+    code, out, _ = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "1")
+    assert code == 0
+    assert "125M, s4d (135,425,424 parameters)" in out
+    code, out, _ = dry(capsys, "train_configs/125M.toml", "--mixer.dual_input", "False", "--ranks", "1")
+    assert code == 0
+    assert "125M, single-query (135,462,288 parameters)" in out
+
+
+def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "call", lambda *a, **k: pytest.fail("a dry run started a process"))
+    code, _, _ = dry(capsys, "--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus"))
+    assert code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--mixer.condition", "mamba"], ["mixer.condition = 'mamba'", "softmax", "s4d-rope"]),
+        (["--model.flavor", "7B"], ["model.flavor = '7B'", "125M", "1.3B"]),
+        (["--mixer.backend", "cuda"], ["mixer.backend = 'cuda'", "chunkwise"]),
+        (["--mixer.readout", "imaginary"], ["readout = 'imaginary'", "hermitian"]),
+        (["--mixer.condition", "softmax", "--mixer.c_form", "diagonal"], ["softmax", "c_form"]),
+        (["--training.steps", "10"], ["training.tokens", "training.steps", "--training.tokens 0"]),
+        (["--training.global_batch_size", "30"], ["global_batch_size = 30", "multiple of 16"]),
+        (["--parallelism.tensor_parallel_degree", "2"], ["tensor_parallel_degree = 2"]),
+        (["--lr_scheduler.min_lr", "0.1"], ["min_lr = 0.1", "peak"]),
+        (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
+        (["--ranks", "0"], ["--ranks", "at least 1"]),
+        (["no/such.toml"], ["no/such.toml", "train_configs/debug.toml"]),
+        (["a.toml", "b.toml"], ["a.toml, b.toml"]),
+    ],
+)
+def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, argv, said):
+    monkeypatch.setattr(subprocess, "call", lambda *a, **k: pytest.fail("started a run that cannot work"))
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
+    code = launch.main(["--job.dump_folder", str(tmp_path / "out"), *argv])
+    err = capsys.readouterr().err
+    assert code == 2
+    message = err[err.index("error: ") :]
+    assert "\n" not in message.strip()
+    for words in said:
+        assert words in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_toml_key_is_named(capsys, tmp_path):
+    config = tmp_path / "bad.toml"
+    config.write_text((ROOT / "train_configs/debug.toml").read_text() + "\n[profiling]\nno_such_field = 1\n")
+    assert launch.main([str(config), "--dry-run"]) == 2
+    assert "no_such_field" in capsys.readouterr().err
+
+
+def test_every_config_names_existing_fields_and_the_plugin(capsys):
+    for path in sorted((ROOT / "train_configs").glob("*.toml")):
+        code, out, _ = dry(capsys, str(path.relative_to(ROOT)), "--ranks", "1")
+        assert code == 0, path
+        assert path.stem in out
+
+
+@pytest.mark.e2e
+def test_first_start_end_to_end(tmp_path):
+    """The newcomer's run in a folder of its own: corpus, training, and then every command that it prints, pasted."""
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    argv = ["--training.tokens", "40960", "--lr_scheduler.warmup_tokens", "8192", "--validation.tokens", "8192"]
+    run = subprocess.run(
+        [sys.executable, "-m", "interdomain.tools.launch", *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TQDM_DISABLE": "1"},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    (first, _), (last, _) = measured = re.findall(r"([\d.]+) at step (\d+)", run.stdout)
+    assert [int(step) for _, step in measured] == [1, 10]
+    assert float(last) < float(first)
+    commands = [
+        line for line in run.stdout.splitlines() if " -m interdomain.tools." in line and "tensorboard" not in line
+    ]
+    assert len(commands) == 2  # convert, generate
+    for command in commands:
+        pasted = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert pasted.returncode == 0, f"{command}\n{pasted.stderr}"
+    assert pasted.stdout.startswith("def main(")
+    (going_on,) = [line for line in run.stdout.splitlines() if line.startswith("./launch.sh ")]
+    assert "--training.tokens 81920" in going_on
+    assert (tmp_path / "outputs/debug/checkpoint/step-10/.metadata").is_file()
+    assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))

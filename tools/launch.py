@@ -1,0 +1,174 @@
+"""python -m interdomain.tools.launch train_configs/125M.toml --mixer.condition s4d --dry-run
+
+Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo.
+Every other flag goes to TorchTitan (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
+and calls this.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ._cli import user_errors
+
+DEFAULT_CONFIG = "train_configs/debug.toml"
+EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
+CPU_RANKS = 2
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """(our own arguments, TorchTitan's flags). The TOML file may stand anywhere."""
+    p = argparse.ArgumentParser(
+        prog="launch.sh",
+        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--flags] [TORCHTITAN FLAGS]",
+        description="Train under TorchTitan on this machine.",
+        epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag goes to TorchTitan: --mixer.condition s4d, "
+        "--training.local_batch_size 4, ...; --flags lists them all.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
+    p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
+    p.add_argument("--ranks", type=int, help="processes on this machine (default: the GPUs, or 2 on the CPU)")
+    files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
+    if len(files) > 1:
+        raise ValueError(
+            f"more than one configuration file: {', '.join(files)}. Give one; override its fields by flags."
+        )
+    args, flags = p.parse_known_args([a for a in argv if a not in files])
+    args.config = files[0] if files else DEFAULT_CONFIG
+    return args, flags
+
+
+def job_config(config: str, flags: list[str]):
+    """TorchTitan's job configuration, with the plugin's sections. Raises ValueError, FileNotFoundError."""
+    from torchtitan.config import ConfigManager
+
+    if not Path(config).is_file():
+        known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))
+        raise FileNotFoundError(f"there is no configuration file {config}. In train_configs: {known or 'none'}.")
+    return ConfigManager().parse_args(titan_arguments(config, flags))
+
+
+def titan_arguments(config: str, flags: list[str]) -> list[str]:
+    return ["--job.config_file", config, *flags]
+
+
+def torchrun_command(config: str, flags: list[str], ranks: int) -> list[str]:
+    return [
+        python_here(),
+        *("-m", "torch.distributed.run"),
+        "--standalone",
+        *("--nproc-per-node", str(ranks)),
+        *("--local-ranks-filter", "0"),  # one rank's lines on the console
+        *("-m", "torchtitan.train"),
+        *titan_arguments(config, flags),
+    ]
+
+
+def python_here() -> str:
+    """This interpreter, by a path relative to the working folder where it lies inside."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The run's environment: what the user set wins."""
+    ours = {"PYTHONUNBUFFERED": "1"}
+    if torch.cuda.is_available():
+        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    else:
+        ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    return {**ours, **os.environ}
+
+
+def check_data(job) -> str:
+    """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
+    from interdomain.titan.plan import open_dataset, open_tokenizer
+
+    from . import prepare_data
+
+    if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
+        print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
+        if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
+            raise SystemExit(2)
+    tokenizer = open_tokenizer(job)
+    train = open_dataset(job, "train")
+    said = f"{job.data.corpus} ({train.corpus.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    if job.validation.enable:
+        said += f", validation {open_dataset(job, 'validation').corpus.num_tokens:,}"
+    return said + ")"
+
+
+def perplexities(folder: Path) -> list[tuple[int, float]]:
+    """(step, validation perplexity) from a run's newest TensorBoard events."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    runs = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    if not runs:
+        return []
+    events = EventAccumulator(str(runs[-1])).Reload()
+    tag = "validation_metrics/perplexity"
+    return [(e.step, e.value) for e in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+
+
+def next_steps(config: str, flags: list[str], job, plan) -> str:
+    """Commands that continue, convert, generate and watch, ready to paste."""
+    python = python_here()
+    dump = job.job.dump_folder
+    export = f"exports/{Path(dump).name}-step{plan.steps}"
+    rest = list(flags)
+    for name in ("tokens", "steps"):  # the run's length is given anew
+        for i, flag in enumerate(rest):
+            if flag.replace("-", "_").startswith(f"__training.{name}"):
+                del rest[i : i + (1 if "=" in flag else 2)]
+                break
+    length = ["--training.tokens", str(2 * plan.tokens)]
+    if not job.training.tokens:
+        length = ["--training.steps", str(2 * plan.steps)]
+    lines = {
+        "train on, to twice the length": ["./launch.sh", config, *rest, *length],
+        "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],
+        "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
+        "watch": [python, "-m", "tensorboard.main", "--logdir", f"{dump}/{job.metrics.save_tb_folder}"],
+    }
+    return "\n".join(f"# {what}\n{shlex.join(command)}" for what, command in lines.items())
+
+
+@user_errors
+def main(argv=None) -> int:
+    args, flags = parse(list(sys.argv[1:] if argv is None else argv))
+    if args.flags:
+        flags = [*flags, "--help"]
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
+    ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
+    job = job_config(args.config, flags)
+
+    from interdomain.titan.plan import make_plan
+
+    plan = make_plan(job, world_size=ranks)
+    command = torchrun_command(args.config, flags, ranks)
+    print(plan.describe())
+    print(f"{'command':>18}  {shlex.join(command)}", flush=True)
+    if args.dry_run:
+        return 0
+    print(f"{'data':>18}  {check_data(job)}")
+    print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
+    code = subprocess.call(command, env=environment(ranks))
+    if code:
+        print(f"\nthe run ended with exit status {code}; the reason stands above.", file=sys.stderr)
+        return code
+    measured = perplexities(Path(job.job.dump_folder) / job.metrics.save_tb_folder)
+    if measured:
+        print("\nvalidation perplexity: " + ", ".join(f"{value:.2f} at step {step}" for step, value in measured))
+    print("\n" + next_steps(args.config, flags, job, plan))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
