@@ -1,7 +1,8 @@
 """Interdomain Attention as a TorchTitan model: `torchrun -m torchtitan.train --job.config_file train_configs/125M.toml`.
 
 TorchTitan imports this package (`experimental.custom_import`) before it looks at a device, and `job_config` for the TOML
-sections. It is the only place that imports TorchTitan; `plan.py` refuses what cannot run before anything is built.
+sections. It is the only place that imports TorchTitan; `plan.py` refuses what cannot run before anything is built, and
+`trainer.py` holds what TorchTitan has no hook for.
 """
 
 from torchtitan.components.loss import build_cross_entropy_loss
@@ -9,7 +10,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from interdomain.model import SIZES, build_config
 
-from . import checkpoint, device
+from . import device, trainer
 from .data import build_dataloader, build_tokenizer
 from .metrics import build_metrics_processor
 from .model import InterdomainModel, InterdomainModelArgs
@@ -20,7 +21,7 @@ from .validate import build_validator
 NAME = "interdomain"
 
 device.use_cpu_if_alone()
-checkpoint.install()
+trainer.install(NAME)
 register_train_spec(
     NAME,
     TrainSpec(

@@ -6,16 +6,17 @@ step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 """
 
+import contextlib
 import errno
 import json
+import os
+import re
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchtitan.train
-from torch.distributed.checkpoint import FileSystemReader
+import torchtitan
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import (
     DATALOADER,
@@ -25,15 +26,14 @@ from torchtitan.components.checkpoint import (
     TRAIN_STATE,
     CheckpointManager,
 )
+from torchtitan.tools.logging import logger
 
 import interdomain
-from interdomain.model import condition_of
+from interdomain.model import ModelConfig, condition_of
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, TOKENIZER, SafeReader
 
 from .errors import one_paragraph, stop
 
-SIDECAR = "interdomain.json"
-TOKENIZER = "tokenizer.model"
-SIDECAR_VERSION = 1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -70,82 +70,230 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     record: dict
     tokenizer: Path
+    resumed = (0, 0)  # (step, tokens) that this process continues from
+    saving = ""  # the folder being written, or written last
+
+    # Saving
 
     def dcp_save(self, state_dict, checkpoint_id, *args, **kwargs):
-        if dist.get_rank() == 0:
+        self.saving = str(checkpoint_id)
+        with self._plain_words_when_full():
             self._begin(Path(checkpoint_id))
-        dist.barrier()
-        try:
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+
+    def _async_wait(self) -> None:
+        with self._plain_words_when_full():  # where what an asynchronous save failed at comes up
+            super()._async_wait()
+
+    @contextlib.contextmanager
+    def _plain_words_when_full(self):
+        try:
+            yield
         except (CheckpointException, OSError) as e:
-            causes = e.failures.values() if isinstance(e, CheckpointException) else [e]
-            full = next((c for c in map(_os_error, causes) if c is not None and c.errno in DISK_FULL), None)
+            causes = [failure[0] for failure in e.failures.values()] if isinstance(e, CheckpointException) else [e]
+            full = next((word for word in map(_disk_full, causes) if word), None)
             if full is None:
                 raise
             if dist.get_rank() == 0:
-                shutil.rmtree(checkpoint_id, ignore_errors=True)
+                shutil.rmtree(self.saving, ignore_errors=True)
             last = self._find_load_step()
             kept = f"The last whole checkpoint is step {last}" if last >= 0 else "There is no earlier checkpoint"
             stop(
-                f"The disk is full: saving {checkpoint_id} failed ({full.strerror}), and what was written of it is removed. "
+                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. "
                 f"{kept} in {self.folder}. Free some space (checkpoint.keep_latest_k limits how many are kept), then start "
                 "the same command again: it continues from there."
             )
 
     def _begin(self, folder: Path) -> None:
-        """Make the folder, unmark an old checkpoint of the same step, and write the record."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".metadata").unlink(missing_ok=True)
-        step = self.states[TRAIN_STATE].step
-        record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
-        shutil.copyfile(self.tokenizer, folder / TOKENIZER)
-        (folder / SIDECAR).write_text(json.dumps(record, indent=2) + "\n")
+        """Make the folder on rank 0, and tell every rank if that failed."""
+        error = [None]
+        if dist.get_rank() == 0:
+            try:
+                self._write_record(folder)
+            except OSError as e:
+                error = [e]
+        dist.broadcast_object_list(error)
+        if error[0] is not None:
+            raise error[0]
 
-    def dcp_load(self, state_dict, checkpoint_id, *args, **kwargs):
-        self._check(Path(checkpoint_id))
-        return super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
+    def _write_record(self, folder: Path) -> None:
+        if folder.exists():  # an older checkpoint of this step, or the remains of one: unmarked before it is removed
+            (folder / METADATA).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        step = self.states[TRAIN_STATE].step
+        first, tokens = self.resumed
+        tokens += (step - first) * self.record["run"]["tokens_per_step"]
+        shutil.copyfile(self.tokenizer, folder / TOKENIZER)
+        (folder / SIDECAR).write_text(json.dumps({**self.record, "step": step, "tokens": tokens}, indent=2) + "\n")
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Keep the latest `keep_latest_k` whole checkpoints, the one being saved included. Remains of older saves go too.
+
+        Unmarked before they are removed: a folder of which a part is gone is not a checkpoint any more.
+        """
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+            return
+        steps = self._steps()
+        current = self._step_of(self.saving)
+        whole = [step for step in steps if step == current or self._is_whole(step)]
+        kept = whole[-self.keep_latest_k :]
+        for step in steps:
+            if step not in kept and step < current:
+                path = self._create_checkpoint_id(step)
+                (Path(path) / METADATA).unlink(missing_ok=True)
+                self.purge_queue.put(path)
+
+    # Finding
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """The latest whole checkpoint's step, or -1."""
+        return max(filter(self._is_whole, self._steps()), default=-1)
+
+    def _steps(self) -> list[int]:
+        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
+        return sorted(step for step in map(self._step_of, names) if step is not None)
+
+    @staticmethod
+    def _step_of(path: str) -> int | None:
+        match = re.fullmatch(r"step-(\d+)", os.path.basename(path))
+        return int(match.group(1)) if match else None
+
+    def _is_whole(self, step: int) -> bool:
+        return os.path.isfile(os.path.join(self._create_checkpoint_id(step), METADATA))
+
+    # Loading
+
+    def load(self, step: int = -1) -> bool:
+        if not self.enable:
+            return super().load(step)
+        fresh = self._find_load_step() == -1
+        self._check_choice(step, fresh)
+        if not (fresh and self.initial_load_path and os.path.isdir(self.folder)):
+            return super().load(step)
+        # TorchTitan ignores initial_load_path where the checkpoint folder exists, even one without a whole checkpoint.
+        folder, self.folder = self.folder, os.path.join(self.folder, "none")
+        try:
+            return super().load(step)
+        finally:
+            self.folder = folder
 
     @one_paragraph
-    def _check(self, folder: Path) -> None:
-        """Refuse another model's checkpoint by name and shape, before a byte of it is read into this one."""
-        if not (folder / ".metadata").is_file():
+    def _check_choice(self, step: int, fresh: bool) -> None:
+        if step != -1 and not self._is_whole(step):
+            whole = ", ".join(str(s) for s in self._steps() if self._is_whole(s)) or "none"
             raise ValueError(
-                f"{folder} is not a whole checkpoint: it has no .metadata, which is written last. Choose another "
+                f"checkpoint.load_step = {step}, but {self.folder} has no whole checkpoint of that step; it has: {whole}. "
+                "Choose one of these, or -1 for the latest."
+            )
+        if fresh and self.initial_load_path and not os.path.isdir(self.initial_load_path):
+            raise FileNotFoundError(
+                f"checkpoint.initial_load_path = {self.initial_load_path} is not a folder. Give a checkpoint "
+                "(a folder step-N), or one that python -m interdomain.tools.convert --to-checkpoint wrote."
+            )
+
+    def dcp_load(self, state_dict, checkpoint_id, *args, **kwargs):
+        folder = Path(checkpoint_id)
+        record = self._check(folder)
+        try:
+            super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
+        except CheckpointException as e:
+            causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in e.failures.items())
+            stop(f"{folder} could not be read ({causes}). Choose another step with checkpoint.load_step.")
+        if TRAIN_STATE in state_dict:
+            self._continue_counting(record)
+
+    def _continue_counting(self, record: dict) -> None:
+        """TorchTitan restores one rank's count of tokens, and sums the ranks': give each its share of the true count."""
+        trainer = self.states[TRAIN_STATE]
+        per_step = self.record["run"]["tokens_per_step"]
+        tokens = record.get("tokens", trainer.step * per_step)
+        self.resumed = (trainer.step, tokens)
+        share, rest = divmod(tokens, dist.get_world_size())  # every rank reads data: there is no other parallelism
+        trainer.ntokens_seen = share + (dist.get_rank() < rest)
+        then = record.get("run", {}).get("tokens_per_step", per_step)
+        if then != per_step:
+            logger.warning(
+                "the checkpoint's steps were of %d tokens, this run's are of %d: the schedule counts steps.",
+                then,
+                per_step,
+            )
+
+    @one_paragraph
+    def _check(self, folder: Path) -> dict:
+        """Refuse a damaged or another model's checkpoint before a byte of it is read into this one.
+
+        Returns: the checkpoint's record, empty if it has none.
+        """
+        if not (folder / METADATA).is_file():
+            raise ValueError(
+                f"{folder} is not a whole checkpoint: it has no {METADATA}, which is written last. Choose another "
                 "checkpoint.load_step or checkpoint.initial_load_path."
             )
-        found = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        model = self.states[MODEL].state_dict()
-        missing = [name for name in model if name not in found]
-        others = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
-        extra = [name for name in found if name not in model and not name.startswith(others)]
-        shapes = [
-            f"{name} is {list(found[name].size)} there and {list(tensor.shape)} here"
-            for name, tensor in model.items()
-            if name in found and list(found[name].size) != list(tensor.shape)
-        ]
-        if missing or extra or shapes:
-            said = ""
-            if (folder / SIDECAR).is_file():
-                record = json.loads((folder / SIDECAR).read_text())
-                said = f" (there: {record['size']}, {record['condition']})"
-            examples = [f"{n} is missing there" for n in missing] + [f"{n} is unknown here" for n in extra] + shapes
+        index = SafeReader(folder).read_metadata()
+        _check_files(folder, index)
+        record = json.loads((folder / SIDECAR).read_text()) if (folder / SIDECAR).is_file() else {}
+        differences = _other_switches(record["model"], self.record["model"]) if record else []
+        differences += self._other_tensors(index.state_dict_metadata)
+        if differences:
+            said = f" (there: {record['size']}, {record['condition']})" if record else ""
+            more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             raise ValueError(
-                f"{folder} is a checkpoint of another model{said}: {'; '.join(examples[:3])}"
-                f"{f' (and {len(examples) - 3} more)' if len(examples) > 3 else ''}. Set model.flavor and [mixer] to "
-                "those of the checkpoint, or give this run a folder of its own with --job.dump_folder."
+                f"{folder} is a checkpoint of another model{said}: {'; '.join(differences[:3])}{more}. Set model.flavor "
+                "and [mixer] to those of the checkpoint, or give this run a folder of its own with --job.dump_folder."
+            )
+        return record
+
+    def _other_tensors(self, found: dict) -> list[str]:
+        """What differs between the tensors of a checkpoint and those of this model, in words."""
+        model = self.states[MODEL].state_dict()
+        others = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
+        return [
+            *(f"{name} is missing there" for name in model if name not in found),
+            *(f"{name} is unknown here" for name in found if name not in model and not name.startswith(others)),
+            *(
+                f"{name} is {list(found[name].size)} there and {list(tensor.shape)} here"
+                for name, tensor in model.items()
+                if name in found and list(found[name].size) != list(tensor.shape)
+            ),
+        ]
+
+
+def _other_switches(there: dict, here: dict) -> list[str]:
+    """Settings that make another model of the same tensors (RoPE, the readout, ...). The context length does not."""
+    there, here = (ModelConfig.from_dict(config).to_dict() for config in (there, here))
+    pairs = [(name, there[name], here[name]) for name in here if name not in ("max_seq_len", "mixer")]
+    pairs += [(f"mixer.{name}", there["mixer"][name], value) for name, value in here["mixer"].items()]
+    return [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]
+
+
+def _check_files(folder: Path, index) -> None:
+    """Every shard that the index names must be there, as long as the index says."""
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            raise ValueError(
+                f"{folder} is damaged: its shard {name} {found}. Copy the whole folder again, or choose another step "
+                "with checkpoint.load_step."
             )
 
 
-def _os_error(failure) -> OSError | None:
-    """The OSError behind what a rank of torch.distributed.checkpoint reports, if there is one."""
-    error = failure[0] if isinstance(failure, tuple) else failure
-    while error is not None and not isinstance(error, OSError):
+def _disk_full(error: BaseException) -> str | None:
+    """The system's words if `error` says that a disk is full.
+
+    PyTorch's serialisation hides the system's error behind one of its own, and the chain between them does not survive the
+    way from one rank to another; what is left then is the text.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            return error.strerror
+        text = str(error)
+        for number in DISK_FULL:
+            if os.strerror(number) in text:
+                return os.strerror(number)
         error = error.__cause__ or error.__context__
-    return error
-
-
-def install() -> None:
-    """Have the trainer build this manager instead of TorchTitan's, whichever way `torchtitan.train` was started."""
-    for module in (torchtitan.train, sys.modules["__main__"]):
-        if getattr(module, "CheckpointManager", None) is CheckpointManager:
-            module.CheckpointManager = SelfDescribingCheckpoints
+    return None

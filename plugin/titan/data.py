@@ -31,8 +31,12 @@ class PackedLoader(BaseDataLoader):
             first = self.consumed + self.rank * self.local_batch
             # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
             self.consumed += self.local_batch * self.ranks
-            windows = torch.from_numpy(self.dataset.read_batch(range(first, first + self.local_batch)))
+            windows = torch.from_numpy(self._read(range(first, first + self.local_batch)))
             yield {"input": windows[:, :-1].contiguous()}, windows[:, 1:].contiguous()
+
+    @one_paragraph
+    def _read(self, indices: range):
+        return self.dataset.read_batch(indices)  # refuses ids outside the vocabulary: a damaged shard
 
     def state_dict(self) -> dict:
         return {"consumed_samples": self.consumed, "fingerprint": self.dataset.fingerprint}
@@ -77,7 +81,8 @@ def build_tokenizer(job_config) -> TitanTokenizer:
 @one_paragraph
 def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config) -> PackedLoader:
     dataset = open_dataset(job_config, "train")
-    describe_run(make_plan(job_config, torch.distributed.get_world_size()), dataset.fingerprint, tokenizer.tokenizer)
+    plan = make_plan(job_config, torch.distributed.get_world_size())
+    describe_run(plan, dataset.fingerprint, tokenizer.tokenizer)
     return PackedLoader(
         dataset,
         local_batch=job_config.training.local_batch_size,

@@ -4,8 +4,10 @@ TorchTitan 0.2.2 assumes an accelerator and copies `device_type` and `device_mod
 plugin is imported at the trainer's first statement, before any of them is used, and sets them there.
 """
 
+import math
 import os
 import types
+import warnings
 
 import torch
 from torchtitan.components import metrics
@@ -46,6 +48,10 @@ def use_cpu_if_alone() -> None:
     module = cpu_module()
     for place in (utils, dist_utils, parallel_dims, metrics, profiling):
         place.device_type, place.device_module = "cpu", module
+    # TorchTitan would take an unknown device for an A100. A CPU has no figure to compare with: the utilisation shown is 0.
+    utils.get_peak_flops = lambda device_name: math.inf
+    # Its DTensors draw no random numbers here: initial values are drawn whole (interdomain.model.initialize).
+    warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
 def refuse_on_cpu(job_config) -> None:

@@ -1,10 +1,12 @@
-"""Sections and fields that the plugin adds to TorchTitan's job configuration (`job.custom_config_module` points here).
+"""Sections and fields that the plugin adds to TorchTitan's job configuration (`job.custom_config_module` points here), and
+other defaults for a few of TorchTitan's own.
 
 TorchTitan merges these classes into its own by name and reads the annotations as types: no postponed annotations here, and no
 methods (merged sections lose them). Checks stand in `plan.py`.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass
@@ -50,6 +52,17 @@ class Mixer:
 
 
 @dataclass
+class Model:
+    """[model]: the vocabulary can differ from the size's."""
+
+    vocab_size: int = 0
+    """Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's."""
+
+    hf_assets_path: str = "."
+    """Not read: the tokenizer is the corpus's."""
+
+
+@dataclass
 class Data:
     """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
 
@@ -80,6 +93,8 @@ class LRScheduler:
     warmup_tokens: int = 0
     """Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps."""
 
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+
     min_lr: float = 0.0
     """Learning rate at the end of the decay, the same for every group; 0: use min_lr_factor."""
 
@@ -101,22 +116,40 @@ class Validation:
 
 
 @dataclass
+class ActivationCheckpoint:
+    """[activation_checkpoint]: by operation, so that the scan is saved and not recomputed."""
+
+    selective_ac_option: str = "op"
+
+
+@dataclass
+class Checkpoint:
+    """[checkpoint]: the last one can be continued from, as every other."""
+
+    last_save_model_only: bool = False
+
+
+@dataclass
 class Metrics:
     """[metrics]: what TensorBoard shows of the mixer."""
 
     mixer_freq: int = 100
-    """Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta); also written at every validation."""
+    """Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
+    another; also written at every validation. 0: at validation only."""
 
     histogram_freq: int = 1000
-    """Steps between histograms of the mixer's timescales and steps Delta; 0: none."""
+    """Steps between histograms of the mixer's timescales and Delta, from one logged step to another; 0: none."""
 
 
 @dataclass
 class JobConfig:
+    model: Model = field(default_factory=Model)
     mixer: Mixer = field(default_factory=Mixer)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -18,31 +18,38 @@ class InterdomainMetrics(MetricsProcessor):
         super().__init__(job_config, parallel_dims, tag)
         self.plan = make_plan(job_config, parallel_dims.world_size)
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
+        self.last_logged: int | None = None
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
         extra = dict(extra_metrics or {})
-        # torchtitan counts per rank and restores the count of one rank: exact only where the topology never changes.
-        extra["n_tokens_seen"] = step * self.plan.tokens_per_step
-        extra["loss_metrics/perplexity"] = math.exp(min(global_avg_loss, 80.0))
+        extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
         for group in self.optimizers.optimizers[0].param_groups:
             extra[f"lr/{group['name']}"] = group["lr"]
-        if step == 1 or step % self.job_config.metrics.mixer_freq == 0:
+        config = self.job_config.metrics
+        if self._due(step, config.mixer_freq):
             extra |= life_signs(self.model_parts[0])
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        self._log_progress(step)
-        histograms = self.job_config.metrics.histogram_freq
-        if histograms and (step == 1 or step % histograms == 0):
+        if self._due(step, config.histogram_freq):
             self._log_histograms(step)
+        self.last_logged = step
+        self._log_progress(step)
+        self._flush()
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
-        perplexity = math.exp(min(loss, 80.0))
         extra = {
-            "validation_metrics/perplexity": perplexity,
+            "validation_metrics/perplexity": perplexity(loss),
             **(extra_metrics or {}),
             **life_signs(self.model_parts[0]),
         }
         super().log_validation(loss, step, extra)
-        logger.info("validation step: %d  loss: %.4f  perplexity: %.3f", step, loss, perplexity)
+        logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
+        self._flush()
+
+    def _due(self, step: int, freq: int) -> bool:
+        """Whether a multiple of `freq` has come since the last logged step, or this is the first. The same on every rank."""
+        if not freq:
+            return False
+        return self.last_logged is None or step // freq > self.last_logged // freq
 
     def _log_progress(self, step: int) -> None:
         now = time.monotonic()
@@ -65,10 +72,22 @@ class InterdomainMetrics(MetricsProcessor):
         for name, log_decay, dt in dynamics(self.model_parts[0]):  # every rank: the parameters are sharded
             values[f"{name}/log10_timescale_tokens"] = -torch.log10(-log_decay[..., 0])
             values[f"{name}/log10_dt"] = torch.log10(dt)
-        if isinstance(self.logger, LoggerContainer):
-            for writer in (w.writer for w in self.logger._loggers if isinstance(w, TensorBoardLogger)):
-                for name, value in values.items():
-                    writer.add_histogram(name, value, step)
+        for writer in self._writers():
+            for name, value in values.items():
+                writer.add_histogram(name, value, step)
+
+    def _writers(self) -> list:
+        """TensorBoard's writers on this rank: none on most."""
+        loggers = self.logger._loggers if isinstance(self.logger, LoggerContainer) else []
+        return [each.writer for each in loggers if isinstance(each, TensorBoardLogger)]
+
+    def _flush(self) -> None:
+        for writer in self._writers():
+            writer.flush()  # a run that ends early must not take its last two minutes of metrics with it
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 80.0))  # e^80: a float32 of TensorBoard's ends at e^88
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from torchtitan.protocols.model import BaseModelArgs
 
 from interdomain.model import ModelConfig, Transformer, build_config, count_parameters
@@ -35,12 +34,6 @@ class InterdomainModel(Transformer):
     def __init__(self, args: InterdomainModelArgs) -> None:
         super().__init__(args.config, args.backend)
         self.model_args = args
-
-    def forward(self, tokens: Tensor, **kwargs) -> Tensor:
-        # On one rank TorchTitan reaches for autocast. Precision here is FSDP2's policy on every topology, so that one
-        # rank computes what many compute.
-        with torch.autocast(tokens.device.type, enabled=False):
-            return super().forward(tokens, **kwargs)
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         super().init_weights(self.model_args.seed)

@@ -15,8 +15,9 @@ from interdomain.scan import BACKENDS
 
 from .device import refuse_on_cpu
 from .job_config import Mixer
+from .settings import refuse_unsupported
 
-DEFAULT_STEPS = 10_000  # torchtitan's default: a value that the user did not set
+DEFAULT_STEPS, DEFAULT_WARMUP_STEPS = 10_000, 200  # torchtitan's defaults: values that the user did not set
 DEFAULT_SEED = 42
 
 
@@ -74,20 +75,17 @@ def make_plan(job_config, world_size: int) -> RunPlan:
 
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
+    refuse_unsupported(job_config)
+    refuse_on_cpu(job_config)
     config = model_config(job_config)
     backend = job_config.mixer.backend
     if backend not in BACKENDS:
         raise ValueError(f"mixer.backend = {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
     training, parallel = job_config.training, job_config.parallelism
-    _refuse_unsupported(job_config)
-    refuse_on_cpu(job_config)
 
     replicate, shard = _data_parallel(parallel, world_size)
     data_ranks = replicate * shard
     local, seq_len = training.local_batch_size, training.seq_len
-    for name, value in (("local_batch_size", local), ("seq_len", seq_len)):
-        if value < 1:
-            raise ValueError(f"training.{name} must be at least 1: got {value}.")
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
     if global_batch % (local * data_ranks):
         raise ValueError(
@@ -133,6 +131,8 @@ def model_config(job_config) -> ModelConfig:
         raise ValueError(f"mixer.condition = {mixer.condition!r} is unknown; allowed: {', '.join(CONDITIONS)}.")
     switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in ("condition", "backend")}
     overrides = {name: value for name, value in switches.items() if value is not None}
+    if job_config.model.vocab_size:
+        overrides["vocab_size"] = job_config.model.vocab_size
     return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
 
 
@@ -161,7 +161,12 @@ def open_tokenizer(job_config):
                 f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
                 "corpus's own, or prepare the corpus with this tokenizer."
             )
-    check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+    try:
+        check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+    except ValueError as e:
+        raise ValueError(
+            f"{e} The setting is model.vocab_size; unset, model.flavor = {job_config.model.flavor} decides."
+        ) from e
     return tokenizer
 
 
@@ -197,12 +202,29 @@ def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:
         steps = math.ceil(training.tokens / tokens_per_step)
     if steps < 1:
         raise ValueError(f"the run has {steps} steps; set training.steps or training.tokens to a positive number.")
-    warmup = round(schedule.warmup_tokens / tokens_per_step) if schedule.warmup_tokens else schedule.warmup_steps
-    total = schedule.total_steps or steps
+    warmup = schedule.warmup_steps
+    if schedule.warmup_tokens:
+        if warmup != DEFAULT_WARMUP_STEPS:
+            raise ValueError(
+                f"lr_scheduler.warmup_tokens = {schedule.warmup_tokens:,} and lr_scheduler.warmup_steps = {warmup:,} are "
+                "both set. Warm up by steps with --lr_scheduler.warmup_tokens 0, or drop lr_scheduler.warmup_steps."
+            )
+        warmup = round(schedule.warmup_tokens / tokens_per_step)
+    total = steps if schedule.total_steps is None else schedule.total_steps
+    if total < steps:
+        raise ValueError(
+            f"the schedule ends at lr_scheduler.total_steps = {total:,}, before the run's last step {steps:,}: the cosine "
+            "would rise again. Set total_steps to the number of steps or more, or leave it out."
+        )
     if warmup > total:
         raise ValueError(
             f"the warmup of {warmup:,} steps is longer than the schedule of {total:,} steps. Shorten "
             "lr_scheduler.warmup_tokens (or warmup_steps; 0 for none), or train longer."
+        )
+    if schedule.min_lr and schedule.min_lr_factor:
+        raise ValueError(
+            f"lr_scheduler.min_lr = {schedule.min_lr:g} and min_lr_factor = {schedule.min_lr_factor:g} are both set. Give "
+            "the floor as a learning rate (min_lr, one for both groups) or as a fraction of each peak (min_lr_factor)."
         )
     lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
     if schedule.min_lr > lowest_peak:
@@ -228,56 +250,3 @@ def _data_parallel(parallel, world_size: int) -> tuple[int, int]:
             f"the number of ranks, {world_size}. Set the shard degree to -1 to let it follow."
         )
     return replicate, shard
-
-
-def _refuse_unsupported(job_config) -> None:
-    """Settings of TorchTitan that this plugin cannot honour: refused, never ignored."""
-    parallel = job_config.parallelism
-    for name in ("tensor", "pipeline", "context", "expert"):
-        degree = getattr(parallel, f"{name}_parallel_degree")
-        if degree != 1:
-            raise ValueError(
-                f"parallelism.{name}_parallel_degree = {degree}: the plugin shards with FSDP2, HSDP and replication "
-                f"only (1.3B fits one device). Leave {name}_parallel_degree at 1 and use the data_parallel degrees."
-            )
-    if job_config.optimizer.name not in ("AdamW", "Adam"):
-        raise ValueError(f"optimizer.name = {job_config.optimizer.name!r} is unknown; allowed: AdamW, Adam.")
-    if job_config.optimizer.early_step_in_backward:
-        raise ValueError(
-            "optimizer.early_step_in_backward steps before the gradients are clipped and knows no parameter groups; "
-            "this recipe needs both. Set it to false."
-        )
-    if job_config.fault_tolerance.enable:
-        raise ValueError("fault_tolerance.enable (torchft) is not supported by this plugin. Set it to false.")
-    if job_config.model.converters:
-        raise ValueError(f"model.converters = {job_config.model.converters} is not supported. Leave it empty.")
-    if job_config.checkpoint.last_save_in_hf or job_config.checkpoint.initial_load_in_hf:
-        raise ValueError(
-            "checkpoint.last_save_in_hf and initial_load_in_hf are not supported: use python -m "
-            "interdomain.tools.convert, which keeps the SSM parameters float32 and writes a complete folder."
-        )
-    if job_config.checkpoint.enable and job_config.checkpoint.last_save_model_only:
-        raise ValueError(
-            "checkpoint.last_save_model_only = true leaves a last checkpoint that no run can continue from. Set it "
-            "to false; python -m interdomain.tools.convert extracts the model from a full checkpoint."
-        )
-    if (
-        job_config.activation_checkpoint.mode == "selective"
-        and job_config.activation_checkpoint.selective_ac_option != "op"
-    ):
-        option = job_config.activation_checkpoint.selective_ac_option
-        if not option.isdigit() or int(option) < 1:
-            raise ValueError(
-                f"activation_checkpoint.selective_ac_option = {option!r} is unknown; allowed: 'op' (saves matrix "
-                "products and the scan's output) or a number n (checkpoint every n-th block)."
-            )
-    validation = job_config.validation
-    if validation.enable:
-        if validation.steps != -1:
-            raise ValueError(
-                f"validation.steps = {validation.steps} would read other tokens on other topologies. Set "
-                "validation.tokens (the same fixed tokens every time) and leave validation.steps at -1."
-            )
-        for name in ("seq_len", "local_batch_size", "freq"):
-            if getattr(validation, name) < 1:
-                raise ValueError(f"validation.{name} must be at least 1: got {getattr(validation, name)}.")

@@ -46,10 +46,14 @@ class FixedValidator(BaseValidator):
         per_pass = self.job_config.validation.local_batch_size * self.ranks
         for first in range(0, self.windows, per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
-            rows = torch.from_numpy(self.dataset.read_batch([min(i, self.windows - 1) for i in mine]))
+            rows = torch.from_numpy(self._read([min(i, self.windows - 1) for i in mine]))
             labels = rows[:, 1:].clone()
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
             yield rows[:, :-1].to(utils.device_type), labels.to(utils.device_type)
+
+    @one_paragraph
+    def _read(self, indices: list[int]):
+        return self.dataset.read_batch(indices)
 
     @torch.no_grad()
     def validate(self, model_parts, step: int) -> None:

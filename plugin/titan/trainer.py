@@ -1,0 +1,45 @@
+"""What the plugin changes in TorchTitan's trainer, where it has no hook for it. Everything else goes through TrainSpec.
+
+The configuration is checked before the process group exists, so that nothing is built for a run that cannot be; the
+checkpoint manager is ours; and precision is FSDP2's policy on every topology (see `parallelize`), so the autocast that the
+trainer would put around a single rank is left out.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+
+import torchtitan.train
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.distributed import utils as dist_utils
+
+from .checkpoint import SelfDescribingCheckpoints
+from .errors import one_paragraph
+from .plan import make_plan
+
+
+def install(model_name: str) -> None:
+    """Change the trainer, whichever way `torchtitan.train` was started: with -m it is `__main__` as well."""
+    for module in {torchtitan.train, sys.modules["__main__"]}:
+        if getattr(module, "CheckpointManager", None) is CheckpointManager:
+            module.CheckpointManager = SelfDescribingCheckpoints
+            module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
+    dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
+
+
+def _checked_first(init_distributed, model_name: str):
+    @functools.wraps(init_distributed)
+    def checked(trainer):
+        if trainer.job_config.model.name == model_name:
+            check(trainer.job_config)
+        return init_distributed(trainer)
+
+    return checked
+
+
+@one_paragraph
+def check(job_config) -> None:
+    """End the process with a paragraph unless this configuration can run on the ranks that were started."""
+    ranks = "WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU"  # TorchTitan's fake modes start one process
+    make_plan(job_config, int(os.environ[ranks]))

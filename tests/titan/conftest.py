@@ -1,0 +1,149 @@
+"""Real runs, shared by all tests of this folder: one start of torchrun trains many small configurations (driver.py)."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from interdomain.tools import prepare_data
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+TINY = HERE / "tiny.toml"
+TIMEOUT = 240  # seconds for any start of torchrun; the slowest takes a minute on two cores
+
+
+def launch(ranks, *program, timeout=TIMEOUT, **options):
+    """torchrun on this machine. Returns the finished process with its output as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [str(part) for part in command],
+        env=environment,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        **options,
+    )
+
+
+def flags(corpus, folder, **settings):
+    """TorchTitan's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
+    given = {"data.corpus": corpus, "job.dump_folder": folder}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    arguments = ["--job.config_file", str(TINY)]
+    for name, value in given.items():
+        if isinstance(value, bool):
+            section, _, field = name.partition(".")
+            arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
+        else:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+class Runs:
+    """Jobs of one start of the driver: what was seen, by job and rank."""
+
+    def __init__(self, ranks, folder, corpus):
+        self.ranks, self.folder, self.corpus, self.jobs = ranks, folder, corpus, []
+
+    def add(self, name, *, probes=(), folder=None, **settings):
+        arguments = flags(self.corpus, folder or self.folder / name, **settings)
+        self.jobs.append({"name": name, "args": arguments, "probes": list(probes)})
+
+    def start(self):
+        jobs = self.folder / "jobs.json"
+        jobs.write_text(json.dumps(self.jobs))
+        done = launch(self.ranks, HERE / "driver.py", jobs, self.folder)
+        self.output = done.stdout + done.stderr
+        assert done.returncode == 0, self.output[-8000:]
+        return self
+
+    def seen(self, name, rank=0):
+        return torch.load(self.folder / f"{name}.rank{rank}.pt", weights_only=False)
+
+    def samples(self, name):
+        """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order."""
+        steps = len(self.seen(name)["log"])
+        ranks = [self.seen(name, rank)["samples"] for rank in range(self.ranks)]
+        each = [len(samples) // steps for samples in ranks]
+        return [
+            sorted(h for samples, n in zip(ranks, each, strict=True) for h in samples[i * n : (i + 1) * n])
+            for i in range(steps)
+        ]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A real corpus: 400 kB of the standard library under a vocabulary of 512."""
+    folder = tmp_path_factory.mktemp("corpus") / "tiny"
+    arguments = ["--input", "stdlib", "--max-bytes", "400000", "--vocab-size", "512", "--validation-fraction", "0.1"]
+    assert prepare_data.main([*arguments, "--output", str(folder)]) == 0
+    return folder
+
+
+BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
+WITH_CHECKPOINTS = {"checkpoint__enable": True}
+VALIDATED = {"validation__enable": True}
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory, corpus):
+    """On two ranks."""
+    runs = Runs(2, tmp_path_factory.mktemp("two"), corpus)
+    local = {"training__local_batch_size": 4}
+    runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED)
+    runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2)
+    for condition in ("softmax", "s4d"):
+        runs.add(condition, **local, mixer__condition=condition, training__steps=4)
+    runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
+    compiled = {"compile__enable": True, "compile__backend": "aot_eager", "activation_checkpoint__mode": "selective"}
+    runs.add("compiled", **local, **compiled, **VALIDATED, training__steps=4, probes=["scan"])
+    asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
+    runs.add("asynchronous", **local, **WITH_CHECKPOINTS, **asynchronous, training__steps=4)
+    return runs.start()
+
+
+def half(runs, folder):
+    """`folder` with the checkpoint of step 3 of a whole run on two ranks, and nothing after it."""
+    shutil.copytree(runs.folder / "interdomain" / "checkpoint" / "step-3", folder / "checkpoint" / "step-3")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def one(tmp_path_factory, corpus, two):
+    """On one rank."""
+    runs = Runs(1, tmp_path_factory.mktemp("one"), corpus)
+    runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
+    runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
+    runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
+    runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS)
+    other_rate = half(two, runs.folder / "other rate")
+    runs.add("other rate", folder=other_rate, optimizer__lr=2e-4, training__steps=4, **WITH_CHECKPOINTS)
+    runs.add("accumulated", training__local_batch_size=2)
+    for condition in ("softmax", "s4d"):
+        runs.add(condition, mixer__condition=condition, training__steps=4)
+    runs.add("bfloat16", **BFLOAT16, probes=["scan"])
+    for condition in ("interdomain", "s4d"):
+        for mode in ("none", "selective", "full"):
+            name = f"{condition} {mode}"
+            settings = {"mixer__condition": condition, "activation_checkpoint__mode": mode, "training__steps": 2}
+            runs.add(name, **settings, probes=["scan", "gradients"])
+    return runs.start()
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory, corpus, two):
+    """On four ranks."""
+    runs = Runs(4, tmp_path_factory.mktemp("four"), corpus)
+    local = {"training__local_batch_size": 2}
+    runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2)
+    runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)
+    return runs.start()

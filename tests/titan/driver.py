@@ -1,0 +1,128 @@
+"""Several TorchTitan jobs in one process group: torchrun ... driver.py jobs.json OUTPUT
+
+A job is {"name", "args": TorchTitan's flags, "probes": [...]}. Each is parsed, built, trained and closed by TorchTitan as
+`torchtitan.train` does it; only the start of Python and of the process group is shared. What was seen is written to
+OUTPUT/NAME.rankN.pt:
+
+    log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
+    initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as it was read
+    calls         runs of the scan's forward implementation by step        dtypes       of what the scan and Delta, A, C saw
+    gradients     whole gradients of the first step, as the optimizer gets them
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torchtitan.train
+from torch.distributed.tensor import DTensor
+from torchtitan.config import ConfigManager
+from torchtitan.tools.logging import init_logger
+
+from interdomain.model.initialize import clean_name
+from interdomain.scan import ops
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def digest(tensor):
+    return hashlib.sha256(whole(tensor).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+class Watch:
+    """Stands between the trainer and what it calls, and writes down what passes."""
+
+    def __init__(self, probes):
+        self.probes = probes
+        self.seen = {"log": {}, "validation": {}, "samples": [], "calls": {}, "dtypes": {}, "gradients": {}}
+
+    def attach(self, trainer, stack):
+        self.trainer = trainer
+        seen, model, metrics = self.seen, trainer.model_parts[0], trainer.metrics_processor
+        seen["initial"] = {clean_name(name): digest(p) for name, p in model.named_parameters()}
+        seen["peak_flops"] = trainer.metrics_processor.gpu_peak_flops
+        seen["compiled"] = any("_orig_mod" in name for name, _ in model.named_parameters())
+        self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
+        self.replace(stack, trainer.dataloader.dataset, "read_batch", lambda read: lambda g: self.samples(read(g)))
+        self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
+        if "scan" in self.probes:
+            chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
+            watched = {
+                name: self.counted(getattr(chunkwise, name))
+                for name in ("scan_forward", "linear_forward")
+            }
+            stack.callback(ops.IMPLEMENTATIONS.__setitem__, "chunkwise", chunkwise)
+            ops.IMPLEMENTATIONS["chunkwise"] = chunkwise._replace(**watched)
+            for layer in model.layers.values():
+                if hasattr(layer.attention, "ssm"):
+                    layer.attention.ssm.register_forward_hook(self.dynamics)
+
+    def replace(self, stack, place, name, make):
+        original = getattr(place, name)
+        setattr(place, name, make(original))
+        stack.callback(setattr, place, name, original)
+
+    def scalars(self, log, scalars, step):
+        if "validation_metrics/loss" in scalars:
+            self.seen["validation"][step] = {"loss": scalars["validation_metrics/loss"], **scalars}
+        else:
+            self.seen["log"][step] = {"loss": scalars["loss_metrics/global_avg_loss"], **scalars}
+        log(scalars, step)
+
+    def samples(self, rows):
+        self.seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
+        return rows
+
+    def optimizer_step(self, step, *args, **kwargs):
+        if "gradients" in self.probes and self.trainer.step == 1:
+            named = self.trainer.model_parts[0].named_parameters()
+            self.seen["gradients"] = {clean_name(name): whole(p.grad) for name, p in named}
+        return step(*args, **kwargs)
+
+    def counted(self, forward):
+        def run(*args):
+            step = self.trainer.step if self.trainer.model_parts[0].training else "validation"
+            self.seen["calls"][step] = self.seen["calls"].get(step, 0) + 1
+            tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+            self.seen["dtypes"].setdefault(forward.__name__, set()).add(tuple(map(str, tensors)))
+            return forward(*args)
+
+        return run
+
+    def dynamics(self, module, args, output):
+        kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
+        kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output)}
+        self.seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
+
+
+def run(job):
+    watch = Watch(job.get("probes", []))
+    config = ConfigManager().parse_args(job["args"])
+    trainer = torchtitan.train.Trainer(config)
+    with contextlib.ExitStack() as stack:
+        watch.attach(trainer, stack)
+        trainer.train()
+    trainer.close()
+    torch._dynamo.reset()
+    return watch.seen
+
+
+def main(jobs, output):
+    init_logger()
+    # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
+    torchtitan.train.time = type("time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None})
+    for job in json.loads(Path(jobs).read_text()):
+        seen = run(job)
+        rank = torch.distributed.get_rank()
+        torch.save(seen, Path(output) / f"{job['name']}.rank{rank}.pt")
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The same run on every topology: same start, same batches, same losses and gradient norms, same validation."""
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+# float32 sums in another order; the largest difference seen over these steps is a few 1e-6.
+TOLERANCE = 1e-4
+
+
+def assert_same_run(ours, reference):
+    assert list(ours) == list(reference)[: len(ours)]
+    assert len(ours) >= 4
+    for step in ours:
+        for quantity in ("loss", "grad_norm"):
+            assert ours[step][quantity] == pytest.approx(reference[step][quantity], rel=TOLERANCE), (step, quantity)
+
+
+@pytest.fixture(params=["two interdomain", "two replicated", "four hybrid", "one accumulated"])
+def topology(request):
+    runs, name = request.param.split()
+    return request.getfixturevalue(runs), name
+
+
+def test_losses_and_gradient_norms_are_those_of_one_rank(one, topology):
+    runs, name = topology
+    assert_same_run(runs.seen(name)["log"], one.seen("interdomain")["log"])
+
+
+def test_the_model_learns_something_in_these_steps(one):
+    log = one.seen("interdomain")["log"]
+    assert log[6]["loss"] < log[1]["loss"] - 0.3  # or the agreement above would say little
+
+
+@pytest.mark.parametrize("condition", ["softmax", "s4d"])
+def test_other_conditions_agree_on_two_ranks(one, two, condition):
+    assert_same_run(two.seen(condition)["log"], one.seen(condition)["log"])
+    # Other models than the interdomain one: the switch reaches the model.
+    assert two.seen(condition)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
+
+
+def test_initial_weights_are_the_same_bits(one, topology):
+    runs, name = topology
+    reference = one.seen("interdomain")["initial"]
+    for rank in range(runs.ranks):
+        assert runs.seen(name, rank)["initial"] == reference
+    assert len(set(reference.values())) > 30  # per tensor, not one constant
+
+
+def test_batches_are_the_same_samples_in_every_step(one, topology):
+    runs, name = topology
+    samples = runs.samples(name)
+    assert samples == one.samples("interdomain")
+    assert [len(set(step)) for step in samples] == [8] * 6
+
+
+def test_every_rank_logs_the_same(two):
+    first, second = (two.seen("interdomain", rank)["log"] for rank in (0, 1))
+    for step in first:
+        assert (first[step]["loss"], first[step]["grad_norm"]) == (second[step]["loss"], second[step]["grad_norm"])
+
+
+def test_validation_is_the_same_number_on_every_topology(one, two, four):
+    reference = one.seen("interdomain")["validation"]
+    assert list(reference) == [1, 4, 6]  # the first step, every validation.freq, the last
+    for runs, name in ((two, "interdomain"), (four, "hybrid")):
+        validation = runs.seen(name)["validation"]
+        assert list(validation) == [1, 4, 6]
+        # At step 1 the weights have seen one update, and differ by the rounding of one.
+        assert validation[1]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-6)
+        assert validation[6]["loss"] == pytest.approx(reference[6]["loss"], rel=TOLERANCE)
+
+
+def test_seen_tokens_count_every_rank(one, two, four):
+    for runs, name in ((one, "interdomain"), (one, "accumulated"), (two, "interdomain"), (four, "hybrid")):
+        log = runs.seen(name)["log"]
+        assert [log[step]["n_tokens_seen"] for step in log] == [512 * step for step in log]
