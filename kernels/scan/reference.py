@@ -109,7 +109,7 @@ def scan_reference(
     M = log_decay.shape[1]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
     q_grouped = q.to(dtype).unflatten(2, (H, -1))  # [B, T, H, G, R]
-    Lambda = torch.exp(torch.view_as_complex(log_decay.contiguous()))[:, :, None]  # [H, M, 1]
+    Lambda = _decay(log_decay)[:, :, None]  # [H, M, 1]
     X = _initial(initial_state, (B, H, M, z.shape[-1]), Lambda)
     outputs = []
     for t in range(T):
@@ -127,7 +127,7 @@ def linear_reference(
     """backend="reference" of `linear_scan`."""
     B, T, H, P = z.shape
     M = log_decay.shape[1]
-    Lambda = torch.exp(torch.view_as_complex(log_decay.contiguous()))[:, :, None]
+    Lambda = _decay(log_decay)[:, :, None]
     w = torch.complex(readout[:, :M], readout[:, M:])
     X = _initial(initial_state, (B, H, M, P), Lambda)
     outputs = []
@@ -135,6 +135,12 @@ def linear_reference(
         X = Lambda * X + z[:, t, :, None, :].to(log_decay.dtype)
         outputs.append(torch.einsum("hm,bhmp->bhp", w, X).real)
     return torch.stack(outputs, dim=1).to(z.dtype), torch.view_as_real(X)
+
+
+def _decay(log_decay: Tensor) -> Tensor:
+    # Rounded once: the loop multiplies this rounding error T times.
+    Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
+    return torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))
 
 
 def _initial(state: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
