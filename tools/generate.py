@@ -37,11 +37,25 @@ def parse(argv):
     return p.parse_args(argv)
 
 
+def check_device(device: str) -> None:
+    """Raises ValueError unless torch can hold a tensor there."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:  # a build without CUDA asserts
+        raise ValueError(
+            f"--device {device} cannot be used here ({str(e).splitlines()[0]}). Choose --device cpu, or cuda where "
+            "torch.cuda.is_available() is true."
+        ) from e
+
+
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
     if args.max_tokens < 1 or args.prefill_chunk < 1:
         raise ValueError("--max-tokens and --prefill-chunk must be at least 1.")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ValueError(f"--seed must fit into 64 bits: got {args.seed}.")
+    check_device(args.device)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     prompts = args.prompt or [sys.stdin.read().rstrip("\n")]
     model, tokenizer = load_pretrained(

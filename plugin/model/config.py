@@ -4,7 +4,9 @@ The two tables do not know each other; `build_config(size, condition)` is any ce
 every field by name. Configurations are frozen: change one with `dataclasses.replace`.
 """
 
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from collections.abc import Iterable
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 FORMAT_VERSION = 1
@@ -44,12 +46,15 @@ class MixerConfig:
     n_kv_heads: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types("mixer.", self)
         _one_of("mixer.kind", self.kind, MIXERS)
         _one_of("mixer.readout", self.readout, READOUTS)
         _one_of("mixer.c_form", self.c_form, C_FORMS)
         _one_of("mixer.feature_map", self.feature_map, FEATURE_MAPS)
         _at_least("mixer.n_basis", self.n_basis, 1)
         _at_least("mixer.conv_width", self.conv_width, 2)
+        if self.n_kv_heads is not None:
+            _at_least("mixer.n_kv_heads", self.n_kv_heads, 1)
         if self.kind == "softmax":
             defaults = MixerConfig()
             free = {"kind", "n_kv_heads", "n_basis"}  # n_basis belongs to the size; softmax does not read it
@@ -75,6 +80,11 @@ class MixerConfig:
                     f"mixer.readout = {self.readout!r} applies to the query readout only: the linear readout is "
                     "Re(c^T C x). Drop mixer.readout or set mixer.query_readout = true."
                 )
+            if self.feature_map != "silu" and not self.dual_input:
+                raise ValueError(
+                    f"mixer.feature_map = {self.feature_map!r} needs keys or queries to map: this mixer has a single input "
+                    "and the linear readout. Drop mixer.feature_map, or set mixer.dual_input or mixer.query_readout = true."
+                )
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,10 @@ class ModelConfig:
     mixer: MixerConfig = field(default_factory=MixerConfig)
 
     def __post_init__(self) -> None:
+        _check_types("", self)
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite: got {getattr(self, name)}.")
         for name in ("dim", "n_layers", "n_heads", "head_dim", "vocab_size", "max_seq_len"):
             _at_least(name, getattr(self, name), 1)
         if self.n_heads * self.head_dim != self.dim:
@@ -122,6 +136,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """Inverse of `to_dict`. Unknown keys and newer versions are refused: a silently dropped switch is another model."""
+        if not isinstance(data, dict):
+            raise ValueError(f"a model configuration must be an object of named settings: got {data!r}.")
         data = dict(data)
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
@@ -130,11 +146,18 @@ class ModelConfig:
                 "Convert the checkpoint with the program that wrote it, or update this one."
             )
         mixer = data.pop("mixer", {})
-        for known, got, where in ((cls, data, "model"), (MixerConfig, mixer, "mixer")):
-            unknown = set(got) - {f.name for f in fields(known)}
-            if unknown:
-                raise ValueError(f"unknown {where} setting(s) {sorted(unknown)} in the model configuration.")
+        if not isinstance(mixer, dict):
+            raise ValueError(f"mixer must be an object of named settings: got {mixer!r}.")
+        _known("model", data, _MODEL_SETTINGS)
+        _known("mixer", mixer, _MIXER_SETTINGS)
+        missing = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in data]
+        if missing:
+            raise ValueError(f"the model configuration lacks {', '.join(missing)}.")
         return cls(**data, mixer=MixerConfig(**mixer))
+
+
+_MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
+_MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
 
 
 # Paper, appendix "Backbone details"; the 125M, 350M and 760M rows are the only ones that reproduce its parameter counts.
@@ -167,14 +190,10 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
     """
     _one_of("model size", size, tuple(SIZES))
     _one_of("mixer.condition", condition, tuple(CONDITIONS))
-    mixer_names = {f.name for f in fields(MixerConfig)}
+    _known("model or mixer", overrides, _MODEL_SETTINGS + _MIXER_SETTINGS)
     settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
-    mixer = {name: value for name, value in settings.items() if name in mixer_names}
-    model = {name: value for name, value in settings.items() if name not in mixer_names}
-    unknown = set(model) - {f.name for f in fields(ModelConfig)}
-    if unknown:
-        raise ValueError(f"unknown model setting(s): {sorted(unknown)}.")
-    return replace(ModelConfig(**model), mixer=MixerConfig(**mixer))
+    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in _MIXER_SETTINGS})
+    return ModelConfig(**{name: value for name, value in settings.items() if name in _MODEL_SETTINGS}, mixer=mixer)
 
 
 def condition_of(config: ModelConfig) -> str:
@@ -189,6 +208,21 @@ def condition_of(config: ModelConfig) -> str:
 def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
     if got not in allowed:
         raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
+
+
+def _known(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
+    unknown = [name for name in got if name not in allowed]
+    if unknown:
+        raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
+
+
+def _check_types(prefix: str, config: Any) -> None:
+    for f in fields(config):
+        got = getattr(config, f.name)
+        allowed = int | float if f.type is float else f.type
+        # A bool is an int to Python, but `dim = true` is no size.
+        if not isinstance(got, allowed) or (isinstance(got, bool) and f.type is not bool):
+            raise ValueError(f"{prefix}{f.name} must be {getattr(f.type, '__name__', f.type)}: got {got!r}.")
 
 
 def _at_least(name: str, got: int, least: int) -> None:

@@ -6,6 +6,7 @@ checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model
 
 import io
 import json
+import math
 import pickle
 import re
 import warnings
@@ -23,6 +24,7 @@ SIDECAR = "interdomain.json"
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
+SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
 _ALLOWED = {
@@ -45,6 +47,20 @@ _ALLOWED = {
 }
 
 
+# What unpickling damaged bytes raises, besides what `find_class` refuses.
+_DAMAGED = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         found = super().find_class(module, name) if module in _ALLOWED else None
@@ -63,13 +79,18 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         path = Path(self.path) / METADATA
-        try:
-            metadata = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-        except FileNotFoundError:
+        if not path.is_file():
             raise FileNotFoundError(
                 f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
-            ) from None
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError, ValueError) as e:
+            )
+        data = path.read_bytes()
+        try:
+            metadata = _IndexUnpickler(io.BytesIO(data)).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds {type(metadata).__name__}")
+            if not isinstance(metadata.state_dict_metadata, dict):
+                raise TypeError("it lists no tensors")
+        except _DAMAGED as e:
             raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -106,6 +127,9 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
     try:
         record = json.loads(path.read_text())
         version, model = record["format_version"], record["model"]
+        missing = [name for name in (*SIDECAR_FACTS, "tokenizer") if name not in record]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
     if version != SIDECAR_VERSION:
@@ -118,7 +142,21 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Name -> description of every tensor in a checkpoint, without reading any."""
     entries = SafeReader(checkpoint).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    for name, entry in tensors.items():
+        try:
+            described = isinstance(entry.properties.dtype, torch.dtype)
+            covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            whole = math.prod(entry.size)
+        except (AttributeError, TypeError) as e:
+            raise ValueError(f"{checkpoint / METADATA} is damaged: {name} ({e}). Take another step.") from e
+        # dcp.load leaves what no shard holds as it finds it: uninitialised memory.
+        if not described or covered != whole:
+            raise ValueError(
+                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {whole} values of {name}. "
+                "Take another step."
+            )
+    return tensors
 
 
 def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
@@ -129,16 +167,23 @@ def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStor
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: no process group
             dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
     except dcp.api.CheckpointException as e:
-        causes = "; ".join(str(failure[0]) for failure in e.failures.values())
         raise ValueError(
-            f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
+            f"{checkpoint} could not be read ({_causes(e)}): a shard is missing or damaged, or retention removed the step "
             "meanwhile (checkpoint.keep_latest_k). Take another step."
         ) from e
     return tensors
 
 
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """A checkpoint of these tensors alone, as one process writes it; the index comes last."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
+    """A checkpoint of these tensors alone, as one process writes it; the index comes last. Raises OSError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
+    except dcp.api.CheckpointException as e:  # a BaseException: it would pass every handler of errors
+        raise OSError(f"writing {checkpoint} failed ({_causes(e)}). Check the free space and the permissions.") from e
+
+
+def _causes(failed: dcp.api.CheckpointException) -> str:
+    """What went wrong, the first line per rank: torch's messages can run over many."""
+    return "; ".join(f"{type(e).__name__}: {e}".splitlines()[0] for e, _ in failed.failures.values())

@@ -32,17 +32,25 @@ class ShortConv(nn.Module):
         return y, window[:, T:]
 
 
-def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] float32."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
-    angles = positions[..., None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+def widened(x: Tensor) -> Tensor:
+    """x in float32 for arithmetic that bf16 would spoil; a float64 model stays float64 throughout."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rope_tables(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] of `dtype`."""
+    # float64: a float32 angle is off by 2e-4 radians at position 4096 and by 0.06 at a million.
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    angles = positions[..., None, None].double() * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [B, T, H, R]; the halves of R form the pairs. Computed in float32, returned in x's dtype."""
+    """Rotate x [B, T, H, R]; the halves of R form the pairs. Computed in float32 or wider, returned in x's dtype."""
     cos, sin = rope
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = widened(x).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
@@ -50,7 +58,7 @@ class SiLUFeatureMap(nn.Module):
     """xi(x) = SiLU(x) / ||SiLU(x)||_2 over R (paper eq. silu-feature, after the convolution). No parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(F.silu(x.float()), dim=-1, eps=1e-6).to(x.dtype)
+        return F.normalize(F.silu(widened(x)), dim=-1, eps=1e-6).to(x.dtype)
 
 
 class RandomFourierFeatures(nn.Module):
@@ -67,8 +75,8 @@ class RandomFourierFeatures(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H, R] with H a multiple of H_kv -> [B, T, H, R]."""
         B, T, H, R = x.shape
-        groups = x.float().view(B, T, self.frequencies.shape[0], -1, R)
-        angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.float())
+        groups = widened(x).view(B, T, self.frequencies.shape[0], -1, R)
+        angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
         features = torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / R) ** 0.5
         return features.view(B, T, H, R).to(x.dtype)
 

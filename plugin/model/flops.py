@@ -9,7 +9,7 @@ CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernel
 
 
 def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of one forward pass per token, by part: projections and FFN, output head, convolutions, mixer core.
+    """FLOPs of one forward pass per token, by part: linear layers, output head, convolutions, mixer core.
 
     Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
     """
@@ -20,6 +20,9 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
     out_dim = config.dim if has_query else 2 * config.dim
     linear = config.dim * (has_query * config.dim + 2 * kv_dim + out_dim * (1 + m.output_gate))
     linear += 3 * config.dim * config.ffn_hidden
+    if m.feature_map == "rff":  # R / 2 frequencies of width R, per head of query and key features
+        heads = config.n_heads * m.query_readout + config.n_kv_heads * m.dual_input
+        linear += heads * config.head_dim * config.head_dim // 2
     conv = 0
     if not softmax:
         conv = m.conv_width * (has_query * config.dim + kv_dim * (1 if m.dual_input else 2))

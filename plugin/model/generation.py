@@ -3,6 +3,7 @@
 The state has a fixed size for every mixer but softmax, so a step costs the same after ten tokens and after a million.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or more: got {self.temperature}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}.")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (all) or more: got {self.top_k}.")
         if not 0 < self.top_p <= 1:
@@ -38,10 +39,11 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     """Next tokens [B] from logits [B, V]; row b draws from generators[b], so that a row does not depend on its batch."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / sampling.temperature
+    # Relative to the largest, so that a temperature near zero gives -inf and not the NaN of inf - inf.
+    logits = (logits.double() - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        kept = logits.topk(sampling.top_k)  # exactly that many: bf16 logits are often equal
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
@@ -89,8 +91,14 @@ def generate(
     Args:
         prompts: token ids, each at least one and all below the vocabulary size.
         stop: a token that ends a prompt (it is yielded), or None.
-    Raises: ValueError for an empty prompt, or a token outside the vocabulary.
+    Raises: ValueError for no prompt, an empty one, a token outside the vocabulary, or a length that is none; at the first
+        token, as of any iterator.
     """
+    if not prompts:
+        raise ValueError("there is no prompt; give a list of at least one list of tokens.")
+    for name, value in (("max_tokens", max_tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1: got {value}.")
     vocab = model.config.vocab_size
     for i, prompt in enumerate(prompts):
         if not prompt:

@@ -38,13 +38,15 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
     """float32 CPU tensor of the full `shape` for the parameter or buffer `name` (design/spec section 1)."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    # Whatever device or dtype is the default around us: the numbers are those of float32 on the CPU.
+    cpu = {"device": "cpu", "dtype": torch.float32}
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def normal(std: float) -> Tensor:
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return torch.empty(shape, **cpu).normal_(0.0, std, generator=generator)
 
     def uniform(low: float, high: float) -> Tensor:
-        return torch.empty(shape).uniform_(low, high, generator=generator)
+        return torch.empty(shape, **cpu).uniform_(low, high, generator=generator)
 
     n_basis = config.mixer.n_basis
     module, _, leaf = name.rpartition(".")
@@ -56,13 +58,13 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             bound = 1 / math.sqrt(config.mixer.conv_width)
             return uniform(-bound, bound)
         case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
-            return torch.ones(shape)
+            return torch.ones(shape, **cpu)
         case "k_norm" | "v_norm", "bias":
-            return torch.zeros(shape)
+            return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":
             return uniform(math.log(DT_MIN), math.log(DT_MAX))
         case "ssm", "log_A_real":
-            return torch.full(shape, math.log(0.5))
+            return torch.full(shape, math.log(0.5), **cpu)
         case "ssm", "A_imag":
             return s4d_inv_frequencies(n_basis).expand(shape).clone()
         case "ssm", "C":
@@ -74,6 +76,6 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
             return normal(config.head_dim**-0.25)
-        case _, "weight":
+        case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")

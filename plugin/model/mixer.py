@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import ModelConfig
-from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, SiLUFeatureMap, apply_rope
+from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, SiLUFeatureMap, apply_rope, widened
 from .ssm import SSMDynamics
 from .state import MixerState
 
@@ -141,6 +141,6 @@ class InterdomainMixer(nn.Module):
 
 def _divided(o: Tensor, eps: float = 1e-6) -> Tensor:
     """Numerator over the Nadaraya-Watson denominator, the last channel of o, which is kept away from zero."""
-    numerator, denominator = o[..., :-1].float(), o[..., -1:].float()
+    numerator, denominator = widened(o[..., :-1]), widened(o[..., -1:])
     sign = torch.where(denominator < 0, -1.0, 1.0)
     return numerator / (sign * denominator.abs().clamp_min(eps))

@@ -55,7 +55,7 @@ def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
 def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, max_shard_bytes: int) -> int:
     """Write the model's tensors shard by shard; `read(names)` returns {name: tensor} for one shard at a time.
 
-    Returns: the number of tensors.
+    Returns: the number of tensors. Raises: OSError where the disk does not take it.
     """
     expected = meta_model(config).state_dict()
     dtypes = {name: storage_dtype(name, dtype) for name in expected}
@@ -64,7 +64,10 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
+            raise OSError(f"writing {folder / file} failed ({e}). Check the free space and the permissions.") from e
         (folder / file).chmod(0o644)  # safetensors writes for the owner alone
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -197,11 +200,18 @@ def load_pretrained(
 ):
     """(model, tokenizer) of a standalone folder. Raises FileNotFoundError, ValueError with what is wrong and what to do."""
     config, record = read_config(folder)
+    tokenizer = load_checked_tokenizer(folder, config, record, CONFIG)
+    return load_model(folder, device=device, dtype=dtype, backend=backend), tokenizer
+
+
+def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict, source: str):
+    """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`, read from file `source`."""
     tokenizer = load_tokenizer(folder)
-    if tokenizer.sha256 != record.get("tokenizer", {}).get("sha256"):
+    described = record.get("tokenizer")
+    if not isinstance(described, dict) or tokenizer.sha256 != described.get("sha256"):
         raise ValueError(
             f"the tokenizer of {folder} is not the one that the model was trained with (its checksum differs from "
-            f"{CONFIG}'s). Copy the folder again or convert again."
+            f"{source}'s). Copy the folder again or convert again."
         )
     check_vocab(tokenizer.vocab_size, config.vocab_size)
-    return load_model(folder, device=device, dtype=dtype, backend=backend), tokenizer
+    return tokenizer

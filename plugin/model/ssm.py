@@ -49,5 +49,5 @@ class SSMDynamics(nn.Module):
 
 def s4d_inv_frequencies(n_basis: int) -> Tensor:
     """Imaginary part of A at initialisation, [M]: M/pi * (M/(2n+1) - 1) (S4D-Inv; paper, recurrent basis projection)."""
-    n = torch.arange(n_basis, dtype=torch.float64)
+    n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
     return (n_basis / math.pi * (n_basis / (2 * n + 1) - 1)).float()

@@ -46,11 +46,16 @@ class KVCache:
         """Rows of unequal length are filled up on the left, so that all grow at the same end."""
         longest = max(s.k.shape[1] for s in states)
         missing = [longest - s.k.shape[1] for s in states]
+        starts = [
+            n + (s.k.new_zeros(s.k.shape[0], dtype=torch.int64) if s.start is None else s.start)
+            for s, n in zip(states, missing, strict=True)
+        ]
         k, v = (
             torch.cat([F.pad(t, (0, 0, 0, 0, n, 0)) for t, n in zip(tensors, missing, strict=True)])
             for tensors in ([s.k for s in states], [s.v for s in states])
         )
-        return cls(k, v, torch.tensor(missing, device=k.device) if any(missing) else None)
+        unequal = any(missing) or any(s.start is not None for s in states)
+        return cls(k, v, torch.cat(starts) if unequal else None)
 
 
 @dataclass

@@ -63,7 +63,8 @@ class Transformer(nn.Module):
         positions = torch.arange(T, device=tokens.device)
         if state is not None:
             positions = state.position[:, None] + positions
-        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
+        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
         h = self.tok_embeddings(tokens)
         new_layers = []

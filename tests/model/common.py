@@ -1,0 +1,71 @@
+"""Small models of every kind, with weights at which each part of the mixer is felt."""
+
+import torch
+
+from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
+
+SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
+WIDE = dict(dim=192, n_heads=2, head_dim=96)  # the head of the 760M row
+
+# One switch at a time, and all of them at once.
+OPTIONS = {
+    "plain": {},
+    "diagonal": dict(c_form="diagonal"),
+    "identity": dict(c_form="identity"),
+    "real": dict(readout="real"),
+    "hermitian": dict(readout="hermitian"),
+    "rff": dict(feature_map="rff"),
+    "normalize": dict(normalize=True),
+    "gate": dict(output_gate=True),
+    "kv1": dict(n_kv_heads=1),
+    "kv2": dict(n_kv_heads=2),
+    "head96": WIDE,
+    "all": dict(
+        feature_map="rff", normalize=True, output_gate=True, n_kv_heads=2, c_form="diagonal", readout="hermitian"
+    ),
+}
+
+
+def possible(condition: str, overrides: dict) -> bool:
+    """What the configuration admits, said a second time."""
+    row = CONDITIONS[condition]
+    if condition == "softmax":
+        return set(overrides) <= {"n_kv_heads", *WIDE}
+    if not row["query_readout"]:
+        query_only = {"readout", "normalize", "n_kv_heads"} & set(overrides)
+        return not query_only and (row["dual_input"] or "feature_map" not in overrides)
+    return True
+
+
+VARIANTS = [(c, name) for c in CONDITIONS for name, overrides in OPTIONS.items() if possible(c, overrides)]
+
+
+def small_config(condition: str, **overrides) -> ModelConfig:
+    return build_config("debug", condition, **{**SMALL, **overrides})
+
+
+def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Transformer:
+    return lively(small_config(condition, **OPTIONS[option]), dtype)
+
+
+def lively(config: ModelConfig, dtype=torch.float64, backend: str = "auto", seed: int = 0) -> Transformer:
+    """A model away from its initial values: nothing is zero, one or equal for all heads, and the mixer's output is O(1)."""
+    model = Transformer(config, backend)
+    model.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if name.endswith((".C", ".c")):
+                p.copy_(noise)
+            elif ".ssm." in name or p.ndim == 1 or name.endswith("norm.bias"):
+                p.add_(0.3 * noise)
+            elif p.ndim == 2 and "tok" not in name:
+                p.copy_(noise * p.shape[1] ** -0.5)
+            else:
+                p.copy_(noise)
+    return model.to(dtype)
+
+
+def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,142 @@
+"""Rotary angles, feature maps, short convolution, input norm."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from interdomain.model.feature_map import (
+    InputNorm,
+    RandomFourierFeatures,
+    ShortConv,
+    SiLUFeatureMap,
+    apply_rope,
+    rope_tables,
+)
+
+from .test_mixer import rotate
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 64, 96])
+def test_rope_angles(head_dim):
+    positions = [0, 1, 7, 4095, 1_000_000]
+    cos, sin = rope_tables(torch.tensor(positions), head_dim, 10_000.0)
+    assert cos.shape == sin.shape == (len(positions), 1, head_dim // 2)
+    assert cos.dtype == torch.float32
+    for t, position in enumerate(positions):
+        for i in range(head_dim // 2):
+            angle = position / 10_000.0 ** (2 * i / head_dim)  # Python floats: float64
+            # float32 values of exact angles, at a million tokens as at one.
+            assert cos[t, 0, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sin[t, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_rope_turns_and_keeps_relative_positions():
+    x = torch.randn(2, 30, 3, 16, dtype=torch.float64)
+    turned = apply_rope(x, rope_tables(torch.arange(30), 16, 10_000.0, torch.float64))
+    torch.testing.assert_close(turned, rotate(x), rtol=0, atol=1e-13)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    # q at t, k at s: the product depends on t - s alone.
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    product = [
+        (apply_rope(q, rope_tables(torch.tensor([t]), 16, 1e4, torch.float64)))
+        .mul(apply_rope(k, rope_tables(torch.tensor([t - 5]), 16, 1e4, torch.float64)))
+        .sum()
+        .item()
+        for t in (5, 90, 3000)
+    ]
+    assert product == pytest.approx([product[0]] * 3, abs=1e-10)
+
+
+def test_rope_of_rows_at_different_positions():
+    x = torch.randn(2, 4, 3, 16)
+    positions = torch.tensor([[0, 1, 2, 3], [50, 51, 52, 53]])
+    both = apply_rope(x, rope_tables(positions, 16, 10_000.0))
+    for row in range(2):
+        alone = apply_rope(x[row : row + 1], rope_tables(positions[row], 16, 10_000.0))
+        assert torch.equal(both[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_silu_features_have_unit_norm(dtype):
+    x = 5 * torch.randn(2, 9, 4, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    y = SiLUFeatureMap()(x)
+    assert y.dtype == dtype
+    # Rounding of 64 entries of size 1/8 to the dtype, one after the other.
+    tolerance = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    assert (y.double().norm(dim=-1) - 1).abs().max() < tolerance
+    torch.testing.assert_close(y.double(), F.normalize(F.silu(x.double()), dim=-1), rtol=0, atol=tolerance)
+    zero = SiLUFeatureMap()(torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True))
+    assert torch.equal(zero, torch.zeros_like(zero))  # no direction, but no NaN either
+    zero.sum().backward()
+
+
+def test_fourier_features_estimate_the_gaussian_kernel():
+    """xi(x).xi(y) averages R/2 cosines per head whose mean is exp(-|x - y|^2 / (2 sqrt(R))), the spectral density's kernel."""
+    from interdomain.model.initialize import initial_value
+
+    from .common import small_config
+
+    heads, R = 8, 256
+    config = small_config("interdomain", dim=heads * R, n_heads=heads, head_dim=R, feature_map="rff")
+    features = RandomFourierFeatures(heads, R)
+    name = "layers.0.attention.feature_map.frequencies"
+    features.frequencies.copy_(initial_value(name, features.frequencies.shape, config, seed=0))
+    x = torch.randn(R, generator=torch.Generator().manual_seed(1))
+    direction = F.normalize(torch.randn(R, generator=torch.Generator().manual_seed(2)), dim=0)
+    found, wanted = [], []
+    for squared in (0.0, 0.1, 0.5, 1.0, 2.0, 8.0):  # |x - y|^2 / (2 sqrt(R))
+        y = x + direction * math.sqrt(squared * 2 * math.sqrt(R))
+        a, b = (features(t.expand(1, 1, heads, R)) for t in (x, y))
+        found.append((a * b).sum(-1).mean().item())
+        wanted.append(math.exp(-squared))
+    assert found[0] == pytest.approx(1, abs=1e-5)  # cos^2 + sin^2
+    # The variance of a cosine is at most 1/2: five standard deviations over heads * R / 2 independent frequencies.
+    assert found == pytest.approx(wanted, abs=5 * math.sqrt(0.5 / (heads * R / 2)))
+
+
+def test_fourier_features_of_a_group_use_its_keys_frequencies():
+    torch.manual_seed(0)
+    features = RandomFourierFeatures(2, 8)
+    features.frequencies.normal_()
+    x = torch.randn(1, 3, 1, 8)
+    q, k = features(x.expand(1, 3, 6, 8)), features(x.expand(1, 3, 2, 8))
+    for h in range(6):
+        assert torch.equal(q[:, :, h], k[:, :, h // 3])
+    assert not torch.equal(k[:, :, 0], k[:, :, 1])
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_short_conv_is_conv1d(width):
+    torch.manual_seed(0)
+    conv = ShortConv(6, width)
+    torch.nn.init.normal_(conv.weight)
+    torch.nn.init.normal_(conv.bias)
+    x = torch.randn(2, 9, 6)
+    wanted = F.conv1d(F.pad(x.mT, (width - 1, 0)), conv.weight, conv.bias, groups=6).mT
+    with torch.no_grad():
+        found, tail = conv(x)
+        torch.testing.assert_close(found, wanted)
+        assert torch.equal(tail, x[:, 9 - (width - 1) :])
+        past, pieces = None, []
+        for piece in x.split([1, 1, 5, 2], dim=1):  # pieces shorter than the filter, too
+            y, past = conv(piece, past)
+            pieces.append(y)
+        torch.testing.assert_close(torch.cat(pieces, dim=1), wanted)
+
+
+def test_input_norm_shares_its_scale_and_not_its_bias():
+    torch.manual_seed(0)
+    norm = InputNorm(3, 8, 1e-5)
+    assert sum(p.numel() for p in norm.parameters()) == 8 + 3 * 8
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = 7 * torch.randn(2, 5, 3, 8)
+    with torch.no_grad():
+        found = norm(x)
+        for h in range(3):
+            wanted = (
+                x[:, :, h] / (x[:, :, h].square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias[h]
+            )
+            torch.testing.assert_close(found[:, :, h], wanted)

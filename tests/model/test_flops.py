@@ -1,0 +1,203 @@
+"""FLOPs against a count of the products that are really made, and memory against its own definition."""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from interdomain.model import CONDITIONS, Transformer, build_config, count_parameters, meta_model
+from interdomain.model.flops import CHUNK, forward_flops_per_token, memory_estimate, train_flops_per_token
+from interdomain.scan import interdomain_scan, linear_scan
+
+from .common import OPTIONS, VARIANTS, small_config
+
+
+def counted(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+def test_products_of_the_model(condition, option):
+    """Linear layers, Fourier features and output head, counted by torch, for which the scan's op is nothing.
+
+    Tables do not grow with T, so the difference of two lengths is free of them.
+    """
+    config = small_config(condition, **OPTIONS[option])
+    T = 128
+    with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):  # the form whose products torch counts
+        model = Transformer(config)
+        lengths = [counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T)]
+    flops = forward_flops_per_token(config, T)
+    softmax = condition == "softmax"
+    # Beyond what grows with T^2 (softmax's scores and values, whole squares) ...
+    square = (lengths[1] - 2 * lengths[0]) / (2 * T * T) if softmax else 0
+    per_token = (lengths[1] - lengths[0]) / T - 3 * T * square
+    assert per_token == flops["linear"] + flops["head"]
+    if softmax:
+        # ... of which the causal half, with its diagonal, is needed: (T + 1) / 2 keys per query.
+        assert square == 2 * 2 * config.n_layers * config.dim
+        assert flops["mixer"] == square * (T + 1) / 2
+
+
+def chunk_of_the_query_readout(q, k, v, powers, mixing, X):
+    """One chunk of one head, product by product; powers [2L + 1, M] of Lambda from -L to L, X [M, P] before the chunk."""
+    L, R = q.shape
+    M = X.shape[0]
+
+    def pair(z):
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    def spread(w, by):  # [L, 2M] real pairs times complex [L, M]
+        z = torch.complex(w[:, :M], w[:, M:]) * by
+        return pair(z)
+
+    forth, back = powers[L + 1 :], powers[:L].flip(0)  # Lambda^1 .. Lambda^L; Lambda^-1 .. Lambda^-L
+    scores = torch.tril(q @ k.T)  # L R
+    a = spread(scores @ pair(back), forth)  # L 2M
+    a = a + spread(q @ pair(X[:, :R].T), forth)  # R 2M
+    b = a @ mixing.T  # 2M 2M
+    read = torch.complex(b[:, :M], b[:, M:]) * forth
+    signed = torch.cat([read.real, -read.imag], dim=-1)
+    second = torch.tril(signed @ pair(back).T)  # 2M L
+    o = second @ v  # L D
+    o = o + signed @ torch.cat([X[:, R:].real, X[:, R:].imag])  # 2M D
+    ahead = pair(powers[L : 2 * L].flip(0))  # Lambda^(L-1) .. Lambda^0
+    grown = [ahead.T @ k, ahead.T @ v]  # 2M R, 2M D
+    return o, [torch.complex(x[:M], x[M:]) for x in grown]
+
+
+def chunk_of_the_linear_readout(z, powers, w, X):
+    L, M = z.shape[0], X.shape[0]
+    kernel = (w * powers[L : 2 * L]).sum(-1).real  # Re(w^T Lambda^tau): a table
+    lag = torch.arange(L)[:, None] - torch.arange(L)
+    y = torch.tril(kernel[lag.clamp_min(0)]) @ z  # L P
+    read = w * powers[L + 1 :]
+    y = y + torch.cat([read.real, -read.imag], dim=-1) @ torch.cat([X.real, X.imag])  # 2M P
+    ahead = powers[L : 2 * L].flip(0)
+    grown = torch.cat([ahead.real, ahead.imag], dim=-1).T @ z  # 2M P
+    return y, torch.complex(grown[:M], grown[M:])
+
+
+def per_head(M, L):
+    torch.manual_seed(0)
+    theta = torch.complex(-0.05 * torch.rand(M, dtype=torch.float64), torch.randn(M, dtype=torch.float64))
+    powers = torch.exp(theta * torch.arange(-L, L + 1)[:, None])
+    return theta, powers
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_core_of_the_query_readout(normalize):
+    """The chunkwise algebra is written out once more, shown to be the scan's function, and its products are counted."""
+    config = small_config("interdomain", normalize=normalize)
+    L, R, D, M = CHUNK, config.head_dim, config.head_dim + normalize, config.mixer.n_basis
+    theta, powers = per_head(M, L)
+    q, k, v = (torch.randn(L, n, dtype=torch.float64) for n in (R, R, D))
+    mixing = torch.randn(2 * M, 2 * M, dtype=torch.float64)
+    X = torch.randn(M, R + D, dtype=torch.complex128)
+    with FlopCounterMode(display=False) as counter:
+        o, (grown_k, grown_v) = chunk_of_the_query_readout(q, k, v, powers, mixing, X)
+    end = powers[-1][:, None] * X + torch.cat([grown_k, grown_v], dim=-1)
+    wanted, state = interdomain_scan(
+        *(x[None, :, None] for x in (q, k, v)),
+        torch.view_as_real(theta)[None],
+        mixing[None],
+        initial_state=torch.view_as_real(X)[None, None],
+        backend="reference",
+    )
+    torch.testing.assert_close(o, wanted[0, :, 0], rtol=1e-9, atol=1e-9)  # float64, powers up to e^3
+    torch.testing.assert_close(torch.view_as_real(end), state[0, 0], rtol=1e-9, atol=1e-9)
+    macs = counter.get_total_flops() / 2 / L
+    ours = forward_flops_per_token(config, 10 * L)["mixer"] / 2 / config.n_layers / config.n_heads
+    assert ours == macs
+    assert ours == L * R + 2 * L * 2 * M + L * D + 2 * 2 * M * (R + D) + 4 * M * M  # design page, section 2
+
+
+def test_core_of_the_linear_readout():
+    config = small_config("dual-linear")
+    L, P, M = CHUNK, 2 * config.head_dim, config.mixer.n_basis
+    theta, powers = per_head(M, L)
+    z, w = torch.randn(L, P, dtype=torch.float64), torch.randn(M, dtype=torch.complex128)
+    X = torch.randn(M, P, dtype=torch.complex128)
+    with FlopCounterMode(display=False) as counter:
+        y, grown = chunk_of_the_linear_readout(z, powers, w, X)
+    wanted, state = linear_scan(
+        z[None, :, None],
+        torch.view_as_real(theta)[None],
+        torch.cat([w.real, w.imag])[None],
+        initial_state=torch.view_as_real(X)[None, None],
+        backend="reference",
+    )
+    torch.testing.assert_close(y, wanted[0, :, 0], rtol=1e-9, atol=1e-9)
+    end = powers[-1][:, None] * X + grown
+    torch.testing.assert_close(torch.view_as_real(end), state[0, 0], rtol=1e-9, atol=1e-9)
+    ours = forward_flops_per_token(config, 10 * L)["mixer"] / 2 / config.n_layers / config.n_heads
+    assert ours == counter.get_total_flops() / 2 / L
+
+
+def test_core_at_the_paper_s_size():
+    """Design page, section 2: about 74 k multiply-adds per token and head, against 262 k for causal softmax at T = 4096."""
+    for condition, macs in (("interdomain", 73_728), ("softmax", 4097 * 64)):
+        config = build_config("125M", condition)
+        flops = forward_flops_per_token(config, 4096)["mixer"]
+        assert flops == 2 * macs * config.n_layers * config.n_heads
+    interdomain = [forward_flops_per_token(build_config("125M"), t)["mixer"] for t in (64, 4096, 65536)]
+    assert len(set(interdomain)) == 1  # per token it costs the same at any length
+
+
+def test_shared_states_save_their_updates_only():
+    alone, shared = (forward_flops_per_token(small_config("interdomain", n_kv_heads=n), 512)["mixer"] for n in (4, 1))
+    config = small_config("interdomain")
+    update = 2 * config.n_layers * 2 * config.mixer.n_basis * 2 * config.head_dim  # 2M (R + D) per state head
+    assert alone - shared == 3 * update
+
+
+def test_convolutions():
+    for condition, convolved in {"softmax": 0, "interdomain": 2, "single-query": 3, "dual-linear": 1, "s4d": 2}.items():
+        config = small_config(condition)
+        conv = forward_flops_per_token(config, 128)["conv"]
+        assert conv == 2 * config.n_layers * convolved * config.dim * 4
+
+
+def test_no_condition_borrows_another_s_count():
+    groups = [("interdomain", "interdomain-norope"), ("single-query", "single-query-norope")]
+    groups += [("dual-linear", "dual-linear-norope"), ("s4d", "s4d-rope"), ("softmax",)]
+    totals = {c: train_flops_per_token(build_config("125M", c), 4096) for c in CONDITIONS}
+    for group in groups:
+        assert len({totals[c] for c in group}) == 1  # a rotation is not counted
+    assert len(set(totals.values())) == len(groups)
+    for condition in CONDITIONS:
+        config = build_config("125M", condition)
+        assert totals[condition] == 3 * sum(forward_flops_per_token(config, 4096).values())
+
+
+def estimate(config, **changes):
+    n_params = count_parameters(meta_model(config))
+    settings = dict(shards=4, local_batch=8, seq_len=256, checkpointing="none", bf16=True)
+    return memory_estimate(config, n_params, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_memory(condition):
+    config = small_config(condition)
+    n = count_parameters(meta_model(config))
+    found = estimate(config)
+    # float32 parameters, gradients, and two moments, each on 1 of 4 devices.
+    assert (found["parameters"], found["gradients"], found["optimizer"]) == (n, n, 2 * n)
+    assert found["logits"] == 8 * 256 * config.vocab_size * (2 + 4 + 4)
+
+    def total(**changes):
+        return sum(estimate(config, **changes).values())
+
+    growing = [dict(local_batch=b) for b in (1, 2, 8)], [dict(seq_len=t) for t in (64, 256, 1024)]
+    growing += ([dict(shards=s) for s in (8, 4, 1)],)
+    growing += ([dict(checkpointing=c) for c in ("full", "selective", "none")], [dict(bf16=b) for b in (True, False)])
+    for changes in growing:
+        for less, more in itertools.pairwise(total(**change) for change in changes):
+            assert less < more
+    assert total() < sum(estimate(small_config(condition, n_layers=3)).values())
+    assert total() < sum(estimate(small_config(condition, vocab_size=200)).values())

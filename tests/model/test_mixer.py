@@ -1,0 +1,137 @@
+"""The interdomain mixer, end to end, by the letter of the paper: its data flow written out from its parameters, in float64.
+
+Nothing here comes from the model but the parameters: SC is F.conv1d, RoPE is a product of complex numbers, and the core is
+the oracle of interdomain.scan, which forms U and Gamma at every step.
+"""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from interdomain.model import CONDITIONS
+from interdomain.model.feature_map import rope_tables
+from interdomain.scan.reference import paper_linear, paper_scan
+
+from .common import VARIANTS, lively, small_config, variant
+
+T = 70
+
+
+def short_conv(x, conv):
+    """SC: causal depthwise convolution with bias. x [B, T, E]."""
+    width = conv.weight.shape[-1]
+    padded = F.pad(x.mT, (width - 1, 0))
+    return F.conv1d(padded, conv.weight, conv.bias, groups=x.shape[-1]).mT
+
+
+def rotate(x, theta=10_000.0):
+    """RoPE: channel i and its partner R/2 + i are one complex number, turned by t * theta^(-2i/R). x [B, T, H, R]."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[1])[:, None] * theta ** (-2 * torch.arange(half, dtype=torch.float64) / (2 * half))
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def silu_features(x):
+    y = x * torch.sigmoid(x)
+    return y / y.square().sum(-1, keepdim=True).sqrt()
+
+
+def fourier_features(x, frequencies):
+    """sqrt(2/R) [cos(w x), sin(w x)], with the frequencies of the state head that a head belongs to."""
+    own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
+    angle = torch.einsum("bthr,hfr->bthf", x, own)
+    return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / x.shape[-1])
+
+
+def input_norm(x, norm, eps=1e-5):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
+
+
+def literal(mixer, x):
+    """The mixer's output from its parameters, as the design page's data flow has it."""
+    m = mixer.config
+    heads = lambda y: y.unflatten(-1, (-1, mixer.head_dim))  # noqa: E731
+    turn = rotate if m.rope else lambda y: y
+    rff = m.feature_map == "rff"
+    xi = (lambda y: fourier_features(y, mixer.feature_map.frequencies)) if rff else silu_features
+    norm_k = (lambda y: y) if rff else lambda y: input_norm(y, mixer.k_norm)
+    norm_v = (lambda y: y) if rff else lambda y: input_norm(y, mixer.v_norm)
+
+    a = turn(heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv)))
+    if m.dual_input:
+        k, v = norm_k(xi(a)), norm_v(heads(x @ mixer.wv.weight.T))
+    else:
+        k, v = norm_k(a), norm_v(heads(short_conv(x @ mixer.wv.weight.T, mixer.v_conv)))
+
+    dt = mixer.ssm.log_dt.exp()
+    A = torch.complex(-mixer.ssm.log_A_real.exp(), mixer.ssm.A_imag)
+    if m.c_form == "full":
+        C = torch.view_as_complex(mixer.ssm.C)
+    elif m.c_form == "diagonal":
+        C = torch.diag_embed(torch.view_as_complex(mixer.ssm.C))
+    else:
+        C = torch.eye(m.n_basis, dtype=A.dtype).expand(*A.shape, m.n_basis)
+
+    if m.query_readout:
+        q = xi(turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv))))
+        o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
+    else:
+        o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
+    o = o.flatten(2)
+    if m.output_gate:
+        o = torch.sigmoid(x @ mixer.wg.weight.T) * o
+    return o @ mixer.wo.weight.T
+
+
+def run(mixer, x, head_dim):
+    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, 10_000.0, x.dtype))[0]
+
+
+@pytest.mark.parametrize(("condition", "option"), [v for v in VARIANTS if v[0] != "softmax"])
+def test_by_the_letter(condition, option):
+    model = variant(condition, option)
+    x = torch.randn(2, T, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            # The bound on the decay (interdomain.scan.MAX_DECAY_PER_TOKEN) bends a decay x by x^8 / 8 of itself: 5e-12 at the
+            # fastest of the initialisation, 0.05.
+            ssm = layer.attention.ssm
+            ssm.log_dt.clamp_(max=math.log(0.05) - ssm.log_A_real.max())
+            found = run(layer.attention, x, model.config.head_dim)
+            wanted = literal(layer.attention, x)
+            assert wanted.std() > 0.01
+            # float64, and that bend over 70 tokens; normalize divides by what comes near zero, which magnifies both.
+            tolerance = 1e-8 if model.config.mixer.normalize else 1e-9
+            assert (found - wanted).abs().max() / wanted.abs().max() < tolerance
+
+
+def test_the_literal_form_tells_the_conditions_apart():
+    """The comparison above has eyes: what one switch changes is far above its tolerance."""
+    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    outputs = {}
+    for condition in CONDITIONS:
+        if condition != "softmax":
+            mixer = variant(condition).layers["0"].attention
+            outputs[condition] = run(mixer, x, 8).detach()
+    for a in outputs:
+        for b in outputs:
+            if a < b:
+                assert (outputs[a] - outputs[b]).abs().max() > 1e-2, (a, b)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "s4d"])
+def test_dynamics_are_float32_under_autocast_and_low_precision(condition):
+    model = lively(small_config(condition), torch.float32)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        wanted = [t for layer in model.dynamics() for t in layer]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [t for layer in model.dynamics() for t in layer]
+            logits = model(tokens)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    assert logits.isfinite().all()

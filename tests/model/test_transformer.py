@@ -1,0 +1,140 @@
+"""Every kind of model: it runs, every parameter learns, nothing looks ahead, and a state continues where it stopped."""
+
+import pytest
+import torch
+
+from interdomain.model import CONDITIONS, ModelState
+
+from .common import VARIANTS, lively, random_tokens, small_config, variant
+
+# float64; the state and the piecewise pass sum the same numbers in another order. Logits are O(1) to O(10).
+TOLERANCE = dict(rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+class TestVariants:
+    def test_every_parameter_learns(self, condition, option):
+        model = variant(condition, option)
+        tokens = random_tokens(model.config, 2, 20)
+        logits = model(tokens)
+        assert logits.shape == (2, 20, model.config.vocab_size)
+        assert logits.dtype == torch.float64
+        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        (logits * weights).sum().backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None, name
+            assert p.grad.isfinite().all(), name
+            grad = p.grad[tokens.unique()] if name == "tok_embeddings.weight" else p.grad
+            assert (grad != 0).all(), name
+
+    def test_no_token_sees_the_next(self, condition, option):
+        model = variant(condition, option)
+        tokens = random_tokens(model.config, 1, 70)  # beyond one chunk
+        with torch.no_grad():
+            before = model(tokens)
+            for t in (1, 40, 66):
+                changed = tokens.clone()
+                changed[0, t] = (tokens[0, t] + 1) % model.config.vocab_size
+                after = model(changed)
+                torch.testing.assert_close(after[:, :t], before[:, :t], **TOLERANCE)
+                # The change is felt at once and, through the state, at every later token.
+                assert ((after - before)[0, t:].abs().amax(-1) > 1e-8).all()
+
+    def test_pieces_continue_the_whole(self, condition, option):
+        model = variant(condition, option)
+        tokens = random_tokens(model.config, 2, 90)
+        with torch.no_grad():
+            whole = model(tokens)
+            at_once, end = model(tokens, model.init_state(2))
+            state, pieces = model.init_state(2), []
+            for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1):
+                logits, state = model(piece, state)
+                pieces.append(logits)
+        torch.testing.assert_close(at_once, whole, **TOLERANCE)
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **TOLERANCE)
+        assert state.position.tolist() == end.position.tolist() == [90, 90]
+        assert state.nbytes() == end.nbytes()
+        for found, wanted in zip(state.layers, end.layers, strict=True):
+            for a, b in zip(found.tensors(), wanted.tensors(), strict=True):
+                assert a.dtype == torch.float64
+                torch.testing.assert_close(a, b, **TOLERANCE)
+
+    def test_stacked_states_are_each_alone(self, condition, option):
+        model = variant(condition, option)
+        config = model.config
+        prompts = [random_tokens(config, 1, n, seed=n) for n in (3, 70, 1, 12)]
+        more = random_tokens(config, 4, 6)
+        pieces = [more[:, :1], more[:, 1:5], more[:, 5:]]
+        with torch.no_grad():
+            states = [model(p, model.init_state(1))[1] for p in prompts]
+            # A stack can be stacked again, as a server does when a request joins a running batch.
+            stacked = ModelState.stack([ModelState.stack(states[:2]), *states[2:]])
+            together = []
+            for piece in pieces:
+                logits, stacked = model(piece, stacked)
+                together.append(logits)
+            alone = [model(torch.cat([p, more[i : i + 1]], dim=1))[:, -6:] for i, p in enumerate(prompts)]
+        torch.testing.assert_close(torch.cat(together, dim=1), torch.cat(alone), **TOLERANCE)
+        assert stacked.position.tolist() == [9, 76, 7, 18]
+
+
+def test_rows_of_a_batch_do_not_meet():
+    for condition in CONDITIONS:
+        model = variant(condition)
+        tokens = random_tokens(model.config, 3, 20)
+        with torch.no_grad():
+            together = model(tokens)
+            for i in range(3):
+                torch.testing.assert_close(model(tokens[i : i + 1]), together[i : i + 1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("condition", [c for c in CONDITIONS if c != "softmax"])
+def test_state_has_a_fixed_size(condition):
+    model = variant(condition)
+    sizes = []
+    with torch.no_grad():
+        for n in (1, 2, 50):
+            sizes.append(model(random_tokens(model.config, 1, n), model.init_state(1))[1].nbytes())
+    assert len(set(sizes)) == 1
+
+
+def test_state_is_differentiable():
+    """Truncated backpropagation carries on through a state: the first piece gets the gradient that the whole gives it."""
+    for condition in CONDITIONS:
+        model = variant(condition)
+        tokens = random_tokens(model.config, 1, 12)
+        parameters = list(model.parameters())
+        whole = torch.autograd.grad(model(tokens)[:, 7:].sum(), parameters)
+        _, state = model(tokens[:, :7], model.init_state(1))
+        pieces = torch.autograd.grad(model(tokens[:, 7:], state)[0].sum(), parameters)
+        for a, b in zip(pieces, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)  # sums over tokens and vocabulary
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "dual-linear"])
+def test_backends_compute_the_same_model(condition):
+    config = small_config(condition)
+    tokens = random_tokens(config, 2, 100)
+    found = {}
+    for backend in ("chunkwise", "parallel", "fft", "reference"):
+        model = lively(config, torch.float32, backend)
+        logits = model(tokens)
+        logits.logsumexp(-1).mean().backward()
+        found[backend] = [logits.detach(), *(p.grad for p in model.parameters())]
+        names = ["logits", *(name for name, _ in model.named_parameters())]
+    for backend in ("parallel", "fft", "reference"):
+        for name, a, b in zip(names, found[backend], found["chunkwise"], strict=True):
+            # float32 sums in another order, relative to the tensor's largest entry.
+            error = (a - b).abs().max() / b.abs().max()
+            assert error < 2e-5, (backend, name, error)
+
+
+def test_model_needs_no_state_to_train_and_returns_none():
+    model = variant("interdomain")
+    assert isinstance(model(random_tokens(model.config, 1, 3)), torch.Tensor)
+
+
+def test_unknown_backend_is_refused_by_name():
+    model = lively(small_config("interdomain"), backend="trition")
+    with pytest.raises(ValueError, match=r"'trition'; allowed: auto, chunkwise"):
+        model(random_tokens(model.config, 1, 3))
