@@ -162,7 +162,7 @@ def read_tensors(folder: Path | str, names: Iterable[str] | None = None) -> dict
 
 
 def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tensor]) -> None:
-    """Names and shapes must be exactly the model's. Raises ValueError."""
+    """Names and shapes must be exactly the model's, and the values floating point. Raises ValueError."""
     expected = meta_model(config).state_dict()
     wrong = [f"{name} is missing" for name in expected if name not in found]
     wrong += [f"{name} is unknown" for name in found if name not in expected]
@@ -170,6 +170,11 @@ def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tens
         f"{name} is {list(found[name].shape)}, the configuration says {list(tensor.shape)}"
         for name, tensor in expected.items()
         if name in found and found[name].shape != tensor.shape
+    ]
+    wrong += [
+        f"{name} is stored as {tensor.dtype}, which no parameter is"
+        for name, tensor in found.items()
+        if tensor.dtype not in DTYPES.values()
     ]
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""

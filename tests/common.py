@@ -1,0 +1,14 @@
+"""What several rooms' tests share."""
+
+from pathlib import Path
+
+from interdomain.data.documents import read_documents
+from interdomain.tools.train_tokenizer import train_sentencepiece
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def small_tokenizer(path: Path, vocab_size: int = 400) -> Path:
+    """Bytes, and a few dozen pieces of the standard library's sources."""
+    path.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=60_000), vocab_size))
+    return path

@@ -1,0 +1,189 @@
+"""Reading checkpoints that nobody vouches for: an index describes tensors, or it is refused, and nothing in it runs."""
+
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from interdomain.model import distributed_checkpoint as checkpoints
+
+TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    checkpoints.write_tensors(tmp_path / "step-1", TENSORS)
+    return tmp_path / "step-1"
+
+
+def edit_index(checkpoint, change):
+    path = checkpoint / checkpoints.METADATA
+    metadata = pickle.loads(path.read_bytes())
+    metadata = change(metadata) or metadata
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_round_trip(checkpoint):
+    index = checkpoints.tensor_index(checkpoint)
+    assert {name: entry.size for name, entry in index.items()} == {name: t.shape for name, t in TENSORS.items()}
+    for name, tensor in checkpoints.read_tensors(checkpoint, list(index), index).items():
+        assert torch.equal(tensor, TENSORS[name])
+        assert tensor.dtype == TENSORS[name].dtype
+    assert list(checkpoints.read_tensors(checkpoint, ["b"], index)) == ["b"]
+
+
+class Runs:
+    """Unpickling this runs code: it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+GADGETS = {
+    "builtins.eval": b"cbuiltins\neval\n(S'1'\ntR.",
+    "os.system": b"cos\nsystem\n(S'true'\ntR.",
+    "posix.system by stack": b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
+    "torch.load": b"ctorch\nload\n(S'x'\ntR.",
+    "torch.hub.load": b"ctorch.hub\nload\n(S'x'\nS'y'\ntR.",
+    "a dotted name": b"\x80\x04\x8c\x07pathlib\x94\x8c\x0fPath.write_text\x94\x93\x94.",
+    "a module's module": b"\x80\x04\x8c\x05torch\x94\x8c\x09os.system\x94\x93\x94.",
+}
+
+
+@pytest.mark.parametrize("gadget", GADGETS)
+def test_no_gadget_is_reached(checkpoint, gadget):
+    (checkpoint / checkpoints.METADATA).write_bytes(GADGETS[gadget])
+    with pytest.raises(ValueError, match=r"damaged or not the index of a checkpoint .* has no place"):
+        checkpoints.tensor_index(checkpoint)
+
+
+@pytest.mark.parametrize("where", ["alone", "in an entry", "in planner data"])
+def test_code_in_an_index_never_runs(checkpoint, tmp_path, where):
+    trap = tmp_path / "sprung"
+
+    def change(metadata):
+        if where == "alone":
+            return Runs(trap)
+        if where == "in an entry":
+            metadata.state_dict_metadata["d"] = Runs(trap)
+        else:
+            metadata.planner_data = {"a": Runs(trap)}
+
+    edit_index(checkpoint, change)
+    with pytest.raises(ValueError, match="has no place in the index"):
+        checkpoints.tensor_index(checkpoint)
+    with pytest.raises(ValueError, match="has no place in the index"):  # dcp.load reads the index again
+        checkpoints.read_tensors(
+            checkpoint, ["a"], {"a": TensorStorageMetadata(None, torch.Size([3, 4]), [])} | index()
+        )
+    assert not trap.exists()
+    pickle.loads((checkpoint / checkpoints.METADATA).read_bytes())  # the trap is real
+    assert trap.exists()
+
+
+def index():
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    return {"a": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([3, 4]), [])}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, at the code in place of a tensor
+def test_code_in_a_shard_never_runs(tmp_path):
+    """A tensor that we read is loaded with weights_only; whatever is beside it is not loaded at all."""
+    trap = tmp_path / "sprung"
+    folder = tmp_path / "step-1"
+    with pytest.warns(UserWarning, match="torch.distributed"):
+        dcp.save({**TENSORS, "optimizer.state": Runs(trap)}, checkpoint_id=folder, no_dist=True)
+    index = checkpoints.tensor_index(folder)
+    assert set(index) == set(TENSORS)
+    found = checkpoints.read_tensors(folder, list(index), index)
+    assert torch.equal(found["a"], TENSORS["a"])
+    assert not trap.exists()
+    # The bytes of a tensor replaced by code: refused as damaged.
+    stored = checkpoints.SafeReader(folder).read_metadata()
+    info = next(info for at, info in stored.storage_data.items() if at.fqn == "a")
+    file = folder / info.relative_path
+    data = pickle.dumps(Runs(trap)).ljust(info.length, b"\0")
+    file.write_bytes(
+        file.read_bytes()[: info.offset] + data[: info.length] + file.read_bytes()[info.offset + info.length :]
+    )
+    with pytest.raises(ValueError, match="could not be read"):
+        checkpoints.read_tensors(folder, ["a"], index)
+    assert not trap.exists()
+
+
+def test_bytes_in_place_of_a_tensor_are_no_tensor(checkpoint):
+    """dcp unpickles entries of bytes without restraint: they must not pass as tensors."""
+
+    def change(metadata):
+        metadata.state_dict_metadata["a"] = BytesStorageMetadata()
+
+    edit_index(checkpoint, change)
+    assert "a" not in checkpoints.tensor_index(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: {"state_dict_metadata": {}}, "it holds dict"),
+        (lambda m: Metadata(None), "it lists no tensors"),
+        (lambda m: m.state_dict_metadata["a"].chunks.pop() and None, "hold 0 of the 12 values of a"),
+        (lambda m: delattr(m.state_dict_metadata["a"], "size"), "is damaged: a"),
+    ],
+)
+def test_an_index_that_describes_too_little_is_refused(checkpoint, change, words):
+    edit_index(checkpoint, change)
+    with pytest.raises(ValueError, match=words):
+        checkpoints.tensor_index(checkpoint)
+
+
+def test_damaged_bytes_never_end_in_anything_but_a_valueerror(checkpoint):
+    """Bits flipped, ends cut: refused, or read as what they still say; never another exception, never other values' memory."""
+    path = checkpoint / checkpoints.METADATA
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    refused = 0
+    for attempt in range(300):
+        data = bytearray(whole)
+        if attempt % 3:
+            for _ in range(chance.choice((1, 1, 5))):
+                data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        else:
+            data = data[: chance.randrange(len(data))]
+        path.write_bytes(data)
+        try:
+            index = checkpoints.tensor_index(checkpoint)
+            names = [n for n in TENSORS if n in index and index[n].size == TENSORS[n].shape]
+            checkpoints.read_tensors(checkpoint, names, index)
+        except ValueError:
+            refused += 1
+    assert refused > 150
+
+
+def test_newest_whole_step(tmp_path):
+    run = tmp_path / "run"
+    for parent, step, whole in (("checkpoint", 90, 1), ("checkpoint", 100, 1), ("checkpoint", 110, 0), ("", 95, 1)):
+        folder = run / parent / f"step-{step}"
+        folder.mkdir(parents=True)
+        if whole:
+            (folder / checkpoints.METADATA).touch()
+    (run / "checkpoint" / "step-200.bak").mkdir()
+    (run / "checkpoint" / "step-200.bak" / checkpoints.METADATA).touch()
+    assert checkpoints.latest_checkpoint(run) == run / "checkpoint" / "step-100"
+    assert checkpoints.latest_checkpoint(run / "checkpoint") == run / "checkpoint" / "step-100"
+    assert checkpoints.latest_checkpoint(str(run / "step-95")) == run / "step-95"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
+        checkpoints.latest_checkpoint(empty)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        checkpoints.latest_checkpoint(tmp_path / "nowhere")
+    half = checkpoints.latest_checkpoint(run / "checkpoint" / "step-110")
+    with pytest.raises(FileNotFoundError, match="not a whole checkpoint"):
+        checkpoints.tensor_index(half)

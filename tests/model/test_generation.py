@@ -1,0 +1,190 @@
+"""Generation against the whole forward pass, and sampling against its definition."""
+
+import math
+
+import pytest
+import torch
+
+from interdomain.model import CONDITIONS
+from interdomain.model.generation import PREFILL_CHUNK, Sampling, decode, generate, prefill, sample
+
+from .common import random_tokens, small_config, variant
+
+GREEDY = Sampling(temperature=0)
+
+
+def rows(model, prompts, **options):
+    """The tokens of each prompt, without the Nones after its end."""
+    steps = list(generate(model, prompts, **options))
+    return [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
+
+
+def prompt(model, length, seed=1):
+    return random_tokens(model.config, 1, length, seed)[0].tolist()
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("option", ["plain", "kv2"])
+def test_greedy_is_the_argmax_of_the_whole_pass(condition, option):
+    if option == "kv2" and not (condition == "softmax" or CONDITIONS[condition].get("query_readout")):
+        return
+    model = variant(condition, option)
+    tokens = prompt(model, 70)
+    found = rows(model, [tokens], max_tokens=12, sampling=GREEDY)[0]
+    assert len(found) == 12
+    with torch.no_grad():
+        for token in found:
+            assert token == model(torch.tensor([tokens]))[0, -1].argmax().item()
+            tokens.append(token)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "dual-linear", "softmax"])
+def test_prefill_does_not_depend_on_its_pieces(condition):
+    model = variant(condition)
+    tokens = random_tokens(model.config, 2, 40)
+    with torch.no_grad():
+        whole = model(tokens)[:, -1]
+    for chunk in (1, 7, 40, PREFILL_CHUNK):
+        logits, state = prefill(model, tokens, chunk=chunk)
+        assert logits.shape == whole.shape
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)  # float64
+        assert state.position.tolist() == [40, 40]
+        more, _ = decode(model, tokens[:, 0], state)
+        with torch.no_grad():
+            again = model(torch.cat([tokens, tokens[:, :1]], dim=1))[:, -1]
+        torch.testing.assert_close(more, again, rtol=0, atol=1e-10)
+    # A prompt in two halves is one prompt.
+    _, state = prefill(model, tokens[:, :13], chunk=5)
+    torch.testing.assert_close(prefill(model, tokens[:, 13:], state, chunk=5)[0], whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
+def test_a_prompt_does_not_depend_on_its_neighbours(condition):
+    model = variant(condition)
+    prompts = [prompt(model, n, seed=n) for n in (5, 70, 1, 23)]
+    for sampling in (GREEDY, Sampling(temperature=1.3, top_p=0.9)):
+        together = rows(model, prompts, max_tokens=10, sampling=sampling, seed=4)
+        alone = [rows(model, [p], max_tokens=10, sampling=sampling, seed=4)[0] for p in prompts]
+        assert together == alone
+        assert together[::-1] == rows(model, prompts[::-1], max_tokens=10, sampling=sampling, seed=4)
+
+
+def test_a_seed_gives_a_text():
+    model = variant("interdomain")
+    tokens = [prompt(model, 5)]
+    first, again, other = (rows(model, tokens, max_tokens=30, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    state = torch.get_rng_state()
+    rows(model, tokens, max_tokens=3, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_stop_token_ends_its_row_alone():
+    model = variant("interdomain")
+    prompts = [prompt(model, n, seed=n) for n in (5, 8)]
+    free = rows(model, prompts, max_tokens=30, seed=1)
+    stop = next(t for t in free[0] if t not in free[1])
+    end = free[0].index(stop) + 1
+    steps = list(generate(model, prompts, max_tokens=30, seed=1, stop=stop))
+    assert [step[0] for step in steps] == free[0][:end] + [None] * (30 - end)  # the stop token itself is given out
+    assert [step[1] for step in steps] == free[1]
+    # Once all have ended, so has the iteration.
+    assert rows(model, prompts[:1], max_tokens=30, seed=1, stop=stop) == [free[0][:end]]
+    assert len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end
+    assert len(list(generate(model, prompts, max_tokens=1))) == 1
+
+
+# Hand-made distribution: 0.5, 0.25, 0.125, 0.0625, 0.0625 in shuffled places.
+PROBABILITIES = torch.tensor([0.0625, 0.5, 0.0625, 0.125, 0.25])
+DRAWS = 4000
+
+
+def frequencies(sampling, logits=None):
+    logits = PROBABILITIES.log() if logits is None else logits
+    batch = logits.expand(DRAWS, -1)
+    generators = [torch.Generator().manual_seed(i) for i in range(DRAWS)]
+    return torch.bincount(sample(batch, sampling, generators), minlength=logits.shape[-1]) / DRAWS
+
+
+def assert_drawn_from(found, wanted):
+    wanted = torch.tensor(wanted)
+    for f, w in zip(found.tolist(), wanted.tolist(), strict=True):
+        assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "wanted"),
+    [
+        (Sampling(), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
+        (GREEDY, [0, 1, 0, 0, 0]),
+        (Sampling(top_k=1), [0, 1, 0, 0, 0]),
+        (Sampling(top_k=2), [0, 2 / 3, 0, 0, 1 / 3]),
+        (Sampling(top_k=5), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
+        (Sampling(top_k=99), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
+        # Kept while the mass ahead of a token is below top_p: the token that crosses it is in.
+        (Sampling(top_p=0.45), [0, 1, 0, 0, 0]),
+        (Sampling(top_p=0.55), [0, 2 / 3, 0, 0, 1 / 3]),
+        (Sampling(top_p=0.8), [0, 4 / 7, 0, 1 / 7, 2 / 7]),
+        (Sampling(top_p=1e-9), [0, 1, 0, 0, 0]),
+        # Squares of the probabilities, normalised: 16, 4, 1, 1/4, 1/4 of 21.5.
+        (Sampling(temperature=0.5), [0.25 / 21.5, 16 / 21.5, 0.25 / 21.5, 1 / 21.5, 4 / 21.5]),
+        # The temperature comes first, then top_k, then top_p of what is left.
+        (Sampling(temperature=0.5, top_p=0.74), [0, 1, 0, 0, 0]),
+        (Sampling(top_k=2, top_p=0.6), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=1e-30), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=1e30), [0.2] * 5),
+    ],
+    ids=str,
+)
+def test_sampling(sampling, wanted):
+    assert_drawn_from(frequencies(sampling), wanted)
+
+
+def test_top_k_keeps_exactly_k_of_equal_tokens():
+    found = frequencies(Sampling(top_k=2), torch.zeros(8, dtype=torch.bfloat16))
+    assert (found > 0).sum() == 2
+
+
+def test_shifted_logits_are_the_same_distribution():
+    sampling = Sampling(temperature=0.7, top_k=4, top_p=0.9)
+    assert torch.equal(frequencies(sampling), frequencies(sampling, PROBABILITIES.log() + 64))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(temperature=-0.1), ["temperature", "-0.1"]),
+        (dict(temperature=math.nan), ["temperature", "nan"]),
+        (dict(temperature=math.inf), ["temperature", "inf"]),
+        (dict(top_k=-1), ["top_k", "-1"]),
+        (dict(top_p=0.0), ["top_p", "0.0"]),
+        (dict(top_p=1.1), ["top_p", "1.1"]),
+        (dict(top_p=math.nan), ["top_p", "nan"]),
+    ],
+)
+def test_impossible_sampling_is_refused(settings, words):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        Sampling(**settings)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ([], {}, ["no prompt"]),
+        ([[1], []], {}, ["prompt 1 is empty"]),
+        ([[1], [3, 61]], {}, ["prompt 1", "61", "0 to 60"]),
+        ([[-1]], {}, ["prompt 0", "-1"]),
+        ([[1]], dict(max_tokens=0), ["max_tokens", "0"]),
+        ([[1]], dict(prefill_chunk=0), ["prefill_chunk", "0"]),
+    ],
+)
+def test_impossible_prompts_are_refused(prompts, options, words):
+    model = variant("interdomain")
+    assert model.config == small_config("interdomain")
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        list(generate(model, prompts, **{"max_tokens": 3, **options}))
+    for word in words:
+        assert word in str(refused.value)
