@@ -127,6 +127,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
         shutil.copyfile(self.tokenizer, folder / TOKENIZER)
         (folder / SIDECAR).write_text(json.dumps({**self.record, "step": step, "tokens": tokens}, indent=2) + "\n")
 
+    def _save_last_step(self, curr_step: int) -> None:
+        super()._save_last_step(curr_step)
+        self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
+
     def _purge_stale_checkpoints(self) -> None:
         """Keep the latest `keep_latest_k` whole checkpoints, the one being saved included. Remains of older saves go too.
 

@@ -23,8 +23,7 @@ class InterdomainMetrics(MetricsProcessor):
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
         extra = dict(extra_metrics or {})
         extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
-        for group in self.optimizers.optimizers[0].param_groups:
-            extra[f"lr/{group['name']}"] = group["lr"]
+        extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
         config = self.job_config.metrics
         if self._due(step, config.mixer_freq):
             extra |= life_signs(self.model_parts[0])

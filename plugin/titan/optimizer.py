@@ -1,12 +1,11 @@
 """AdamW with a group of its own for the SSM parameters, and a schedule with one absolute floor (design/spec section 5)."""
 
+import math
 import re
-from dataclasses import replace
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
 from torchtitan.components.optimizer import OptimizersContainer
 
 from interdomain.model.initialize import clean_name
@@ -37,6 +36,11 @@ class GroupedOptimizers(OptimizersContainer):
             everything += main + ssm
         self._validate_length(len(model_parts))
         self._post_init(everything, kwargs)
+
+    def step(self, *args, **kwargs) -> None:
+        # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
+        self.rates = {group["name"]: group["lr"] for group in self.optimizers[0].param_groups}
+        super().step(*args, **kwargs)
 
     def load_state_dict(self, state_dict) -> None:
         kept = [[_hyperparameters(group) for group in o.param_groups] for o in self.optimizers]
@@ -88,13 +92,36 @@ class GroupedSchedulers(LRSchedulersContainer):
 
 
 def build_lr_schedulers(optimizers, config, training_steps: int) -> GroupedSchedulers:
-    """torchtitan's warmup-stable-decay shapes; with `min_lr`, every group ends at that learning rate."""
+    """With `min_lr`, every group ends at that learning rate; else at `min_lr_factor` of its own peak."""
 
     def factor(peak: float):
         floor = config.min_lr / peak if config.min_lr else config.min_lr_factor
-        # torchtitan's factor as a function of the step, read off a scheduler over a stand-in parameter.
-        stand_in = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
-        container = titan_lr_schedulers(stand_in, replace(config, min_lr_factor=floor), training_steps)
-        return container.schedulers[0].lr_lambdas[0]
+        return warmup_stable_decay(config, config.total_steps or training_steps, floor)
 
     return GroupedSchedulers(optimizers, factor)
+
+
+def warmup_stable_decay(config, total: int, floor: float):
+    """step (0-based) -> multiple of the peak: TorchTitan's shapes, and the floor exactly at the last step.
+
+    TorchTitan reaches its floor one step after the last, lest that one be wasted on a rate of 0; so it is here where the
+    floor is 0.
+    """
+    warmup = config.warmup_steps
+    last = total - 1 if floor else total
+    decay = max(0, last - warmup)
+    if config.decay_ratio is not None:
+        decay = min(decay, round(total * config.decay_ratio))
+    shape = {
+        "linear": lambda progress: 1 - progress,
+        "sqrt": lambda progress: 1 - math.sqrt(progress),
+        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    }[config.decay_type]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, max(0.0, (step - last + decay) / decay)) if decay else 0.0
+        return floor + (1 - floor) * shape(progress)
+
+    return factor

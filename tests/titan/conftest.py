@@ -40,8 +40,8 @@ def flags(corpus, folder, **settings):
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     arguments = ["--job.config_file", str(TINY)]
     for name, value in given.items():
-        if isinstance(value, bool):
-            section, _, field = name.partition(".")
+        section, _, field = name.partition(".")
+        if isinstance(value, bool) and section != "mixer":  # [mixer]'s switches have three values: unset is None
             arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
         else:
             arguments += [f"--{name}", str(value)]
@@ -92,6 +92,7 @@ def corpus(tmp_path_factory):
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
 WITH_CHECKPOINTS = {"checkpoint__enable": True}
 VALIDATED = {"validation__enable": True}
+SHORT = {**VALIDATED, "training__steps": 3}
 
 
 @pytest.fixture(scope="session")
@@ -104,8 +105,9 @@ def two(tmp_path_factory, corpus):
     for condition in ("softmax", "s4d"):
         runs.add(condition, **local, mixer__condition=condition, training__steps=4)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
-    compiled = {"compile__enable": True, "compile__backend": "aot_eager", "activation_checkpoint__mode": "selective"}
-    runs.add("compiled", **local, **compiled, **VALIDATED, training__steps=4, probes=["scan"])
+    compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
+    runs.add("compiled", **local, **compiled, **SHORT, compile__backend="aot_eager", probes=["scan"])
+    runs.add("inductor", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
     asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     runs.add("asynchronous", **local, **WITH_CHECKPOINTS, **asynchronous, training__steps=4)
     return runs.start()

@@ -7,6 +7,7 @@ OUTPUT/NAME.rankN.pt:
     log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
     initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as it was read
     calls         runs of the scan's forward implementation by step        dtypes       of what the scan and Delta, A, C saw
+    compiled      keyword arguments of every torch.compile of a block     peak_flops   what utilisation is measured by
     gradients     whole gradients of the first step, as the optimizer gets them
 """
 
@@ -40,27 +41,32 @@ class Watch:
     def __init__(self, probes):
         self.probes = probes
         self.seen = {"log": {}, "validation": {}, "samples": [], "calls": {}, "dtypes": {}, "gradients": {}}
+        self.seen["compiled"] = []
 
     def attach(self, trainer, stack):
         self.trainer = trainer
         seen, model, metrics = self.seen, trainer.model_parts[0], trainer.metrics_processor
         seen["initial"] = {clean_name(name): digest(p) for name, p in model.named_parameters()}
         seen["peak_flops"] = trainer.metrics_processor.gpu_peak_flops
-        seen["compiled"] = any("_orig_mod" in name for name, _ in model.named_parameters())
         self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
         self.replace(stack, trainer.dataloader.dataset, "read_batch", lambda read: lambda g: self.samples(read(g)))
         self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
         if "scan" in self.probes:
             chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
-            watched = {
-                name: self.counted(getattr(chunkwise, name))
-                for name in ("scan_forward", "linear_forward")
-            }
+            watched = {name: self.counted(getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")}
             stack.callback(ops.IMPLEMENTATIONS.__setitem__, "chunkwise", chunkwise)
             ops.IMPLEMENTATIONS["chunkwise"] = chunkwise._replace(**watched)
             for layer in model.layers.values():
                 if hasattr(layer.attention, "ssm"):
                     layer.attention.ssm.register_forward_hook(self.dynamics)
+
+    def compilation(self, compile_it):
+        def compile_and_note(model, **kwargs):
+            if isinstance(model, torch.nn.Module):
+                self.seen["compiled"].append(kwargs)
+            return compile_it(model, **kwargs)
+
+        return compile_and_note
 
     def replace(self, stack, place, name, make):
         original = getattr(place, name)
@@ -103,8 +109,9 @@ class Watch:
 def run(job):
     watch = Watch(job.get("probes", []))
     config = ConfigManager().parse_args(job["args"])
-    trainer = torchtitan.train.Trainer(config)
     with contextlib.ExitStack() as stack:
+        watch.replace(stack, torch, "compile", watch.compilation)
+        trainer = torchtitan.train.Trainer(config)
         watch.attach(trainer, stack)
         trainer.train()
     trainer.close()
@@ -115,7 +122,9 @@ def run(job):
 def main(jobs, output):
     init_logger()
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
-    torchtitan.train.time = type("time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None})
+    torchtitan.train.time = type(
+        "time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None}
+    )
     for job in json.loads(Path(jobs).read_text()):
         seen = run(job)
         rank = torch.distributed.get_rank()

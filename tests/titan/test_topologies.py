@@ -4,8 +4,8 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-# float32 sums in another order; the largest difference seen over these steps is a few 1e-6.
-TOLERANCE = 1e-4
+# float32 sums in another order: the largest difference seen over these six steps is 4e-7.
+TOLERANCE = 1e-5
 
 
 def assert_same_run(ours, reference):
@@ -62,10 +62,10 @@ def test_every_rank_logs_the_same(two):
 
 def test_validation_is_the_same_number_on_every_topology(one, two, four):
     reference = one.seen("interdomain")["validation"]
-    assert list(reference) == [1, 4, 6]  # the first step, every validation.freq, the last
+    assert list(reference) == [1, 3, 6]  # the first step, every validation.freq, the last
     for runs, name in ((two, "interdomain"), (four, "hybrid")):
         validation = runs.seen(name)["validation"]
-        assert list(validation) == [1, 4, 6]
+        assert list(validation) == [1, 3, 6]
         # At step 1 the weights have seen one update, and differ by the rounding of one.
         assert validation[1]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-6)
         assert validation[6]["loss"] == pytest.approx(reference[6]["loss"], rel=TOLERANCE)

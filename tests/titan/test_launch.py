@@ -1,0 +1,153 @@
+"""The stock entry point, `torchrun -m torchtitan.train`: what it writes, and how it ends when something is wrong."""
+
+import resource
+import shutil
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
+
+from .conftest import flags, launch
+
+pytestmark = pytest.mark.e2e
+
+TRAIN = ("--local-ranks-filter", "0", "-m", "torchtitan.train")  # one rank's lines on the console
+
+
+@pytest.fixture(scope="session")
+def stock(tmp_path_factory, corpus):
+    """(finished process, folder) of a run of two ranks with everything on."""
+    folder = tmp_path_factory.mktemp("stock")
+    settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
+    done = launch(2, *TRAIN, *flags(corpus, folder, training__local_batch_size=4, **settings))
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done, folder
+
+
+@pytest.fixture(scope="session")
+def events(stock):
+    (run,) = (stock[1] / "tb").iterdir()
+    return EventAccumulator(str(run), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+
+
+def scalars(events, tag):
+    return {event.step: event.value for event in events.Scalars(tag)}
+
+
+def test_the_stock_run_is_the_drivers(events, one):
+    """Not one process group for many jobs, but the entry point that users start: the same numbers."""
+    reference = one.seen("interdomain")
+    for tag, key in (("loss_metrics/global_avg_loss", "loss"), ("grad_norm", "grad_norm")):
+        expected = {step: pytest.approx(log[key], rel=1e-5) for step, log in reference["log"].items()}
+        assert scalars(events, tag) == expected
+    expected = {step: pytest.approx(seen["loss"], rel=1e-5) for step, seen in reference["validation"].items()}
+    assert scalars(events, "validation_metrics/loss") == expected
+
+
+def test_tensorboard_shows_the_run(events):
+    every = range(1, 7)
+    present = ("throughput(tps)", "tflops", "memory/max_reserved(GiB)", "time_metrics/end_to_end(s)", "lr")
+    for tag in present:
+        assert list(scalars(events, tag)) == list(every)
+    assert scalars(events, "n_tokens_seen") == {step: 512 * step for step in every}
+    assert scalars(events, "lr/main")[2] == pytest.approx(3e-3)
+    assert scalars(events, "lr/ssm")[2] == pytest.approx(1e-3)
+    for group in ("main", "ssm"):
+        assert scalars(events, f"lr/{group}")[6] == pytest.approx(1e-5)
+    losses = scalars(events, "loss_metrics/global_avg_loss")
+    for step, value in scalars(events, "loss_metrics/perplexity").items():
+        assert value == pytest.approx(torch.tensor(losses[step]).exp().item(), rel=1e-4)
+    losses = scalars(events, "validation_metrics/loss")
+    for step, value in scalars(events, "validation_metrics/perplexity").items():
+        assert value == pytest.approx(torch.tensor(losses[step]).exp().item(), rel=1e-4)
+
+
+def test_tensorboard_shows_the_mixers_life_signs(events):
+    for layer in range(4):
+        name = f"mixer/layer_{layer:02d}"
+        steps = {1, 2, 3, 4, 6}  # mixer_freq 2, and validation at 1, 3, 6
+        for sign in (
+            "timescale_tokens_min",
+            "timescale_tokens_max",
+            "one_minus_abs_lambda_min",
+            "dt_q50",
+            "aliased_fraction",
+        ):
+            assert set(scalars(events, f"{name}/{sign}")) == steps
+        assert all(0 < value < 1 for value in scalars(events, f"{name}/one_minus_abs_lambda_min").values())
+        assert all(value > 1 for value in scalars(events, f"{name}/timescale_tokens_min").values())
+        assert set(scalars(events, f"{name}/readout_rms")) == {1, 3, 6}
+        for histogram in ("log10_timescale_tokens", "log10_dt"):
+            seen = events.Histograms(f"{name}/{histogram}")
+            assert [event.step for event in seen] == [1, 4]  # histogram_freq 4
+        assert seen[0].histogram_value.num == 4  # Delta of 4 heads
+        assert -3 <= seen[0].histogram_value.min < seen[0].histogram_value.max <= -1
+
+
+def test_nothing_is_printed_that_is_not_so(stock):
+    """On a CPU: no utilisation of an A100, no autocast that does not happen, no random numbers that DTensor draws."""
+    text = stock[0].stdout + stock[0].stderr
+    for phrase in ("A100", "lspci", "handled by AMP", "HF assets path", "may not have complete support", "autocast"):
+        assert phrase not in text
+    assert "mfu: 0.00%" in text
+    assert "validation perplexity: " in text
+    assert "Traceback" not in text
+
+
+def assert_one_paragraph(done, *said):
+    """Exit code, one paragraph from rank 0, and no traceback of a worker: what is left is torchrun's own."""
+    assert done.returncode != 0
+    text = done.stdout + done.stderr
+    assert text.count("\nerror: ") == 1
+    paragraph = text.partition("\nerror: ")[2].partition("\n")[0]
+    for words in said:
+        assert words in paragraph
+    before_torchrun = text.partition("ChildFailedError")[0]
+    for line in before_torchrun.splitlines():
+        if line.lstrip().startswith("File "):
+            assert "torch/distributed" in line or "torchrun" in line or "<frozen runpy>" in line, line
+
+
+def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path):
+    done = launch(2, *TRAIN, *flags(corpus, tmp_path / "run", training__local_batch_size=4, mixer__condition="s4"))
+    assert_one_paragraph(done, "mixer.condition = 's4' is unknown", "softmax, interdomain, interdomain-norope")
+    assert not (tmp_path / "run").exists()
+    assert "Building" not in done.stdout + done.stderr
+
+
+def test_another_models_checkpoint_is_not_continued(corpus, stock, tmp_path):
+    shutil.copytree(stock[1] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
+    settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "mixer__condition": "s4d"}
+    done = launch(2, *TRAIN, *flags(corpus, tmp_path, **settings))
+    assert_one_paragraph(
+        done, "step-3 is a checkpoint of another model (there: debug, interdomain)", "--job.dump_folder"
+    )
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock, tmp_path):
+    """A limit on the size of files stands for the disk: each rank's shard is larger, everything else is smaller."""
+    shutil.copytree(stock[1] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
+    # The remains of a save that was killed, newer than the whole checkpoint: neither loaded nor in the way.
+    (tmp_path / "checkpoint" / "step-5").mkdir()
+    (tmp_path / "checkpoint" / "step-5" / "__0_0.distcp").write_bytes(b"half")
+    limit = 2_000_000
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    shards = [path.stat().st_size for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp")]
+    assert min(shards) > limit
+    settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
+    done = launch(2, *TRAIN, *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
+    assert "Training starts at step 4" in done.stdout + done.stderr
+    assert_one_paragraph(
+        done, "The disk is full: saving", "step-6 failed (File too large)", "whole checkpoint is step 3"
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-5"]
+    kept, original = (folder / "checkpoint" / "step-3" for folder in (tmp_path, stock[1]))
+    index = tensor_index(original)
+    kept, original = (read_tensors(folder, list(index), index) for folder in (kept, original))
+    assert all(torch.equal(kept[name], original[name]) for name in index)

@@ -1,0 +1,177 @@
+"""What a configuration implies, and what is refused before anything is built."""
+
+import dataclasses
+
+import pytest
+from torchtitan.config import ConfigManager
+
+from interdomain.model import CONDITIONS
+from interdomain.titan import NAME, trainer
+from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
+from interdomain.titan.plan import make_plan, model_config
+
+from .conftest import REPOSITORY, TINY, flags
+
+CONFIGS = REPOSITORY / "train_configs"
+
+
+def parse(**settings):
+    settings = {"training__local_batch_size": 4, **settings}
+    return ConfigManager().parse_args(flags("corpus", "folder", **settings))
+
+
+@pytest.mark.parametrize(
+    ("size", "peak", "tokens", "steps"),
+    [
+        ("125M", 3e-3, 2_500_000_000, 4_769),
+        ("350M", 1.5e-3, 7_000_000_000, 13_352),
+        ("760M", 1e-3, 15_000_000_000, 28_611),
+        ("1.3B", 1e-3, 26_000_000_000, 49_592),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_the_papers_runs(size, peak, tokens, steps, ranks):
+    job = ConfigManager().parse_args(["--job.config_file", str(CONFIGS / f"{size}.toml")])
+    plan = make_plan(job, ranks)
+    assert (job.optimizer.lr, job.optimizer.ssm_lr, job.training.tokens) == (peak, 1e-3, tokens)
+    assert (plan.steps, plan.warmup_steps, plan.tokens_per_step, plan.seed) == (steps, 715, 524_288, 42)
+    assert plan.local_batch * ranks * plan.accumulation == plan.global_batch == 128
+    assert plan.tokens >= tokens > plan.tokens - plan.tokens_per_step
+    assert job.training.mixed_precision_param == "bfloat16"
+    assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
+
+
+def test_the_plan_fills_torchtitans_fields_once(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    job = parse(training__tokens=10_000, training__steps=10_000, lr_scheduler__total_steps=None)
+    arguments = InterdomainModelArgs()
+    for _ in range(2):  # the hooks ask more than once
+        arguments.update_from_config(job)
+        assert (job.training.steps, job.training.tokens) == (20, 0)  # 19.5 steps of 512 tokens, rounded up
+    assert arguments.config.vocab_size == 512
+
+
+def test_switches_stand_over_the_condition():
+    config = model_config(parse(mixer__condition="s4d", mixer__rope=True, mixer__c_form="diagonal", mixer__n_basis=8))
+    assert (
+        dataclasses.asdict(config.mixer).items()
+        >= {
+            **CONDITIONS["s4d-rope"],
+            "c_form": "diagonal",
+            "n_basis": 8,
+        }.items()
+    )
+    assert model_config(parse(mixer__condition="interdomain", mixer__rope=False)) == model_config(
+        parse(mixer__condition="interdomain-norope")
+    )
+
+
+def test_flops_belong_to_the_condition():
+    """Per token: softmax grows with the context, a recurrence does not; a linear readout costs less than the query's."""
+
+    def flops(condition, seq_len):
+        arguments = InterdomainModelArgs(config=model_config(parse(mixer__condition=condition)))
+        model = InterdomainModel(arguments)
+        count, per_token = arguments.get_nparams_and_flops(model, seq_len)
+        assert count == sum(p.numel() for p in model.parameters())
+        return per_token
+
+    conditions = ("softmax", "interdomain", "s4d")
+    short, long = ({c: flops(c, seq_len) for c in conditions} for seq_len in (1024, 4096))
+    assert len(set(long.values())) == 3
+    assert short["interdomain"] == long["interdomain"]
+    assert short["s4d"] == long["s4d"] < long["interdomain"]
+    # Forward and backward, scores and values over half of 3,072 more keys, 4 layers of width 128.
+    assert long["softmax"] - short["softmax"] == 3 * 4 * (2 * 2 * 128) * 3072 // 2
+
+
+REFUSED = {
+    "unknown condition": ({"mixer__condition": "s4"}, "mixer.condition = 's4'", "softmax, interdomain,"),
+    "unknown size": ({"model__flavor": "7B"}, "model.flavor = '7B'", "debug, 125M, 350M, 760M, 1.3B"),
+    "unknown backend": ({"mixer__backend": "cuda"}, "mixer.backend = 'cuda'", "auto, chunkwise,"),
+    "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
+    "switch of another mixer": (
+        {"mixer__condition": "softmax", "mixer__output_gate": True},
+        "softmax condition has no such switch",
+        "n_kv_heads",
+    ),
+    "linear readout with shared heads": (
+        {"mixer__condition": "s4d", "mixer__n_kv_heads": 2},
+        "mixer.n_kv_heads = 2",
+        "query readout",
+    ),
+    "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "[1, 2, 4]"),
+    "batch and ranks": ({"training__local_batch_size": 3}, "training.global_batch_size = 8", "multiple of 6"),
+    "replicas and ranks": ({"parallelism__data_parallel_replicate_degree": 3}, "replicate_degree = 3", "2 rank(s)"),
+    "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks, 2"),
+    "tensor parallel": ({"parallelism__tensor_parallel_degree": 2}, "tensor_parallel_degree = 2", "data_parallel"),
+    "pipeline": ({"parallelism__pipeline_parallel_degree": 2}, "pipeline_parallel_degree = 2", "at 1"),
+    "context parallel": ({"parallelism__context_parallel_degree": 2}, "context_parallel_degree = 2", "at 1"),
+    "no sequence": ({"training__seq_len": 0}, "training.seq_len must be at least 1", "got 0"),
+    "steps and tokens": ({"training__tokens": 4096}, "training.tokens = 4,096 and training.steps = 6", "drop"),
+    "warmup twice": ({"lr_scheduler__warmup_tokens": 512}, "warmup_tokens = 512", "lr_scheduler.warmup_steps = 2"),
+    "warmup past the end": ({"lr_scheduler__warmup_steps": 9}, "warmup of 9 steps", "6 steps"),
+    "schedule shorter than the run": ({"lr_scheduler__total_steps": 5}, "total_steps = 5", "last step 6"),
+    "floor twice": ({"lr_scheduler__min_lr_factor": 0.1}, "min_lr = 1e-05 and min_lr_factor = 0.1", "floor"),
+    "floor above the peak": ({"lr_scheduler__min_lr": 2e-3}, "min_lr = 0.002", "peak learning rate 0.001"),
+    "optimizer": ({"optimizer__name": "Lion"}, "optimizer.name = 'Lion'", "AdamW, Adam"),
+    "step in backward": ({"optimizer__early_step_in_backward": True}, "early_step_in_backward", "clipped"),
+    "no rate": ({"optimizer__lr": 0.0}, "optimizer.lr must be positive", "got 0.0"),
+    "bfloat16 master weights": ({"training__dtype": "bfloat16"}, "training.dtype", "mixed_precision_param"),
+    "TorchTitan's data set": ({"training__dataset": "c4"}, "training.dataset = 'c4'", "data.corpus"),
+    "validation by steps": ({"validation__enable": True, "validation__steps": 5}, "steps = 5", "validation.tokens"),
+    "recomputation by budget": ({"activation_checkpoint__mode": "memory_budget"}, "memory_budget", "compile.enable"),
+    "recomputation option": (
+        {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "0"},
+        "selective_ac_option = '0'",
+        "'op'",
+    ),
+    "compiled part": ({"compile__components": "optimizer"}, "compile.components = ['optimizer']", "model, loss"),
+    "model-only end": ({"checkpoint__enable": True, "checkpoint__last_save_model_only": True}, "no run can", "false"),
+    "one checkpoint": ({"checkpoint__keep_latest_k": 1}, "keep_latest_k = 1", "2 or more"),
+    "part of a checkpoint": ({"checkpoint__exclude_from_loading": "data"}, "['data']", "optimizer, lr_scheduler,"),
+    "logging every 0 steps": ({"metrics__log_freq": 0}, "metrics.log_freq must be at least 1", "got 0"),
+    "profiler on a CPU": ({"profiling__enable_profiling": True}, "profiling.enable_profiling", "needs a GPU"),
+    "offload on a CPU": ({"training__enable_cpu_offload": True}, "enable_cpu_offload", "needs a GPU"),
+    "torchft": ({"fault_tolerance__enable": True}, "fault_tolerance.enable", "torchft"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_paragraph(name, monkeypatch, capsys):
+    """As the trainer does it before it touches a device: rank 0 prints one paragraph, and the process ends."""
+    settings, *said = REFUSED[name]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        trainer.check(parse(**settings))
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("\nerror: ")
+    assert len(error.strip().splitlines()) == 1
+    for words in said:
+        assert words in error
+
+
+def test_choices_in_a_toml_file_are_checked_too(tmp_path, monkeypatch, capsys):
+    """TorchTitan checks them on the command line only."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    toml = tmp_path / "wrong.toml"
+    toml.write_text(TINY.read_text().replace('mode = "none"', 'mode = "some"'))
+    assert toml.read_text() != TINY.read_text()
+    with pytest.raises(SystemExit):
+        trainer.check(ConfigManager().parse_args(["--job.config_file", str(toml)]))
+    assert "activation_checkpoint.mode = 'some' is unknown; allowed: selective, full" in capsys.readouterr().err
+
+
+def test_unknown_keys_of_a_toml_file_are_named(tmp_path):
+    toml = tmp_path / "wrong.toml"
+    toml.write_text(TINY.read_text() + "\n[mixer]\ndual_inputs = true\n")
+    with pytest.raises(ValueError, match="dual_inputs"):
+        ConfigManager().parse_args(["--job.config_file", str(toml)])
+
+
+def test_a_plan_that_stands_is_not_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer.check(parse())
+    assert NAME == "interdomain"

@@ -1,0 +1,82 @@
+"""Interrupted and continued runs: to the bit on the same ranks, with the same batches on others."""
+
+import json
+
+import pytest
+import torch
+
+from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
+
+pytestmark = pytest.mark.e2e
+
+
+def checkpoint(runs, name, step):
+    return runs.folder / name / "checkpoint" / f"step-{step}"
+
+
+def test_twice_three_steps_are_six_to_the_bit(one):
+    whole, rest = one.seen("interdomain")["log"], one.seen("second half")["log"]
+    assert list(rest) == [4, 5, 6]
+    for step, log in rest.items():
+        for quantity in ("loss", "grad_norm", "lr/main", "lr/ssm", "n_tokens_seen"):
+            assert log[quantity] == whole[step][quantity], (step, quantity)
+
+
+def test_their_checkpoints_hold_the_same_bits(one):
+    ours, reference = checkpoint(one, "halves", 6), checkpoint(one, "interdomain", 6)
+    index = tensor_index(reference)
+    assert tensor_index(ours).keys() == index.keys()
+    moments = [name for name in index if name.startswith("optimizer.state.")]
+    assert len(moments) == 3 * len(one.seen("interdomain")["initial"])  # step, exp_avg, exp_avg_sq of every parameter
+    ours, reference = (read_tensors(folder, list(index), index) for folder in (ours, reference))
+    differing = [name for name in index if not torch.equal(ours[name], reference[name])]
+    assert not differing
+    start = read_tensors(checkpoint(one, "interdomain", 3), list(index), index)
+    assert not torch.equal(start["output.weight"], reference["output.weight"])  # the second half trained
+
+
+@pytest.mark.parametrize("ranks", ["one", "four"])
+def test_a_run_of_two_ranks_continues_on_others(two, ranks, request):
+    runs = request.getfixturevalue(ranks)
+    whole, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
+    assert list(rest) == [4, 5, 6]
+    for step, log in rest.items():
+        assert log["n_tokens_seen"] == 512 * step
+        for quantity in ("loss", "grad_norm"):
+            assert log[quantity] == pytest.approx(whole[step][quantity], rel=1e-5)
+    assert runs.samples("after two") == two.samples("interdomain")[3:]
+
+
+def test_a_changed_learning_rate_takes_effect_on_resume(one):
+    """The checkpoint was saved with a peak of 3e-3; the schedule goes on from its step under the new peak."""
+    at_four = one.seen("other rate")["log"][4]
+    before = one.seen("interdomain")["log"][4]
+    assert at_four["lr/main"] == at_four["lr/ssm"] == pytest.approx(1e-5 + (2e-4 - 1e-5) * 0.75)  # cos(pi / 3) = 1 / 2
+    assert before["lr/main"] == pytest.approx(1e-5 + (3e-3 - 1e-5) * 0.75)
+    assert at_four["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
+
+
+def test_a_checkpoint_says_what_it_is(one, two):
+    for runs, name in ((one, "halves"), (two, "interdomain")):
+        record = json.loads((checkpoint(runs, name, 6) / "interdomain.json").read_text())
+        assert (record["size"], record["condition"], record["step"], record["tokens"]) == (
+            "debug",
+            "interdomain",
+            6,
+            3072,
+        )
+        assert record["model"]["vocab_size"] == 512
+        assert record["run"]["tokens_per_step"] == 512
+    tokenizer = (two.corpus / "tokenizer.model").read_bytes()
+    assert (checkpoint(two, "interdomain", 6) / "tokenizer.model").read_bytes() == tokenizer
+
+
+def test_asynchronous_saves_keep_the_latest_two_whole(two):
+    folder = two.folder / "asynchronous" / "checkpoint"
+    steps = sorted(path.name for path in folder.iterdir() if (path / ".metadata").is_file())
+    assert steps == ["step-3", "step-4"]
+    index = tensor_index(folder / "step-4")
+    saved = read_tensors(folder / "step-4", ["output.weight"], index)["output.weight"]
+    assert torch.isfinite(saved).all()
+    # The step before it, copied in the background while step 4 was computed, holds other weights.
+    assert not torch.equal(read_tensors(folder / "step-3", ["output.weight"], index)["output.weight"], saved)
