@@ -185,5 +185,11 @@ def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _causes(failed: dcp.api.CheckpointException) -> str:
-    """What went wrong, the first line per rank: torch's messages can run over many."""
-    return "; ".join(f"{type(e).__name__}: {e}".splitlines()[0] for e, _ in failed.failures.values())
+    """What went wrong per rank: the operating system's words where it has a part, else the first line of torch's."""
+    said = []
+    for error, _ in failed.failures.values():
+        link = error
+        while link is not None and not isinstance(link, OSError):
+            link = link.__cause__ or link.__context__
+        said.append(f"{type(error).__name__}: {error}".splitlines()[0] if link is None else str(link))
+    return "; ".join(said)

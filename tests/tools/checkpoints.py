@@ -1,0 +1,72 @@
+"""Checkpoints as the trainer writes them, made without it: model, optimizer and loader state, the record, the tokenizer."""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from interdomain.model import Transformer, condition_of
+from interdomain.model.distributed_checkpoint import SIDECAR, TOKENIZER
+
+from ..model.common import lively, small_config
+
+VOCAB = 420  # a few more than the tokenizer's
+
+
+def small_model(condition="interdomain", **overrides) -> Transformer:
+    return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
+
+
+def record_of(config, tokenizer, step=100) -> dict:
+    """interdomain.json, as interdomain.titan.checkpoint writes it."""
+    return {
+        "format_version": 1,
+        "model": config.to_dict(),
+        "size": "debug",
+        "condition": condition_of(config),
+        "run": {
+            "seed": 42,
+            "seq_len": 128,
+            "global_batch": 16,
+            "tokens_per_step": 2048,
+            "planned_steps": 400,
+            "data_fingerprint": "0123abcd",
+        },
+        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
+        "step": step,
+        "tokens": step * 2048,
+    }
+
+
+class Runs:
+    """Unpickling this runs code: it leaves a file."""
+
+    def __init__(self, trap: Path):
+        self.trap = trap
+
+    def __reduce__(self):
+        return open, (str(self.trap), "w")
+
+
+def write_record(folder: Path, config, tokenizer, step=100) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(tokenizer.path, folder / TOKENIZER)
+    (folder / SIDECAR).write_text(json.dumps(record_of(config, tokenizer, step), indent=2) + "\n")
+
+
+def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
+    """folder/step-N with one rank's shard. What stands beside the model is poison: loading it leaves folder/sprung."""
+    checkpoint = folder / f"step-{step}"
+    write_record(checkpoint, model.config, tokenizer, step)
+    state = dict(model.state_dict())
+    beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
+    beside["optimizer.param_groups.norm.weight.lr"] = 3e-4
+    beside |= {key: Runs(folder / "sprung") for key in ("train_state", "dataloader.dp_rank_0", "optimizer.poison")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save({**state, **beside}, checkpoint_id=checkpoint, no_dist=True)
+    return checkpoint

@@ -1,0 +1,425 @@
+"""Checkpoints to standalone folders and back, to the bit; and everything that can be wrong with either."""
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from interdomain.model import Transformer
+from interdomain.model import distributed_checkpoint as checkpoints
+from interdomain.model.pretrained import load_pretrained, read_config
+from interdomain.tools import convert
+
+from ..common import REPOSITORY
+from .checkpoints import Runs, record_of, small_model, write_checkpoint, write_record
+
+
+def run(*argv, expect=0):
+    assert convert.main([str(a) for a in argv]) == expect
+
+
+def error(capsys):
+    """The one paragraph on stderr."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.strip().split("\n")
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def stored(folder):
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same(found, wanted):
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def model():
+    return small_model()
+
+
+@pytest.fixture
+def checkpoint(tmp_path, model, tokenizer):
+    return write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
+
+
+@pytest.fixture
+def output(tmp_path):
+    """A folder to write, alone in its parent, so that leftovers show."""
+    (tmp_path / "exports").mkdir()
+    return tmp_path / "exports" / "out"
+
+
+def nothing_written(output):
+    return os.listdir(output.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("condition", "overrides"),
+    [
+        ("interdomain", {}),
+        ("interdomain", dict(feature_map="rff", normalize=True, n_kv_heads=2, c_form="diagonal", output_gate=True)),
+        ("single-query", dict(c_form="identity")),
+        ("s4d", {}),
+        ("softmax", {}),
+    ],
+    ids=["interdomain", "rff", "single-query", "s4d", "softmax"],
+)
+def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, condition, overrides):
+    model = small_model(condition, **overrides)
+    checkpoint = write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
+    run(checkpoint, output)
+    wrote = capsys.readouterr().out
+    assert wrote.startswith(f"wrote {output} (")
+    assert f"{len(model.state_dict())} tensors, step 100, logits equal to" in wrote
+    assert_same(stored(output), model.state_dict())
+    assert sorted(os.listdir(output)) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in output.iterdir())
+    config, record = read_config(output)
+    assert config == model.config
+    facts = record["facts"]
+    assert (facts["condition"], facts["step"], facts["tokens"]) == (condition, 100, 204_800)
+    assert facts["run"]["data_fingerprint"] == "0123abcd"
+    # Nothing but the model was loaded: the rest would have left a file.
+    assert not (tmp_path / "run" / "checkpoint" / "sprung").exists()
+    loaded, found = load_pretrained(output)
+    assert found.sha256 == tokenizer.sha256
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)  # the same weights
+
+    # Back to a checkpoint that training starts from, and to a folder again.
+    run(output, tmp_path / "again" / "step-0", "--to-checkpoint")
+    assert f"--checkpoint.initial_load_path {tmp_path}/again/step-0" in capsys.readouterr().out
+    config, record = checkpoints.read_sidecar(tmp_path / "again" / "step-0")
+    assert config == model.config
+    assert (record["step"], record["tokens"], record["condition"]) == (0, 0, condition)
+    assert record["run"]["started_from"]["step"] == 100
+    index = checkpoints.tensor_index(tmp_path / "again" / "step-0")
+    assert_same(checkpoints.read_tensors(tmp_path / "again" / "step-0", list(index), index), model.state_dict())
+    run(tmp_path / "again", tmp_path / "exports" / "second")
+    first, second = contents(output), contents(tmp_path / "exports" / "second")
+    first.pop("config.json"), second.pop("config.json")  # facts differ: step 0, started from step 100
+    assert first == second
+
+
+def test_the_poison_is_real(tmp_path, checkpoint):
+    """What the tests above do not load would run code if it were loaded."""
+    index = checkpoints.SafeReader(checkpoint).read_metadata()
+    info = next(info for at, info in index.storage_data.items() if at.fqn == "optimizer.poison")
+    data = (checkpoint / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+    (tmp_path / "entry.pt").write_bytes(data)
+    torch.load(tmp_path / "entry.pt", weights_only=False)
+    assert (checkpoint.parent / "sprung").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_only")
+def test_poisonous_index_is_refused_and_nothing_runs(tmp_path, checkpoint, output, capsys):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "sprung")))
+    run(checkpoint, output, expect=2)
+    message = error(capsys)
+    assert ".metadata is damaged or not the index of a checkpoint" in message
+    assert "has no place in the index" in message
+    assert not (tmp_path / "sprung").exists()
+    assert nothing_written(output)
+
+
+def test_small_shards(checkpoint, output, model):
+    run(checkpoint, output, "--max-shard-gb", "2e-5")
+    files = sorted(output.glob("model-*-of-*.safetensors"))
+    assert len(files) > 3
+    assert not (output / "model.safetensors").exists()
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict())
+    assert_same(stored(output), model.state_dict())
+    assert_same(load_pretrained(output)[0].state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, capsys, dtype):
+    model = small_model()
+    model.init_weights(0)
+    run(write_checkpoint(tmp_path / "run", model, tokenizer), output, "--dtype", dtype)
+    difference = float(capsys.readouterr().out.rpartition("logits equal to ")[2].strip(" )\n"))
+    assert 0 < difference < convert.LOGIT_TOLERANCE[dtype]
+    found = stored(output)
+    for name, tensor in model.state_dict().items():
+        wanted = tensor if ".ssm." in name else tensor.to(getattr(torch, dtype))
+        assert found[name].dtype == wanted.dtype
+        assert torch.equal(found[name], wanted)
+    assert read_config(output)[1]["dtype"] == dtype
+    # Training starts in float32 again, from the rounded values.
+    run(output, tmp_path / "again", "--to-checkpoint")
+    index = checkpoints.tensor_index(tmp_path / "again")
+    assert_same(
+        checkpoints.read_tensors(tmp_path / "again", list(index), index),
+        {name: tensor.float() for name, tensor in found.items()},
+    )
+
+
+def test_a_run_gives_its_newest_whole_step(tmp_path, tokenizer, output, capsys):
+    models = {step: small_model() for step in (90, 100, 110)}
+    for step, model in models.items():
+        model.init_weights(step)
+        write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer, step)
+    (tmp_path / "run" / "checkpoint" / "step-110" / ".metadata").unlink()  # as while it is being written
+    run(tmp_path / "run", output)
+    assert "step 100," in capsys.readouterr().out
+    assert_same(stored(output), models[100].state_dict())
+
+
+def edit_record(checkpoint, change):
+    record = json.loads((checkpoint / "interdomain.json").read_text())
+    change(record)
+    (checkpoint / "interdomain.json").write_text(json.dumps(record))
+
+
+def shard(checkpoint):
+    (file,) = checkpoint.glob("*.distcp")
+    return file
+
+
+def another_tokenizer(checkpoint):
+    file = checkpoint / "tokenizer.model"
+    file.write_bytes(file.read_bytes() + b"\x1a\x00")
+
+
+def without_entry(checkpoint):
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    del metadata.state_dict_metadata["norm.weight"]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+DAMAGE = {
+    "no index": (lambda c: (c / ".metadata").unlink(), ["step-100 is not a whole checkpoint", "no .metadata"]),
+    "empty index": (lambda c: (c / ".metadata").write_bytes(b""), [".metadata is damaged"]),
+    "cut index": (lambda c: os.truncate(c / ".metadata", 200), [".metadata is damaged"]),
+    "no record": (lambda c: (c / "interdomain.json").unlink(), ["step-100 has no interdomain.json"]),
+    "empty record": (lambda c: (c / "interdomain.json").write_text(""), ["interdomain.json is damaged"]),
+    "record of nothing": (lambda c: (c / "interdomain.json").write_text("[]"), ["interdomain.json is damaged"]),
+    "newer record": (lambda c: edit_record(c, lambda r: r.update(format_version=2)), ["format version 2", "reads 1"]),
+    "newer model": (
+        lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)),
+        ["version 2", "reads version 1"],
+    ),
+    "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), ["is damaged", "lacks tokens"]),
+    "record without model": (lambda c: edit_record(c, lambda r: r.pop("model")), ["is damaged", "model"]),
+    "no shard": (lambda c: shard(c).unlink(), ["step-100 could not be read", "shard is missing or damaged"]),
+    "empty shard": (lambda c: shard(c).write_bytes(b""), ["step-100 could not be read", "missing or damaged"]),
+    "cut shard": (lambda c: os.truncate(shard(c), 5000), ["step-100 could not be read", "missing or damaged"]),
+    "another size": (
+        lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)),
+        ["tok_embeddings.weight is [420, 32]", "describes [421, 32]"],
+    ),
+    "another depth": (
+        lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)),
+        ["lacks the tensor layers.2."],
+    ),
+    "tensor missing": (without_entry, ["lacks the tensor norm.weight"]),
+    "no tokenizer": (lambda c: (c / "tokenizer.model").unlink(), ["step-100 has no tokenizer.model"]),
+    "another tokenizer": (another_tokenizer, ["tokenizer", "checksum differs", "interdomain.json"]),
+    "no tokenizer at all": (
+        lambda c: (c / "tokenizer.model").write_bytes(b"abc"),
+        ["tokenizer.model", "is not a sentencepiece model"],
+    ),
+    "no folder": (shutil.rmtree, ["There is no folder"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_one_paragraph(checkpoint, output, capsys, damage):
+    break_it, words = DAMAGE[damage]
+    break_it(checkpoint)
+    run(checkpoint, output, expect=2)
+    message = error(capsys)
+    for word in words:
+        assert word in message
+    assert nothing_written(output)
+
+
+def test_a_diverged_run_is_refused(tmp_path, tokenizer, output, capsys):
+    model = small_model()
+    with torch.no_grad():
+        model.norm.weight[3] = float("nan")
+    run(write_checkpoint(tmp_path / "run", model, tokenizer), output, expect=2)
+    assert "norm.weight holds values that are not finite" in error(capsys)
+    assert nothing_written(output)
+
+
+def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path, tokenizer, output, capsys):
+    model = small_model()
+    with torch.no_grad():
+        model.layers["0"].feed_forward.w1.weight[0, 0] = 1e6  # beyond float16's 65,504
+    checkpoint = write_checkpoint(tmp_path / "run", model, tokenizer)
+    run(checkpoint, output, "--dtype", "float16", expect=2)
+    assert "Convert with --dtype float32" in error(capsys)
+    assert nothing_written(output)
+    run(checkpoint, output, "--dtype", "bfloat16", "--no-logit-check")
+
+
+def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypatch):
+    """A machine that writes something else than it was given."""
+    from interdomain.model import pretrained
+
+    def flips(tensors, *args, **kwargs):
+        tensors["norm.weight"][5] += 1e-6
+        save(tensors, *args, **kwargs)
+
+    save = pretrained.save_file
+    monkeypatch.setattr(pretrained, "save_file", flips)
+    for options in ([], ["--no-logit-check"]):
+        run(checkpoint, output, *options, expect=2)
+        assert "norm.weight did not read back as written" in error(capsys)
+        assert nothing_written(output)
+
+
+@pytest.mark.parametrize("to_checkpoint", [False, True])
+def test_nothing_is_overwritten(tmp_path, checkpoint, output, capsys, to_checkpoint):
+    source = checkpoint
+    options = []
+    if to_checkpoint:
+        source, options = tmp_path / "folder", ["--to-checkpoint"]
+        run(checkpoint, source)
+        capsys.readouterr()
+    output.mkdir()
+    (output / "notes.txt").write_text("mine")
+    run(source, output, *options, expect=2)
+    assert "exists and is not empty" in error(capsys)
+    assert contents(output) == {"notes.txt": b"mine"}
+    assert os.listdir(output.parent) == ["out"]
+    (output / "notes.txt").unlink()
+    run(source, output, *options)  # an empty folder is taken
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_shard_sizes_that_are_none(checkpoint, output, capsys, value):
+    run(checkpoint, output, "--max-shard-gb", value, expect=2)
+    assert f"--max-shard-gb must be positive and finite: got {float(value)}" in error(capsys)
+
+
+def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys):
+    folder = tmp_path / "folder"
+    run(checkpoint, folder)
+    capsys.readouterr()
+    another_tokenizer(folder)
+    run(folder, output, "--to-checkpoint", expect=2)
+    assert "checksum differs from config.json's" in error(capsys)
+    (folder / "tokenizer.model").unlink()
+    run(folder, output, "--to-checkpoint", expect=2)
+    assert "has no tokenizer.model" in error(capsys)
+    os.truncate(folder / "model.safetensors", 1000)
+    run(folder, output, "--to-checkpoint", expect=2)
+    assert "truncated or damaged" in error(capsys)
+    run(checkpoint, output, "--to-checkpoint", expect=2)  # the wrong way round
+    assert "is not a model folder" in error(capsys)
+    assert nothing_written(output)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """A disk that fills: a file that grows beyond this fails with EFBIG (Python ignores SIGXFSZ)."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("to_checkpoint", [False, True])
+def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, capsys, to_checkpoint):
+    source, options = checkpoint, []
+    if to_checkpoint:
+        source, options = tmp_path / "folder", ["--to-checkpoint"]
+        run(checkpoint, source)
+        capsys.readouterr()
+    # The smallest leaves no room for the tokenizer, the largest for the weights.
+    for size in (100, 50_000):
+        with files_of_at_most(size):
+            run(source, output, *options, expect=2)
+        assert "File too large" in error(capsys)
+        assert nothing_written(output)
+    run(source, output, *options)
+
+
+SLOW_CHECK = """
+import sys, time
+from interdomain.tools import convert
+def waits(*args):
+    print("here", flush=True)
+    time.sleep(60)
+convert.check_folder = waits
+sys.exit(convert.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.e2e
+def test_killed_when_all_is_written_but_not_checked(checkpoint, output, model):
+    argv = [sys.executable, "-c", SLOW_CHECK, str(checkpoint), str(output)]
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not output.exists()
+    (partial,) = output.parent.iterdir()  # hidden, under a name that says it
+    assert partial.name.startswith(".out.partial-")
+    time.sleep(0.01)
+    run(checkpoint, output)
+    assert os.listdir(output.parent) == ["out"]
+    assert_same(stored(output), model.state_dict())
+
+
+@pytest.mark.e2e
+def test_a_checkpoint_of_two_ranks(tmp_path, tokenizer, output):
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-1"
+    script = REPOSITORY / "tests" / "tools" / "fsdp_checkpoint.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    argv = [*torchrun, str(script), str(checkpoint), str(tokenizer.path)]
+    done = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(checkpoint.glob("*.distcp"))) == 2
+    run(tmp_path / "run", output)
+    config, _ = read_config(output)
+    # The same start and the same step of AdamW, on one device.
+    wanted = Transformer(config)
+    wanted.init_weights(7)
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=1e-2, foreach=False)
+    for p in wanted.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert_same(stored(output), wanted.state_dict())
+
+
+def test_our_record_is_the_trainer_s(tokenizer):
+    """The fields that tests/tools/checkpoints.py makes up are those that the plugin writes."""
+    source = (REPOSITORY / "plugin" / "titan" / "checkpoint.py").read_text()
+    record = record_of(small_model().config, tokenizer)
+    for name in (*record, *record["run"], *record["tokenizer"], *record["versions"]):
+        assert f'"{name}"' in source, name
+
+
+def test_the_record_alone_is_no_checkpoint(tmp_path, tokenizer, output, capsys):
+    write_record(tmp_path / "run" / "step-5", small_model().config, tokenizer)
+    run(tmp_path / "run", output, expect=2)
+    assert "holds no whole checkpoint" in error(capsys)
