@@ -91,6 +91,7 @@ def main(argv=None) -> int:
         seed=args.seed,
         stop=stop,
         prefill_chunk=args.prefill_chunk,
+        vocab_size=tokenizer.vocab_size,
     ):
         for i, token in enumerate(row):
             if token is None:

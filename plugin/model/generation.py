@@ -82,6 +82,7 @@ def generate(
     seed: int = 0,
     stop: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    vocab_size: int | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
 
@@ -91,6 +92,7 @@ def generate(
     Args:
         prompts: token ids, each at least one and all below the vocabulary size.
         stop: a token that ends a prompt (it is yielded), or None.
+        vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
     Raises: ValueError for no prompt, an empty one, a token outside the vocabulary, or a length that is none; at the first
         token, as of any iterator.
     """
@@ -114,7 +116,7 @@ def generate(
     state = ModelState.stack([s for _, s in read])
     ended = [False] * len(prompts)
     for step in range(max_tokens):
-        tokens = sample(logits, sampling, generators)
+        tokens = sample(logits[:, :vocab_size], sampling, generators)
         ids = tokens.tolist()
         yield [None if done else t for t, done in zip(ids, ended, strict=True)]
         ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]

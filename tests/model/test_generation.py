@@ -95,6 +95,18 @@ def test_a_stop_token_ends_its_row_alone():
     assert len(list(generate(model, prompts, max_tokens=1))) == 1
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=3, top_p=0.5)], ids=str)
+def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(sampling):
+    model = variant("interdomain")
+    with torch.no_grad():
+        model.output.weight[40:] *= 100
+    options = dict(max_tokens=50, sampling=sampling, seed=1)
+    assert max(rows(model, [[1, 2]], **options)[0]) >= 40
+    found = rows(model, [[1, 2]], vocab_size=40, **options)[0]
+    assert len(found) == 50
+    assert max(found) < 40
+
+
 # Hand-made distribution: 0.5, 0.25, 0.125, 0.0625, 0.0625 in shuffled places.
 PROBABILITIES = torch.tensor([0.0625, 0.5, 0.0625, 0.125, 0.25])
 DRAWS = 4000

@@ -1,0 +1,290 @@
+"""Text from a standalone folder: what is printed is what the model says, alone on a machine that has torch and little else."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from interdomain.model.generation import Sampling
+from interdomain.model.generation import generate as generate_tokens
+from interdomain.model.pretrained import load_pretrained
+from interdomain.tools import convert, generate
+
+from ..common import REPOSITORY
+from .checkpoints import small_model, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, tokenizer):
+    """A folder made by convert."""
+    path = tmp_path_factory.mktemp("generate")
+    checkpoint = write_checkpoint(path / "run", small_model(), tokenizer)
+    assert convert.main([str(checkpoint), str(path / "folder")]) == 0
+    return path / "folder"
+
+
+@pytest.fixture
+def folder(tmp_path, source):
+    return shutil.copytree(source, tmp_path / "folder")
+
+
+def run(folder, *options, expect=0):
+    assert generate.main([str(folder), *map(str, options)]) == expect
+
+
+def continuation(folder, prompt, max_tokens, sampling=None, seed=0):
+    """(token ids of the prompt as the tool feeds it, ids that follow)."""
+    model, tokenizer = load_pretrained(folder)
+    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    options = dict(sampling=sampling or Sampling(temperature=0), seed=seed, vocab_size=tokenizer.vocab_size)
+    steps = generate_tokens(model, [ids], max_tokens=max_tokens, **options)
+    return ids, [step[0] for step in steps]
+
+
+PROMPTS = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_text_is_the_decoded_tokens(source, capsys, tokenizer, prompt):
+    run(source, "--prompt", prompt, "--max-tokens", 40, "--temperature", 0)
+    out, err = capsys.readouterr()
+    ids, new = continuation(source, prompt, 40)
+    assert out == tokenizer.decode(ids + new) + "\n"
+    assert out.startswith(prompt)
+    assert err.startswith("[40 tokens in ")
+
+
+class Chunks(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.flushed = []
+
+    def flush(self):
+        self.flushed.append(self.getvalue())
+
+
+def test_it_streams(source, monkeypatch, tokenizer):
+    """After every token, all text that is certain is on its way: nothing waits for the end."""
+    screen = Chunks()
+    monkeypatch.setattr(sys, "stdout", screen)
+    run(source, "--prompt", "import os", "--max-tokens", 30, "--temperature", 0)
+    ids, new = continuation(source, "import os", 30)
+    for i in range(len(new)):
+        certain = tokenizer.decode(ids + new[: i + 1]).rstrip("\ufffd")
+        assert any(text.startswith(certain) and len(text) <= len(certain) + 4 for text in screen.flushed), i
+    assert screen.flushed[0] == "import os"
+
+
+def test_several_prompts_are_each_alone(source, capsys):
+    alone = []
+    for prompt in PROMPTS:
+        run(source, "--prompt", prompt, "--max-tokens", 25, "--temperature", 0)
+        alone.append(capsys.readouterr().out.removesuffix("\n"))
+    run(source, *(o for p in PROMPTS for o in ("--prompt", p)), "--max-tokens", 25, "--temperature", 0)
+    out, err = capsys.readouterr()
+    blocks = {f"=== {i + 1}: {p!r}\n{text}\n\n" for i, (p, text) in enumerate(zip(PROMPTS, alone, strict=True))}
+    for block in blocks:
+        assert block in out
+    assert len(out) == sum(map(len, blocks))
+    assert err.startswith("[100 tokens in ")
+
+
+def test_sampling_options_and_seed(source, capsys, tokenizer):
+    options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--seed", 3)
+    run(source, *options, "--no-stop")
+    first = capsys.readouterr().out
+    run(source, *options, "--no-stop", "--prefill-chunk", 1)
+    assert capsys.readouterr().out == first
+    ids, new = continuation(source, "x", 30, Sampling(1.5, 50, 0.9), seed=3)
+    assert first == tokenizer.decode(ids + new) + "\n"
+    run(source, *options[:-1], 4, "--no-stop")
+    assert capsys.readouterr().out != first
+
+
+def test_it_stops_at_the_end_of_text(folder, capsys, tokenizer):
+    """A model whose next token is a function of the last one: "a" after any, and the end of text after "a"."""
+    (a,) = tokenizer.encode("a")[-1:]
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("wo.weight", "w2.weight")) or name in ("tok_embeddings.weight", "output.weight"):
+            tensor.zero_()
+    tensors["norm.weight"].fill_(1)
+    tensors["tok_embeddings.weight"][:, 0] = 1
+    tensors["tok_embeddings.weight"][a] = torch.eye(32)[1]
+    tensors["output.weight"][a, 0] = tensors["output.weight"][tokenizer.eos_id, 1] = 1
+    save_file(tensors, folder / "model.safetensors")
+    options = ("--prompt", "x", "--max-tokens", 7, "--temperature", 0)
+    run(folder, *options)
+    out, err = capsys.readouterr()
+    assert out == "xa\n"  # the end itself is not printed
+    assert err.startswith("[2 tokens in ")
+    run(folder, *options, "--no-stop")
+    out, err = capsys.readouterr()
+    assert out == "xaaaa\n"
+    assert err.startswith("[7 tokens in ")
+    run(folder, *options, "--prompt", "y")
+    out, err = capsys.readouterr()
+    assert out == "=== 1: 'x'\nxa\n\n=== 2: 'y'\nya\n\n"
+    assert err.startswith("[4 tokens in ")
+
+
+def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(folder, capsys, tokenizer):
+    """The model has more rows than the tokenizer has ids; here they are the most probable ones."""
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["output.weight"].shape[0] > tokenizer.vocab_size
+    tensors["output.weight"][tokenizer.vocab_size :] *= 100
+    save_file(tensors, folder / "model.safetensors")
+    for temperature in (0, 1):
+        run(folder, "--prompt", "x", "--max-tokens", 20, "--temperature", temperature, "--no-stop")
+        assert capsys.readouterr().err.startswith("[20 tokens in ")
+
+
+def test_prompt_from_standard_input(source, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    run(source, "--max-tokens", 5, "--temperature", 0)
+    piped = capsys.readouterr().out
+    run(source, "--prompt", "import os", "--max-tokens", 5, "--temperature", 0)
+    assert capsys.readouterr().out == piped
+
+
+def test_low_precision(source, capsys):
+    run(source, "--prompt", "x", "--max-tokens", 5, "--dtype", "bfloat16")
+    assert capsys.readouterr().out.startswith("x")
+
+
+ALONE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchtitan", "torchdata", "triton", "transformers", "datasets", "tensorboard"):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Absent())
+import socket
+class NoNetwork(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("a socket was opened")
+socket.socket = NoNetwork
+for name in ("torchtitan", "triton", "transformers"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    sys.exit(f"{name} was not blocked")
+from interdomain.tools.generate import main
+code = main(sys.argv[1:])
+loaded = [n for n in sys.modules if n.partition(".")[0] in ("torchtitan", "triton", "transformers")]
+sys.exit(code or (f"loaded {loaded}" if loaded else 0))
+"""
+
+
+def test_it_needs_torch_safetensors_and_sentencepiece_alone(source, tmp_path, tokenizer):
+    argv = [
+        sys.executable,
+        "-c",
+        ALONE,
+        str(source),
+        "--prompt",
+        "import os",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    done = subprocess.run(
+        argv, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    ids, new = continuation(source, "import os", 8)
+    assert done.stdout == tokenizer.decode(ids + new) + "\n"
+
+
+def error(capsys):
+    """The one paragraph on stderr, and nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.strip().split("\n")) == 1, err
+    assert err.startswith("error: ")
+    return err
+
+
+def newer(folder):
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"format_version": 1', '"format_version": 2'))
+
+
+def sharded(folder):
+    """The same model in several files, one of them lost."""
+    checkpoint = folder.parent / "step-0"
+    assert convert.main([str(folder), str(checkpoint), "--to-checkpoint"]) == 0
+    shutil.rmtree(folder)
+    assert convert.main([str(checkpoint), str(folder), "--max-shard-gb", "2e-5"]) == 0
+    min(folder.glob("model-00002-of-*.safetensors")).unlink()
+
+
+DAMAGE = {
+    "another tokenizer": (
+        lambda f: (f / "tokenizer.model").write_bytes((f / "tokenizer.model").read_bytes() + b"\x1a\x00"),
+        ["tokenizer", "checksum differs"],
+    ),
+    "missing shard": (sharded, ["lacks model-00002-of-"]),
+    "truncated weights": (lambda f: os.truncate(f / "model.safetensors", 9999), ["model.safetensors is truncated"]),
+    "newer version": (newer, ["format version 2", "reads version 1", "update"]),
+    "empty folder": (lambda f: [p.unlink() for p in f.iterdir()], ["is not a model folder", "tools.convert"]),
+    "no folder": (shutil.rmtree, ["is not a model folder"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_one_paragraph(folder, capsys, damage):
+    break_it, words = DAMAGE[damage]
+    break_it(folder)
+    capsys.readouterr()
+    run(folder, "--prompt", "x", expect=2)
+    message = error(capsys)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-tokens", 0], ["--max-tokens", "at least 1"]),
+        (["--prefill-chunk", 0], ["--prefill-chunk", "at least 1"]),
+        (["--temperature", -1], ["temperature", "-1"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--top-p", 0], ["top_p", "0"]),
+        (["--top-k", -3], ["top_k", "-3"]),
+        (["--seed", 2**64], ["--seed", "64 bits"]),
+        (["--device", "gpu"], ["--device gpu", "cpu"]),
+        *([] if torch.cuda.is_available() else [(["--device", "cuda"], ["--device cuda", "cpu"])]),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_one_paragraph(source, capsys, options, words):
+    run(source, "--prompt", "x", *options, expect=2)
+    message = error(capsys)
+    for word in words:
+        assert word in message
+
+
+def test_seeds_at_both_ends(source, capsys):
+    for seed in (-(2**63), 2**63 - 1):
+        run(source, "--prompt", "x", "--max-tokens", 1, "--seed", seed)
+    assert capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_ends_it_quietly(source):
+    """`generate ... | head -1`: no traceback."""
+    argv = (
+        f"{sys.executable} -m interdomain.tools.generate {source} --prompt x --max-tokens 3000 --no-stop | head -c 20"
+    )
+    done = subprocess.run(
+        ["bash", "-c", argv], cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
