@@ -1,0 +1,325 @@
+"""The house rules that the design pages make, enforced: which room imports what, what is in the wheel, what is in the files."""
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from .common import REPOSITORY
+
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
+FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+MAX_LINES = 450
+LONGER = ()  # files past MAX_LINES, each with a reason that a reader would accept
+
+
+def files(*endings):
+    """Every file that is or may become a part of the repository, with one of the endings."""
+    git = shutil.which("git")
+    if git and (REPOSITORY / ".git").exists():
+        listed = subprocess.check_output(
+            [git, "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, text=True
+        )
+        found = [REPOSITORY / name for name in listed.split("\0") if name]
+    else:  # an unpacked archive
+        found = [p for p in REPOSITORY.rglob("*") if not any(part.startswith(".") for part in p.parts)]
+    return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
+
+
+def folder_of(package):
+    """A package's folder, by setuptools' rule: the longest prefix with an entry of its own."""
+    parts = package.split(".")
+    for n in range(len(parts), 0, -1):
+        if ".".join(parts[:n]) in FOLDERS:
+            return REPOSITORY.joinpath(FOLDERS[".".join(parts[:n])], *parts[n:])
+    raise AssertionError(f"{package} has no folder")
+
+
+MODULES = {  # import name -> file
+    package if path.stem == "__init__" else f"{package}.{path.stem}": path
+    for package in PACKAGES
+    for path in sorted(folder_of(package).glob("*.py"))
+}
+
+
+# Which room imports what
+
+
+def imports_of(source, module, is_package):
+    """Absolute names of everything that a module's source imports, wherever in it, relative and by string included."""
+    base = module.split(".") if is_package else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = ".".join(base[: len(base) - node.level + 1]) if node.level else ""
+            start = ".".join(part for part in (start, node.module) if part)
+            found |= {f"{start}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                found.add(str(node.args[0].value))
+    return found
+
+
+def room(name):
+    """scan, data, model, ... for ours; `torch`, `os` for others'; `interdomain` for its top."""
+    parts = name.split(".")
+    if parts[0] != "interdomain":
+        return parts[0]
+    return f"interdomain.{parts[1]}" if len(parts) > 1 and parts[1] in ROOMS else "interdomain"
+
+
+ROOMS = {
+    "folders": set(),
+    "scan": {"torch", "triton"},
+    "data": {"numpy", "sentencepiece", "torch", "interdomain.folders"},
+    "model": {"torch", "safetensors", "numpy", "interdomain.scan", "interdomain.data", "interdomain.folders"},
+    "titan": {
+        *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "interdomain"),
+        *("interdomain.scan", "interdomain.data", "interdomain.folders", "interdomain.model"),
+    },
+    "megatron": {"torch", "megatron", "interdomain", "interdomain.scan", "interdomain.model"},
+    "tools": {
+        *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
+        *("interdomain.data", "interdomain.folders", "interdomain.model", "interdomain.titan", "interdomain.megatron"),
+    },
+}
+NETWORK = {
+    *("socket", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc", "asyncio", "webbrowser"),
+    *("requests", "httpx", "aiohttp", "urllib3", "huggingface_hub", "wandb", "boto3", "fsspec"),
+}
+
+
+def test_the_parser_sees_every_way_to_import():
+    source = """
+import a.b as c, d
+from e.f import g
+from . import h
+from .i import j
+from .. import k
+def late():
+    import l
+    importlib.import_module("m.n")
+    __import__("o")
+"""
+    wanted = {"a.b", "d", "e.f.g", "k", "l", "m.n", "o"}
+    assert imports_of(source, "interdomain.model.x", False) == {
+        *("a.b", "d", "e.f.g", "interdomain.model.h", "interdomain.model.i.j", "interdomain.k", "l", "m.n", "o")
+    }
+    assert imports_of(source, "interdomain.model", True) >= wanted - {"k"} | {"interdomain.model.h", "interdomain.k"}
+    assert room("interdomain.model.config") == "interdomain.model"
+    assert room("interdomain.__version__") == "interdomain"
+    assert room("torch.nn") == "torch"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    path = MODULES[module]
+    own = room(module)
+    allowed = ROOMS[own.partition(".")[2]] if own != "interdomain" else set()
+    for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
+        target = room(name)
+        assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"
+        assert target in allowed | {own} or target in sys.stdlib_module_names, (
+            f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
+        )
+
+
+def test_every_room_was_looked_at():
+    seen = {room(module) for module in MODULES}
+    assert {f"interdomain.{name}" for name in ("scan", "data", "model", "titan", "tools", "folders")} <= seen
+    assert len(MODULES) > 40
+
+
+# What the package holds
+
+
+def test_kernels_is_no_package():
+    """transformers imports the Hugging Face package `kernels`; ours would shadow it where the repository is on sys.path."""
+    assert (REPOSITORY / "kernels").is_dir()
+    assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+
+
+def test_every_package_folder_is_listed():
+    listed = {folder_of(package) for package in PACKAGES}
+    for root in ("plugin", "kernels", "tools"):
+        for path in files(".py"):
+            if path.is_relative_to(REPOSITORY / root):
+                assert path.parent in listed, f"{path} is in no package of pyproject.toml: absent from the wheel"
+                assert (path.parent / "__init__.py").is_file(), path.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, unpacked; built from a copy, since setuptools leaves its traces in the source."""
+    path = tmp_path_factory.mktemp("wheel")
+    for name in ("plugin", "kernels", "tools"):
+        shutil.copytree(REPOSITORY / name, path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(REPOSITORY / name, path / "source" / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*pip, "-w", path, path / "source"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = path.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(path / "unpacked")
+    return path / "unpacked"
+
+
+def test_the_wheel_holds_every_module(wheel):
+    found = {str(p.relative_to(wheel)) for p in wheel.rglob("*.py")}
+    wanted = {
+        module.replace(".", "/") + ("/__init__.py" if path.stem == "__init__" else ".py")
+        for module, path in MODULES.items()
+    }
+    assert found == wanted
+    (info,) = wheel.glob("*.dist-info")
+    assert (info / "licenses" / "LICENSE").is_file()
+    metadata = (info / "METADATA").read_text()
+    for dependency in PYPROJECT["project"]["dependencies"]:
+        assert f"Requires-Dist: {dependency}" in metadata
+
+
+def python(code, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+# A child in which a socket or a warning of ours is an error. Others' imports come first: their warnings are theirs.
+STRICT = """
+import sys, warnings, socket
+class NoNetwork(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("a socket was opened")
+socket.socket = NoNetwork
+socket.create_connection = socket.getaddrinfo = None
+import numpy, safetensors.torch, sentencepiece, torch, torch.distributed.checkpoint, torch.distributed.tensor, tqdm
+for name in {theirs!r}:
+    __import__(name)
+warnings.simplefilter("error")
+import importlib
+for name in {ours!r}:
+    print(name, importlib.import_module(name).__file__)
+"""
+
+
+def test_the_wheel_imports_from_anywhere(wheel, tmp_path):
+    ours = ["interdomain", "interdomain.scan", "interdomain.model", "interdomain.data", "interdomain.tools.convert"]
+    done = python(STRICT.format(theirs=[], ours=ours), tmp_path, PYTHONPATH=str(wheel))
+    assert done.returncode == 0, done.stderr
+    for line, name in zip(done.stdout.splitlines(), ours, strict=True):
+        got, file = line.split(" ", 1)
+        assert got == name
+        assert Path(file).is_relative_to(wheel), f"{name} came from {file}, not from the wheel"
+
+
+def test_imports_are_silent_and_open_no_socket(tmp_path):
+    ours = [name for name in MODULES if not name.startswith("interdomain.titan")]
+    done = python(STRICT.format(theirs=[], ours=ours), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == len(ours)
+
+
+def test_the_plugin_s_imports_are_silent_too(tmp_path):
+    pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+    ours = [name for name in MODULES if name.startswith("interdomain.titan")]
+    theirs = ["torchtitan.train"]
+    # The plugin is imported before the trainer in a run; here after it, so that what warns is ours.
+    done = python(STRICT.format(theirs=theirs, ours=ours), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_imports_beside_us():
+    """With the repository first on sys.path, as where its tests are run: our folders must not pass for others' packages.
+
+    transformers 5.20 took a `kernels` with an __init__.py for Hugging Face's and failed; 5.23 asks for the distribution.
+    """
+    pytest.importorskip("transformers", reason="the extra `dev` is not installed")
+    code = (
+        "import sys, transformers.integrations.hub_kernels; assert sys.path[0] == ''; print(transformers.__version__)"
+    )
+    done = python(code, REPOSITORY, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+
+
+# What stands in the files
+
+
+def test_no_file_is_too_long():
+    too_long = {
+        str(path.relative_to(REPOSITORY)): lines
+        for path in files(".py", ".sh", ".toml", ".md")
+        if (lines := len(path.read_text().splitlines())) > MAX_LINES
+    }
+    assert sorted(too_long) == sorted(LONGER), too_long
+
+
+MACHINE_PATH = re.compile(r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w")
+
+
+def test_the_pattern_of_machine_paths():
+    at = "/"  # apart, or this file would be found
+    for path in (f"{at}home/me/x", f'"{at}work/main"', f"={at}root/a", f"({at}tmp/run"):
+        assert MACHINE_PATH.search(path), path
+    for path in ("data/work/x", "~/work/x", "https://a.b/work/x", "<folder>/work/x", f"{at}proc/meminfo"):
+        assert not MACHINE_PATH.search(path), path
+
+
+def test_no_file_names_a_machine_s_paths():
+    for path in files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for i, line in enumerate(text.splitlines(), 1):
+            assert not MACHINE_PATH.search(line), f"{path}:{i}: {line.strip()}"
+
+
+# The tools
+
+TOOLS = [name for name in MODULES if name.startswith("interdomain.tools.") and "._" not in name]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_open_with_a_line_that_can_be_pasted(tool):
+    first, blank, *_ = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
+    assert first.startswith(f"python -m {tool} ")
+    assert blank == ""
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_help(tool, capsys):
+    module = importlib.import_module(tool)
+    with pytest.raises(SystemExit) as ended:
+        module.main(["--help"])
+    assert ended.value.code == 0
+    usage = capsys.readouterr().out.split("\n")[0]
+    assert usage.startswith(f"usage: python -m {tool} ") or ("launch" in tool and usage.startswith("usage: launch.sh "))
+
+
+def test_help_from_the_command_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "interdomain.tools.train_tokenizer", "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python -m interdomain.tools.train_tokenizer")
