@@ -102,8 +102,9 @@ def two(tmp_path_factory, corpus):
     local = {"training__local_batch_size": 4}
     runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED)
     runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2)
-    for condition in ("softmax", "s4d"):
-        runs.add(condition, **local, mixer__condition=condition, training__steps=4)
+    for condition, reshard in (("softmax", "never"), ("s4d", "always")):
+        settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}
+        runs.add(condition, **local, **settings, training__steps=4)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
     compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
     runs.add("compiled", **local, **compiled, **SHORT, compile__backend="aot_eager", probes=["scan"])
@@ -113,9 +114,12 @@ def two(tmp_path_factory, corpus):
     return runs.start()
 
 
-def half(runs, folder):
-    """`folder` with the checkpoint of step 3 of a whole run on two ranks, and nothing after it."""
-    shutil.copytree(runs.folder / "interdomain" / "checkpoint" / "step-3", folder / "checkpoint" / "step-3")
+def half(runs, folder, step=3, whole=True):
+    """`folder` with the checkpoint of step 3 of a run on two ranks, and nothing after it. Not whole: without its index."""
+    copy = folder / "checkpoint" / f"step-{step}"
+    shutil.copytree(runs.folder / "interdomain" / "checkpoint" / "step-3", copy)
+    if not whole:
+        (copy / ".metadata").unlink()
     return folder
 
 
@@ -129,6 +133,9 @@ def one(tmp_path_factory, corpus, two):
     runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS)
     other_rate = half(two, runs.folder / "other rate")
     runs.add("other rate", folder=other_rate, optimizer__lr=2e-4, training__steps=4, **WITH_CHECKPOINTS)
+    started = half(two, runs.folder / "started", step=5, whole=False)
+    source = two.folder / "interdomain" / "checkpoint" / "step-3"
+    runs.add("started", folder=started, checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
     runs.add("accumulated", training__local_batch_size=2)
     for condition in ("softmax", "s4d"):
         runs.add(condition, mixer__condition=condition, training__steps=4)

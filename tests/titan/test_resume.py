@@ -56,6 +56,18 @@ def test_a_changed_learning_rate_takes_effect_on_resume(one):
     assert at_four["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
 
 
+def test_a_run_starts_from_another_runs_weights(one, two):
+    """Where its own folder holds only the remains of a save: TorchTitan alone would start from scratch."""
+    log = one.seen("started")["log"]
+    assert list(log) == [1]
+    assert log[1]["n_tokens_seen"] == 512
+    scratch = two.seen("interdomain")["log"]
+    assert (
+        log[1]["loss"] < scratch[3]["loss"] < scratch[1]["loss"] - 0.3
+    )  # three steps learned, on the first batch again
+    assert json.loads((checkpoint(one, "started", 1) / "interdomain.json").read_text())["tokens"] == 512
+
+
 def test_a_checkpoint_says_what_it_is(one, two):
     for runs, name in ((one, "halves"), (two, "interdomain")):
         record = json.loads((checkpoint(runs, name, 6) / "interdomain.json").read_text())
