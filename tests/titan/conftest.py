@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torchtitan.tools import utils
 
 from interdomain.tools import prepare_data
 
@@ -48,6 +50,15 @@ def flags(corpus, folder, **settings):
     return arguments
 
 
+def refusal(capsys, act, *arguments, **named):
+    with pytest.raises(SystemExit) as end:
+        act(*arguments, **named)
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert len(error.strip().splitlines()) == 1
+    return error
+
+
 class Runs:
     """Jobs of one start of the driver: what was seen, by job and rank."""
 
@@ -78,6 +89,22 @@ class Runs:
             sorted(h for samples, n in zip(ranks, each, strict=True) for h in samples[i * n : (i + 1) * n])
             for i in range(steps)
         ]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """What runs in this process does as it would on a machine without a GPU."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(utils, "device_type", "cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of one: what the hooks ask for their rank."""
+    monkeypatch.setenv("RANK", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

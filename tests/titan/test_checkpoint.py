@@ -15,7 +15,7 @@ from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, AsyncMode
 from interdomain.model import build_config, meta_model
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 
-from .test_data import alone, refusal  # noqa: F401
+from .conftest import refusal
 
 
 def manager(folder, config=None):
@@ -135,7 +135,7 @@ class TestRealCheckpoint:
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_fills_while_the_record_is_written(tmp_path, alone, capsys, monkeypatch):  # noqa: F811
+def test_a_disk_that_fills_while_the_record_is_written(tmp_path, alone, capsys, monkeypatch):
     step_folder(tmp_path, 3)
     this = manager(tmp_path)
     this.tokenizer = tmp_path / "tokenizer.model"
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_while_the_record_is_written(tmp_path, alone, capsys, 
 @pytest.mark.parametrize(
     "failure", [FULL, RuntimeError("writing file failed: No space left on device")], ids=["system", "hidden"]
 )
-def test_a_disk_that_fills_behind_an_asynchronous_save(tmp_path, alone, capsys, failure):  # noqa: F811
+def test_a_disk_that_fills_behind_an_asynchronous_save(tmp_path, alone, capsys, failure):
     this = manager(tmp_path)
     this.saving = str(step_folder(tmp_path, 5, whole=False))
     this.save_future = Future()
@@ -163,7 +163,7 @@ def test_a_disk_that_fills_behind_an_asynchronous_save(tmp_path, alone, capsys, 
     assert not (tmp_path / "step-5").exists()
 
 
-def test_other_failures_are_not_called_a_full_disk(tmp_path, alone):  # noqa: F811
+def test_other_failures_are_not_called_a_full_disk(tmp_path, alone):
     this = manager(tmp_path)
     this.save_future = Future()
     this.save_future.set_exception(CheckpointException("write", {0: (OSError(errno.EIO, "Input/output error"), None)}))
@@ -171,7 +171,7 @@ def test_other_failures_are_not_called_a_full_disk(tmp_path, alone):  # noqa: F8
         this._async_wait()
 
 
-def test_a_step_is_saved_anew_from_nothing(tmp_path, alone):  # noqa: F811
+def test_a_step_is_saved_anew_from_nothing(tmp_path, alone):
     """Four ranks saved it, one saves it again: nothing of the other three may stay."""
     old = step_folder(tmp_path, 5)
     (old / "__3_0.distcp").write_bytes(b"shard")

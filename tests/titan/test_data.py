@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from torchtitan.config import ConfigManager
 
 from interdomain.data import IndexedDatasetWriter, PackedDataset, TokenCorpus
@@ -12,35 +11,17 @@ from interdomain.titan.data import PackedLoader, build_dataloader, build_tokeniz
 from interdomain.titan.plan import make_plan
 from interdomain.titan.validate import build_validator
 
-from .conftest import flags
+from .conftest import flags, refusal
 
 
 def parse(corpus, **settings):
     return ConfigManager().parse_args(flags(corpus, "folder", **{"training__local_batch_size": 4, **settings}))
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of one: what the hooks ask for their rank."""
-    monkeypatch.setenv("RANK", "0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def build(job):
     """The hooks in TorchTitan's order."""
     tokenizer = build_tokenizer(job)
     return build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
-
-
-def refusal(capsys, act, *arguments, **named):
-    with pytest.raises(SystemExit) as end:
-        act(*arguments, **named)
-    assert end.value.code == 1
-    error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1
-    return error
 
 
 def take(loader, n):
