@@ -2,7 +2,6 @@
 
 import shutil
 
-import pytest
 import torch
 from torchtitan.config import ConfigManager
 
