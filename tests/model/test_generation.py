@@ -144,7 +144,7 @@ def assert_drawn_from(found, wanted):
         # The temperature comes first, then top_k, then top_p of what is left.
         (Sampling(temperature=0.5, top_p=0.74), [0, 1, 0, 0, 0]),
         (Sampling(top_k=2, top_p=0.6), [0, 1, 0, 0, 0]),
-        (Sampling(temperature=1e-30), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=1e-300), [0, 1, 0, 0, 0]),
         (Sampling(temperature=1e30), [0.2] * 5),
     ],
     ids=str,
