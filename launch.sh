@@ -52,7 +52,8 @@ if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
   [ -n "$python" ] || make_environment train,dev
-  exec "$python" -m pytest "$@"
+  # Two workers; those tests that share starts of torchrun stay together (tests/conftest.py).
+  exec "$python" -m pytest -n 2 --dist loadgroup "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
 [ -n "$python" ] || make_environment train

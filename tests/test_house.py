@@ -95,10 +95,6 @@ ROOMS = {
         *("interdomain.data", "interdomain.folders", "interdomain.model", "interdomain.titan", "interdomain.megatron"),
     },
 }
-# (module, room that it may not import): why it does. An entry that is no longer true is an error too.
-EXCEPTIONS = {
-    ("interdomain.tools.launch", "torchtitan"): "parses the job configuration as TorchTitan will; belongs behind titan",
-}
 NETWORK = {
     *("socket", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc", "asyncio", "webbrowser"),
     *("requests", "httpx", "aiohttp", "urllib3", "huggingface_hub", "wandb", "boto3", "fsspec"),
@@ -132,13 +128,10 @@ def test_imports_go_one_way(module):
     path = MODULES[module]
     own = room(module)
     allowed = ROOMS[own.partition(".")[2]] if own != "interdomain" else set()
-    excepted = {target for name, target in EXCEPTIONS if name == module}
-    imported = imports_of(path.read_text(), module, path.stem == "__init__")
-    assert excepted <= set(map(room, imported)), f"{module} needs its exception no longer: {excepted}"
-    for name in sorted(imported):
+    for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
         target = room(name)
         assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"
-        assert target in allowed | excepted | {own} or target in sys.stdlib_module_names, (
+        assert target in allowed | {own} or target in sys.stdlib_module_names, (
             f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
         )
 

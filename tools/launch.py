@@ -45,13 +45,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def job_config(config: str, flags: list[str]):
-    """TorchTitan's job configuration, with the plugin's sections. Raises ValueError, FileNotFoundError."""
-    from torchtitan.config import ConfigManager
+    """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
+    from interdomain.titan.settings import read_job_config
 
     if not Path(config).is_file():
         known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))
         raise FileNotFoundError(f"there is no configuration file {config}. In train_configs: {known or 'none'}.")
-    return ConfigManager().parse_args(titan_arguments(config, flags))
+    return read_job_config(titan_arguments(config, flags))
 
 
 def titan_arguments(config: str, flags: list[str]) -> list[str]:

@@ -1,9 +1,9 @@
-"""TorchTitan's settings that this plugin cannot honour: refused by name, never ignored. Called by `plan.make_plan`."""
+"""Reading the job configuration, and refusing by name what of TorchTitan's settings this plugin cannot honour."""
 
 from dataclasses import fields, is_dataclass
 from typing import Literal, get_args, get_origin
 
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 
 # Settings that nothing here reads, and what to use instead. A value other than TorchTitan's default is refused.
 UNUSED = {
@@ -44,6 +44,14 @@ NOT_NEGATIVE = (
     "checkpoint.keep_latest_k",
 )
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # of a checkpoint, beside the model
+
+
+def read_job_config(arguments: list[str]):
+    """The job configuration from command-line arguments (--job.config_file F ...), with the plugin's sections.
+
+    Raises: ValueError for a TOML key that does not exist; SystemExit, after saying why, for a flag that does not.
+    """
+    return ConfigManager().parse_args(arguments)
 
 
 def refuse_unsupported(job_config) -> None:
