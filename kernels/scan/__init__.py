@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from . import fft, ops, parallel, reference, step
+from . import fft, ops, parallel, reference, step, triton_support
 from .tables import (
     MAX_DECAY_PER_TOKEN,
     READOUTS,
@@ -39,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "chunkwise", "parallel", "fft", "reference")
+BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "parallel", "fft", "reference")
 
 # Backends that autograd records; the others are in ops.IMPLEMENTATIONS.
 _RECORDED = {
@@ -61,18 +61,24 @@ def interdomain_scan(
     *,
     initial_state: Tensor | None = None,
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
+    recompute: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
     Args:
-        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]. bf16, fp16 or fp32, computed in fp32; or all fp64.
+        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]. bf16, fp16 or fp32, computed in fp32; or all fp64. On CUDA
+            `chunkwise` multiplies in bf16 where all three are half precision, accumulates in fp32, and has no fp64.
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imag), fp32 (fp64 with fp64 inputs). Real
             parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
-        backend: one of BACKENDS. `auto` is `chunkwise`; an explicit one never falls back.
-        chunk_size: tokens per chunk of `chunkwise`, 1 to 64; the others have no chunks.
+        backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, `chunkwise-torch` plain
+            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have;
+            an explicit one never falls back.
+        chunk_size: tokens per chunk, 1 to 64 (16, 32 or 64 in Triton); None for the default. Other backends ignore it.
+        recompute: False keeps a and b~ for the backward of `chunkwise` on CUDA, 4M numbers per token and query head
+            (512 bytes in bf16 at M = 64), and saves computing them twice. Nothing else keeps more than its inputs.
     Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
     Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above.
     """
@@ -89,9 +95,10 @@ def interdomain_scan(
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_time(T)
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
-    backend = _choose(backend, chunk_size, k.device.type)
+    backend = _choose(backend, chunk_size, (q, k, v), M)
     if backend in ops.IMPLEMENTATIONS:
-        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend)
+        save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
+        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save)[:2]
     with torch.autocast(k.device.type, enabled=False):
         return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state)
 
@@ -103,7 +110,7 @@ def linear_scan(
     *,
     initial_state: Tensor | None = None,
     backend: str = "auto",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
@@ -122,9 +129,9 @@ def linear_scan(
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_time(T)
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
-    backend = _choose(backend, chunk_size, z.device.type)
+    backend = _choose(backend, chunk_size, (z,), M)
     if backend in ops.IMPLEMENTATIONS:
-        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size, backend)
+        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size or 0, backend)
     with torch.autocast(z.device.type, enabled=False):
         return _RECORDED[backend][1](z, log_decay, readout, initial_state)
 
@@ -166,21 +173,32 @@ def linear_step(z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor) ->
         return step.linear_one_step(z, log_decay, readout, state)
 
 
-def _choose(backend: str, chunk_size: int, device: str) -> str:
+def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M: int) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if not 1 <= chunk_size <= _MAX_CHUNK:
+    if chunk_size is not None and not 1 <= chunk_size <= _MAX_CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}; allowed: 1 to {_MAX_CHUNK}")
-    if backend != "auto":
+    device = inputs[0].device.type
+    if backend not in ("auto", "chunkwise"):
         return backend
+    problem = triton_support.unsupported(inputs, M, chunk_size) if device == "cuda" else None
+    if backend == "chunkwise":
+        if problem:
+            raise ValueError(
+                f"backend 'chunkwise' cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
+                "'auto' takes it by itself and says so"
+            )
+        return backend
+    chosen = "chunkwise-torch" if problem else "chunkwise"
     if not torch.compiler.is_compiling():
-        _log_choice("chunkwise", device)
-    return "chunkwise"
+        _log_choice(chosen, device, problem)
+    return chosen
 
 
 @functools.cache
-def _log_choice(backend: str, device: str) -> None:
-    logger.info("interdomain.scan: backend 'auto' runs %r on %s", backend, device)
+def _log_choice(backend: str, device: str, problem: str | None) -> None:
+    reason = f": {problem}" if problem else ""
+    logger.info("interdomain.scan: backend 'auto' runs %r on %s%s", backend, device, reason)
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:

@@ -3,11 +3,12 @@
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
 
-`backend` names the implementation (`IMPLEMENTATIONS`), so that further ones join the same ops: what is compiled, listed
+`backend` names the implementation (`implementation`), so that further ones join the same ops: what is compiled, listed
 or checkpointed does not change with the backend. The ops trust their inputs; `interdomain.scan` is the door.
-A gradient that does not exist (no initial state, frozen log_decay) is an empty tensor: an op returns a fixed number.
+A tensor that does not exist (no initial state, frozen log_decay, nothing saved) is empty: an op returns a fixed number.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,27 +16,60 @@ import torch
 from torch import Tensor
 
 from . import chunkwise
+from .triton_support import operand_dtype
 
 
 class Implementation(NamedTuple):
-    """Signatures as in chunkwise.py; every output newly allocated and contiguous."""
+    """Signatures as in chunkwise.py; every output newly allocated and contiguous.
+
+    saves: scan_forward returns a and b~, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes
+    them, or None for each, as its last arguments.
+    chunk: chunk_size where the caller names none; None if that is for the implementation to choose.
+    """
 
     scan_forward: Callable
     scan_backward: Callable
     linear_forward: Callable
     linear_backward: Callable
+    saves: bool = False
+    chunk: int | None = 64
 
 
-IMPLEMENTATIONS = {
-    "chunkwise": Implementation(
-        chunkwise.scan_forward, chunkwise.scan_backward, chunkwise.linear_forward, chunkwise.linear_backward
-    )
-}
+_PLAIN = Implementation(
+    chunkwise.scan_forward, chunkwise.scan_backward, chunkwise.linear_forward, chunkwise.linear_backward
+)
+IMPLEMENTATIONS = {"chunkwise": _PLAIN, "chunkwise-torch": _PLAIN}
+
+
+def implementation(backend: str, device: torch.device) -> Implementation:
+    """`chunkwise` is Triton on CUDA and plain PyTorch elsewhere."""
+    return _triton() if _is_triton(backend, device) else IMPLEMENTATIONS[backend]
+
+
+def saves(backend: str, device: torch.device) -> bool:
+    return _is_triton(backend, device) or IMPLEMENTATIONS[backend].saves
+
+
+def _is_triton(backend: str, device: torch.device) -> bool:
+    return backend == "chunkwise" and device.type == "cuda"
+
+
+@functools.cache
+def _triton() -> Implementation:
+    # Imported where it runs: a CPU box has no triton.
+    from . import triton_chunkwise as kernels
+
+    passes = kernels.scan_forward, kernels.scan_backward, kernels.linear_forward, kernels.linear_backward
+    return Implementation(*passes, saves=True, chunk=None)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
     # An op's implementation runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     return torch.autocast(x.device.type, enabled=False)
+
+
+def _chunk(chunk_size: int, run: Implementation) -> int | None:
+    return chunk_size or run.chunk
 
 
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
@@ -49,39 +83,45 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     "interdomain::scan",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
-    "str backend) -> (Tensor, Tensor)",
+    "str backend, bool save=False) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend):
+def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False):
+    """-> o, final state, and what `save` keeps for the backward: a and b~. chunk_size 0: the implementation's own."""
+    run = implementation(backend, q.device)
     with _without_autocast(q):
-        forward = IMPLEMENTATIONS[backend].scan_forward
-        return forward(q, k, v, log_decay, mixing, initial_state, chunk_size)
+        o, final, *kept = run.scan_forward(q, k, v, log_decay, mixing, initial_state, _chunk(chunk_size, run))
+    return o, final, *(kept if save else (log_decay.new_empty(0), log_decay.new_empty(0)))
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend):
+def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False):
     B, T, H, R = k.shape
-    D, M = v.shape[3], log_decay.shape[1]
-    return v.new_empty(B, T, q.shape[2], D), log_decay.new_empty(B, H, M, R + D, 2)
+    Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
+    shape, dtype = ((B, Hq, T, 2 * M), operand_dtype(q, k, v)) if save else ((0,), log_decay.dtype)
+    kept = (log_decay.new_empty(shape, dtype=dtype) for _ in range(2))
+    return v.new_empty(B, T, Hq, D), log_decay.new_empty(B, H, M, R + D, 2), *kept
 
 
 @torch.library.custom_op(
     "interdomain::scan_backward",
     mutates_args=(),
     schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, "
-    "Tensor? initial_state, int chunk_size, str backend, bool need_decay) -> "
+    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, Tensor? b=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def scan_backward(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay):
+def scan_backward(
+    d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay, a=None, b=None
+):
+    run = implementation(backend, q.device)
+    args = (d_o, d_final, q, k, v, log_decay, mixing, initial_state, _chunk(chunk_size, run), need_decay)
     with _without_autocast(q):
-        backward = IMPLEMENTATIONS[backend].scan_backward
-        args = (q, k, v, log_decay, mixing, initial_state)
-        dq, dk, dv, d_log_decay, d_mixing, d_initial = backward(d_o, d_final, *args, chunk_size, need_decay)
+        dq, dk, dv, d_log_decay, d_mixing, d_initial = run.scan_backward(*args, *((a, b) if run.saves else ()))
     d_initial = d_initial if initial_state is not None else None
     return dq, dk, dv, _or_empty(d_log_decay, log_decay), d_mixing, _or_empty(d_initial, log_decay)
 
 
 @scan_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay):
+def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay, a=None, b=None):
     return (
         *(x.new_empty(x.shape) for x in (q, k, v)),
         log_decay.new_empty(log_decay.shape if need_decay else 0),
@@ -91,23 +131,25 @@ def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backe
 
 
 def _setup_scan(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.chunk_size, ctx.backend, save = inputs
+    o, _, *kept = output
+    ctx.save_for_backward(*tensors, *(kept if save else ()))
+    ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
-    ctx.output = output[0].shape, output[0].dtype
+    ctx.output = o.shape, o.dtype
 
 
-def _scan_gradient(ctx, d_o, d_final):
-    q, k, v, log_decay, mixing, initial_state = ctx.saved_tensors
+def _scan_gradient(ctx, d_o, d_final, *_):
+    q, k, v, log_decay, mixing, initial_state, *kept = ctx.saved_tensors
     if d_o is None:  # only the state was used
         d_o = v.new_zeros(ctx.output[0])
     need_decay = ctx.needs_input_grad[3]
     dq, dk, dv, d_log_decay, d_mixing, d_initial = scan_backward(
-        d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay
+        d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay, *kept
     )
     d_log_decay = d_log_decay if need_decay else None
     d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None
+    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None
 
 
 scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
@@ -123,8 +165,9 @@ scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
     "(Tensor, Tensor)",
 )
 def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend):
+    run = implementation(backend, z.device)
     with _without_autocast(z):
-        return IMPLEMENTATIONS[backend].linear_forward(z, log_decay, readout, initial_state, chunk_size)
+        return run.linear_forward(z, log_decay, readout, initial_state, _chunk(chunk_size, run))
 
 
 @linear_scan.register_fake
@@ -140,11 +183,10 @@ def _(z, log_decay, readout, initial_state, chunk_size, backend):
     "int chunk_size, str backend, bool need_decay) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_scan_backward(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay):
+    run = implementation(backend, z.device)
+    args = (d_y, d_final, z, log_decay, readout, initial_state, _chunk(chunk_size, run), need_decay)
     with _without_autocast(z):
-        backward = IMPLEMENTATIONS[backend].linear_backward
-        dz, d_log_decay, d_readout, d_initial = backward(
-            d_y, d_final, z, log_decay, readout, initial_state, chunk_size, need_decay
-        )
+        dz, d_log_decay, d_readout, d_initial = run.linear_backward(*args)
     d_initial = d_initial if initial_state is not None else None
     return dz, _or_empty(d_log_decay, log_decay), d_readout, _or_empty(d_initial, log_decay)
 

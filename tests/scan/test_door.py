@@ -20,7 +20,7 @@ def zeros(*shape, **kwargs):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, parallel, fft, reference"),
+        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, parallel, fft, reference"),
         ({"chunk_size": 0}, "chunk_size is 0; allowed: 1 to 64"),
         ({"chunk_size": 128}, "chunk_size is 128; allowed: 1 to 64"),
         ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),

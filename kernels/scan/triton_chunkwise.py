@@ -1,0 +1,229 @@
+"""`chunkwise` on CUDA: the passes of triton_passes.py put together, forward and backward, for both readouts.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
+P = R + D channels, M basis functions, L chunk length, S segments. Derivation: kernels/README.md.
+
+    forward    a = contract(q, k)     b~ = mix(a, W)             o  = expand(b~, v)
+    backward   c = contract(do, v)    e~ = mix(c, J W^T J)       dq = expand(e~, k)
+               dv = adjoint(b~, do)   dk = adjoint(e~, q)        dW = J sum_t c_t a_t^T
+               dtheta = decay(e~; q, k) + decay(b~; do, v)
+
+Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
+gives the state that each segment alone would leave, S - 1 small products chain them, and the passes start every segment
+from its true state. Backwards the same with costates. Nothing uses atomics; every sum has one order.
+"""
+
+import torch
+from torch import Tensor
+
+from . import triton_launch as launch
+from .tables import powers
+from .triton_launch import Constant, Plan, Span, Tables
+from .triton_support import operand_dtype
+
+_MIN_SEGMENT = 8  # chunks; shorter ones pay more for the extra sweep than they gain
+_MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpreter
+
+
+def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
+    """Two programs per multiprocessor, but no segment under 8 chunks. `sequences` is B H."""
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        multiprocessors = _MULTIPROCESSORS
+    return max(1, min(2 * multiprocessors // sequences, chunks // _MIN_SEGMENT))
+
+
+def scan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a and b~ [B, Hq, T, 2M] for the backward)."""
+    with torch.cuda.device_of(q):
+        q, k, v = (launch.aligned(x) for x in (q, k, v))
+        (B, _, H, R), D = k.shape, v.shape[3]
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size)
+        states = _states(plan, tab, span, (k, v), log_decay, initial_state)
+        o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
+        final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
+        a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
+        b = launch.mix(plan, tab, a, mixing.mT.to(plan.dtype).contiguous())
+        launch.expand(plan, tab, span, b, v, states, (R, R + D), o, final)
+        return o.contiguous(), final, a, b
+
+
+def scan_backward(
+    d_o: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+    need_decay: bool,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
+
+    a, b: as the forward returned them, or None to compute them again.
+    """
+    with torch.cuda.device_of(q):
+        q, k, v, d_o = (launch.aligned(x) for x in (q, k, v, d_o))
+        H, R, D, M = *k.shape[2:], v.shape[3], log_decay.shape[1]
+        keys, values = (0, R + D), (R, R + D)
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size)
+        states = _states(plan, tab, span, (k, v), log_decay, initial_state)
+        if a is None or b is None:
+            a = launch.contract(plan, tab, span, q, k, states, keys)
+            b = launch.mix(plan, tab, a, mixing.mT.to(plan.dtype).contiguous())
+        c = launch.contract(plan, tab, span, d_o, v, states, values)
+        sign = torch.ones(2 * M, device=q.device)
+        sign[M:] = -1  # J
+        e = launch.mix(plan, tab, c, (sign[:, None] * mixing * sign).to(plan.dtype))
+        d_mixing = sign[:, None] * _outer(c, a, H)
+        del a, c
+
+        dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
+        d_initial = None if initial_state is None else torch.empty_like(initial_state)
+        pairs = ((e, q, keys), (b, d_o, values))
+        costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
+        launch.expand(plan, tab, span, e, k, states, keys, dq)
+        launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial)
+        launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial)
+        d_log_decay = None
+        if need_decay:
+            d_log_decay = launch.decay(plan, tab, span, e, q, k, states, costates, keys)
+            d_log_decay += launch.decay(plan, tab, span, b, d_o, v, states, costates, values)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
+
+
+def linear_forward(
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+    with torch.cuda.device_of(z):
+        z = launch.aligned(z)
+        B, _, H, P = z.shape
+        plan, tab, span = _prepare((z,), log_decay, chunk_size)
+        states = _states(plan, tab, span, (z,), log_decay, initial_state)
+        y = launch.padded_empty(z)
+        final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
+        launch.expand(plan, tab, span, Constant.build(readout, log_decay, plan, tab), z, states, (0, P), y, final)
+        return y.contiguous(), final
+
+
+def linear_backward(
+    d_y: Tensor,
+    d_final: Tensor | None,
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+    need_decay: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
+    with torch.cuda.device_of(z):
+        z, d_y = launch.aligned(z), launch.aligned(d_y)
+        H, P = z.shape[2:]
+        plan, tab, span = _prepare((z,), log_decay, chunk_size)
+        states = _states(plan, tab, span, (z,), log_decay, initial_state)
+        b = Constant.build(readout, log_decay, plan, tab)
+        dz = launch.padded_empty(z)
+        d_initial = None if initial_state is None else torch.empty_like(initial_state)
+        costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
+        launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
+        c_re, c_im = launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True).chunk(2, dim=-1)
+        d_log_decay = None
+        if need_decay:
+            d_log_decay = launch.decay(plan, tab, span, b, d_y, z, states, costates, (0, P))
+        return dz.contiguous(), d_log_decay, torch.cat((c_re, -c_im), dim=-1), d_initial
+
+
+def _prepare(inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None) -> tuple[Plan, Tables, Span]:
+    B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
+    width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
+    plan = launch.make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
+    total = -(-T // plan.chunk)
+    chunks = -(-total // segment_count(B * H, total, log_decay.device))
+    return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks)
+
+
+def _states(
+    plan: Plan, tab: Tables, span: Span, parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None
+) -> Tensor | None:
+    """States before every segment, [B, H, S, M, P, 2]; None for one segment from zero."""
+    if span.segments == 1:
+        return None if initial_state is None else initial_state.contiguous()
+    B, _, H, _ = parts[0].shape
+    P = sum(x.shape[3] for x in parts)
+    local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
+    first = 0
+    for x in parts:
+        launch.expand(plan, tab, span, None, x, None, (first, P), None, local)
+        first += x.shape[3]
+    length = span.chunks * plan.chunk
+    step = _complex(powers(log_decay, torch.full((1,), length, device=log_decay.device)))[:, 0, :, None]
+    states = torch.empty_like(local)
+    X, left = _complex(states), _complex(local)
+    X[:, :, 0] = 0 if initial_state is None else _complex(initial_state.contiguous())
+    for s in range(1, span.segments):
+        X[:, :, s] = left[:, :, s - 1] + step * X[:, :, s - 1]
+    return states
+
+
+def _costates(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    pairs: tuple[tuple[Tensor | Constant, Tensor, tuple[int, int]], ...],
+    log_decay: Tensor,
+    d_final: Tensor | None,
+    H: int,
+) -> Tensor | None:
+    """Gradients of the states after every segment, [B, H, S, M, P, 2]; None for one segment and no d_final."""
+    if span.segments == 1:
+        return None if d_final is None else d_final.contiguous()
+    B, P = pairs[0][1].shape[0], pairs[0][2][1]
+    local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
+    for b, rows, channels in pairs:
+        launch.adjoint(plan, tab, span, b, rows, None, channels, H, None, local)
+    length = span.chunks * plan.chunk
+    last = span.T - (span.segments - 1) * length
+    lengths = last + (length - last) * torch.arange(2, device=log_decay.device)
+    last_step, full_step = _complex(powers(log_decay, lengths)).conj_physical()[:, :, :, None].unbind(1)
+    costates = torch.empty_like(local)
+    G, left = _complex(costates), _complex(local)
+    G[:, :, -1] = 0 if d_final is None else _complex(d_final.contiguous())
+    for s in range(span.segments - 1, 0, -1):
+        G[:, :, s - 1] = left[:, :, s] + (last_step if s == span.segments - 1 else full_step) * G[:, :, s]
+    return costates
+
+
+def _outer(c: Tensor, a: Tensor, H: int) -> Tensor:
+    """sum over batch, time and group of c a^T, [H, 2M, 2M] fp32. Long times are split so that the product fills the GPU."""
+    B, Hq, T, N = a.shape
+    rows = Hq // H * T
+    split = 1
+    while split < 32 and rows % (2 * split) == 0 and rows // split > 2048:
+        split *= 2
+    c, a = (x.view(B * H * split, rows // split, N) for x in (c, a))
+    if a.dtype == torch.float32:
+        out = torch.bmm(c.mT, a)
+    elif a.is_cuda:
+        out = torch.bmm(c.mT, a, out_dtype=torch.float32)
+    else:
+        out = torch.bmm(c.float().mT, a.float())
+    return out.view(B, H, split, N, N).sum((0, 2))
+
+
+def _complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x)

@@ -1,0 +1,297 @@
+"""How the Triton passes are launched: tile sizes per shape and device, tables of powers, grids.
+
+Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`). A launcher
+allocates what it returns and nothing else.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .tables import powers
+from .triton_decay import decay_kernel
+from .triton_passes import adjoint_kernel, contract_kernel, expand_kernel, mix_kernel
+
+
+class Plan(NamedTuple):
+    """Tile sizes. The budget behind them, checked by compilation in tests/scan/test_triton_compile.py: at most 255
+    registers and 256 bytes of spills per thread, and shared memory for two programs per multiprocessor on sm_90
+    (113 KB each), for one on sm_80 and sm_89 (99 KB)."""
+
+    chunk: int  # L
+    dtype: torch.dtype  # of the operands of every product
+    precision: str  # of fp32 products; bf16 ones have no choice
+    contract: tuple[int, int, int]  # state numbers of a program (2 BM BR), warps, stages
+    expand: tuple[int, int, int]  # state numbers of a program (2M BD), warps, stages; also for adjoint
+    decay: tuple[int, int, int]  # state numbers of a program (2 BM BR, twice), warps, stages
+    mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
+
+
+def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chunk_size: int | None) -> Plan:
+    """Fixed sizes by (architecture, dtype, M, width): no autotuning, so no first-call storms and no run-to-run drift.
+
+    bf16: chunks of 64 where the tensor cores take 64-row tiles (sm_90 and sm_100), of 32 elsewhere.
+    fp32: chunks of 16 and a quarter of the state per program: there to check with, not to train with. `tf32x3` is fp32
+    arithmetic to about 2^-21 on tensor cores.
+    """
+    major = capability(device)[0]
+    wide = major in (9, 10)
+    if dtype == torch.bfloat16:
+        plan = Plan(64 if wide else 32, dtype, "ieee", (8192, 4, 2), (8192, 4, 2), (4096, 4, 2), (128 * 128, 4, 2))
+        if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
+            plan = plan._replace(expand=(8192, 4, 1))
+        if width > 128:
+            plan = plan._replace(contract=(8192, 4, 1))
+    else:
+        # Two warps keep Hopper on mma.sync: its own instruction takes fp32 operands in one orientation only.
+        warps = 2 if wide else 4
+        plan = Plan(16, dtype, "tf32x3", (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (64 * 64, warps, 1))
+    return plan if chunk_size is None else plan._replace(chunk=chunk_size)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    # Tensors on the CPU only ever meet Triton's interpreter: plan as for Hopper.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+class Span(NamedTuple):
+    """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter."""
+
+    T: int
+    segments: int
+    chunks: int
+
+
+class Tables(NamedTuple):
+    """Powers of Lambda, rounded once from fp64. r = L // 2 balances the range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
+
+    t: Tensor  # Lambda^(r-j) as (Re | Im), [H, L, 2M]
+    t_conj: Tensor  # (Re | -Im)
+    t_conj_T: Tensor  # the same, [H, 2M, L]
+    E: Tensor  # Lambda^(i-r), [H, L, 2M] fp32
+    step: Tensor  # Lambda^(r+1) and Lambda^L, [H, 2, 2M] fp32
+
+    @classmethod
+    def build(cls, log_decay: Tensor, plan: Plan) -> "Tables":
+        L = plan.chunk
+        r = L // 2
+        every = powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)).transpose(-1, -2)  # [H, J, 2, M]
+        t = every[:, 2 * r - L + 1 : 2 * r + 1].flip(1)
+        t_conj = torch.stack((t[:, :, 0], -t[:, :, 1]), dim=2).flatten(2).to(plan.dtype)
+        return cls(
+            t=t.flatten(2).to(plan.dtype).contiguous(),
+            t_conj=t_conj,
+            t_conj_T=t_conj.mT.contiguous(),
+            E=every[:, :L].flatten(2).contiguous(),
+            step=torch.stack((every[:, 2 * r + 1], every[:, L + r]), dim=1).flatten(2),
+        )
+
+
+class Constant(NamedTuple):
+    """What stands for b~ in the linear readout, the same in every chunk."""
+
+    rows: Tensor  # E w, [H, L, 2M] in the operands' dtype
+    scores: Tensor  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
+
+    @classmethod
+    def build(cls, readout: Tensor, log_decay: Tensor, plan: Plan, tab: Tables) -> "Constant":
+        w_re, w_im = readout[:, None].chunk(2, dim=-1)
+        E_re, E_im = tab.E.chunk(2, dim=-1)
+        rows = torch.cat((E_re * w_re - E_im * w_im, E_re * w_im + E_im * w_re), dim=-1)
+        position = torch.arange(plan.chunk, device=readout.device)
+        p_re, p_im = powers(log_decay, position).unbind(-1)
+        kernel = (w_re * p_re - w_im * p_im).sum(-1)  # [H, L], by lag
+        scores = kernel[:, (position[:, None] - position).clamp_min(0)].tril()
+        return cls(rows.to(plan.dtype), scores.to(plan.dtype))
+
+
+def contract(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    q: Tensor,
+    k: Tensor,
+    state: Tensor | None,
+    channels: tuple[int, int],
+    final: Tensor | None = None,
+    *,
+    total: bool = False,
+) -> Tensor:
+    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype; with `total`, sum_t a_t [H, 2M] fp32 instead (Hq = H).
+
+    state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
+    """
+    B, T, Hq, R = q.shape
+    H, N = k.shape[2], tab.E.shape[2]
+    numbers, warps, stages = plan.contract
+    BR = min(_power_of_two(R), 64) if total else _power_of_two(R)
+    BM = _block(N // 2, numbers // (4 * BR if total else 2 * BR))
+    blocks = triton.cdiv(R, BR)
+    if total:
+        out = torch.empty(B, H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
+    else:
+        out = torch.empty(B, Hq, T, N, dtype=plan.dtype, device=q.device)
+    contract_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
+        q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), out, _or_dummy(final, tab),
+        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
+        *_strides(q), *_strides(k),
+        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
+        HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out.sum((0, 2, 3)) if total else out
+
+
+def mix(plan: Plan, tab: Tables, a: Tensor, weights: Tensor) -> Tensor:
+    """b~ = E (W a) for every token; weights is W transposed, [H, 2M, 2M] in the operands' dtype."""
+    B, Hq, T, N = a.shape
+    numbers, warps, stages = plan.mix
+    BM = _block(N // 2, numbers // (2 * N))
+    BT = 64 if plan.dtype == torch.bfloat16 else max(32, plan.chunk)
+    blocks = 4
+    b = torch.empty_like(a)
+    mix_kernel[(B * Hq * triton.cdiv(T, BT * blocks) * (N // 2 // BM),)](
+        a, weights, tab.E, b, T, blocks, Hq, Hq // weights.shape[0],
+        M=N // 2, L=plan.chunk, BT=BT, BM=BM, PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return b
+
+
+def expand(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    b: Tensor | Constant | None,
+    v: Tensor,
+    state: Tensor | None,
+    channels: tuple[int, int],
+    out: Tensor | None,
+    final: Tensor | None = None,
+) -> None:
+    """Pass 2 of (b~, v) into out [B, T, Hq, D] and the last state into final [B, H, M, P, 2].
+
+    b: [B, Hq, T, 2M], or Constant. Without `out` b is not used, and final is [B, H, S, M, P, 2] and takes the states
+    after the segments, each started from zero.
+    """
+    rows, scores, linear = _split(b, tab)
+    B, T, H, D = v.shape
+    Hq, N = (H if out is None else out.shape[2]), tab.E.shape[2]
+    numbers, warps, stages = plan.expand
+    BD = _block(min(_power_of_two(D), 64), numbers // N)
+    expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
+        rows, v, scores, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), v if out is None else out, _or_dummy(final, tab),
+        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
+        *_strides(v), *_strides(v if out is None else out),
+        D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
+        HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
+        OUTPUT=out is not None, LINEAR=linear,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def adjoint(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    b: Tensor | Constant,
+    d_o: Tensor,
+    costate: Tensor | None,
+    channels: tuple[int, int],
+    H: int,
+    out: Tensor | None,
+    initial: Tensor | None = None,
+) -> None:
+    """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2].
+
+    costate: gradients of the states after every segment, [B, H, S, M, P, 2]. Without `out`, initial is
+    [B, H, S, M, P, 2] and takes the gradients of the states before the segments, each from zero after it.
+    """
+    B, T, Hq, D = d_o.shape
+    N = tab.E.shape[2]
+    rows, scores, linear = _split(b, tab)
+    numbers, warps, stages = plan.expand
+    BD = _block(min(_power_of_two(D), 64), numbers // N)
+    adjoint_kernel[(B * H * span.segments * triton.cdiv(D, BD),)](
+        rows, d_o, scores, tab.t_conj, tab.E, tab.step, _or_dummy(costate, tab), d_o if out is None else out,
+        _or_dummy(initial, tab),
+        T, span.segments, span.chunks, H, channels[1], channels[0],
+        *_strides(d_o), *_strides(d_o if out is None else out),
+        D=D, G=Hq // H, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
+        HAS_STATE=costate is not None, STORE_STATE=0 if initial is None else (2 if out is None else 1),
+        OUTPUT=out is not None, LINEAR=linear,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def decay(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    b: Tensor | Constant,
+    q: Tensor,
+    k: Tensor,
+    state: Tensor | None,
+    costate: Tensor | None,
+    channels: tuple[int, int],
+) -> Tensor:
+    """The part of the gradient of log_decay that (e~; q, k) carry, or (b~; do, v), [H, M, 2] fp32."""
+    B, T, Hq, R = q.shape
+    H, N = k.shape[2], tab.E.shape[2]
+    numbers, warps, stages = plan.decay
+    BR = min(_power_of_two(R), 64, numbers // 32)
+    BM = _block(N // 2, numbers // (2 * BR))
+    blocks = triton.cdiv(R, BR)
+    rows, _, linear = _split(b, tab)
+    out = torch.empty(B, H, Hq // H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
+    decay_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
+        rows, q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab), out,
+        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
+        *_strides(q), *_strides(k),
+        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
+        HAS_STATE=state is not None, HAS_COSTATE=costate is not None, LINEAR=linear,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    g_re, g_im = out.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
+    return torch.stack((g_re, -g_im), dim=-1)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, if its rows can be read 16 bytes at a time, as those of a projection can; else a copy with padded rows.
+
+    Only widths that are no multiple of 16 come to the copy, such as values with a column of ones. Without it every number
+    is an access of its own, with its own address (measured by compilation: 580 to 2,488 bytes of spills at D = 65).
+    """
+    if x.stride(-1) == 1 and all(s % 16 == 0 for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1):
+        return x
+    return padded_empty(x).copy_(x)
+
+
+def padded_empty(x: Tensor) -> Tensor:
+    """Uninitialised, in x's shape, rows padded to a multiple of 16."""
+    width = x.shape[-1]
+    return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    # That of a dimension of one is never used, and may be anything: 0 keeps it from asking for another compilation.
+    return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
+
+
+def _split(b: Tensor | Constant | None, tab: Tables) -> tuple[Tensor, Tensor, bool]:
+    """Pointers to b~ and to the constant scores, and whether there are any."""
+    return (*b, True) if isinstance(b, Constant) else (_or_dummy(b, tab), tab.step, False)
+
+
+def _or_dummy(x: Tensor | None, tab: Tables) -> Tensor:
+    return tab.step if x is None else x  # a pointer that the kernel is compiled not to touch
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def _block(size: int, limit: int) -> int:
+    """Tensor cores want at least 16 of everything."""
+    return max(16, min(size, limit))

@@ -1,0 +1,425 @@
+"""The passes of the chunkwise scan as Triton kernels: contract (pass 1), mix (W), expand (pass 2), adjoint (pass 3).
+
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
+P channels of a state row, M basis functions, L chunk length, S segments of time that run side by side.
+
+One program walks the chunks of one segment with its state on chip, in fp32; no state of a token ever reaches memory.
+Programs are numbered along one grid axis (the others end at 65,535). Notation and derivation: kernels/README.md.
+
+    name      numbers                                                                shape
+    p_t       T_j = Lambda^(r-j) as (Re | Im)                                        [H, L, 2M]       operand dtype
+    p_tc      the same as (Re | -Im); p_tt is p_tc transposed, [H, 2M, L]            [H, L, 2M]       operand dtype
+    p_e       E_i = Lambda^(i-r) as (Re | Im)                                        [H, L, 2M]       fp32
+    p_step    enter = Lambda^(r+1) and carry = Lambda^L, each as (Re | Im)           [H, 2, 2M]       fp32
+    p_a, p_b  a (or c), and b~ = E b (or e~ = E e), rows (Re | Im)                   [B, Hq, T, 2M]   operand dtype
+    p_x, p_g  states before, costates after each segment; real pairs, unit gain      [B, H, S, M, P, 2] fp32
+
+Complex numbers are stacked (Re | Im) along one axis: a complex product is then one real matrix product, and the halves
+are split in registers where they meet E or a power of Lambda.
+A state enters a chunk as `step * what the last chunk left`, where step is enter for the first chunk and carry after it.
+No product takes a transposed accumulator as an operand: Triton 3.4 to 3.7.0 miscompile that on Hopper. What is needed
+transposed is computed transposed; `tl.trans` is applied to tiles as they were loaded.
+Operands are bf16 with fp32 accumulation, or fp32 with `PRECISION` (never plain TF32).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
+    """Position within (Re | Im), 2M long, of the 2 BM numbers that belong to block i_m of the basis functions."""
+    o_n = tl.arange(0, 2 * BM)
+    return (o_n // BM) * M + i_m * BM + o_n % BM
+
+
+@triton.jit
+def state_offsets(o_n, o_p, P, M: tl.constexpr):
+    """Where number o_n of (Re | Im), channel o_p of a state [M, P, 2] lies.
+
+    For stores after the loop. Loads before it spell this out in 32 bits: an expression common to both would be computed
+    once, and its addresses kept in registers, one per number of the state, all through the loop.
+    """
+    return tl.cast(o_n % M, tl.int64) * (2 * P) + 2 * o_p + o_n // M
+
+
+@triton.jit
+def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr):
+    """Columns (Re | Im) of b_x [N, 2 BM] times the complex numbers (b_re, b_im), [N, BM] or [1, BM]."""
+    b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [N, 2, BM]), (0, 2, 1)))
+    b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
+    return tl.reshape(tl.permute(b_y, (0, 2, 1)), [N, 2 * BM])
+
+
+@triton.jit
+def scale_rows(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
+    """Rows (Re ; Im) of b_x [2 BM, N] times the complex numbers (b_re, b_im), [BM, 1]."""
+    b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [2, BM, N]), (1, 2, 0)))
+    b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
+    return tl.reshape(tl.permute(b_y, (2, 0, 1)), [2 * BM, N])
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
+def contract_kernel(
+    p_q,
+    p_k,
+    p_t,
+    p_e,
+    p_step,
+    p_x,
+    p_a,
+    p_y,
+    T,
+    S,
+    chunks,
+    Hq,
+    G,
+    P,
+    first,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    BR: tl.constexpr,
+    BM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    SUM: tl.constexpr,
+):
+    """Pass 1: a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), for (q, k) and, backwards, (do, v).
+
+    Grid: B Hq S (M / BM) ceil(R / BR) programs; R <= BR unless SUM. Tiles: state [BR, 2 BM] fp32, q and k [L, BR],
+    T [L, 2 BM], scores [L, L]. Bytes per token and query head: q, k once per block of M, a once.
+    SUM (linear readout): p_a is [programs of one (b, h), 2M] fp32 and takes sum_t a_t of a block of channels; the
+    rows are added up chunk over chunk and meet E once at the end.
+    STORE_STATE: p_y [B, H, M, P, 2] takes the last state in channels first .. first + R.
+    """
+    DTYPE = p_t.dtype.element_ty
+    NM: tl.constexpr = M // BM
+    NR: tl.constexpr = (R + BR - 1) // BR
+    i_p = tl.program_id(0)
+    i_m = i_p % NM
+    i_r = i_p // NM % NR
+    i_s = i_p // (NM * NR) % S
+    i_q = i_p // (NM * NR * S) % Hq
+    i_b = (i_p // (NM * NR * S * Hq)).to(tl.int64)
+    i_h = i_q // G
+    o_l = tl.arange(0, L)
+    o_r = i_r * BR + tl.arange(0, BR)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = stacked_index(i_m, M, BM)
+    m_r = o_r < R
+
+    b_t = tl.load(p_t + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
+    p_em = p_e + (i_h * L + o_l)[:, None] * (2 * M) + o_m[None, :]
+    b_er = tl.load(p_em)
+    b_ei = tl.load(p_em + M)
+    b_s = tl.zeros([BR, 2 * BM], dtype=tl.float32)
+    if HAS_STATE:
+        o_x = (o_n % M)[None, :] * (2 * P) + (o_n // M)[None, :] + 2 * (first + o_r)[:, None]
+        b_s = tl.load(p_x + ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2 + o_x, mask=m_r[:, None], other=0.0)
+    if SUM:
+        b_sum = tl.zeros([L, 2 * BM], dtype=tl.float32)
+
+    p_qt = p_q + i_b * stride_qb + i_q.to(tl.int64) * stride_qh + o_l[:, None] * stride_qt + o_r[None, :]
+    p_kt = p_k + i_b * stride_kb + i_h.to(tl.int64) * stride_kh + o_l[:, None] * stride_kt + o_r[None, :]
+    p_at = p_a + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    start = i_s * chunks
+    stop = tl.minimum(start + chunks, tl.cdiv(T, L))
+    for i_c in range(start, stop):
+        i_t = tl.cast(i_c, tl.int64) * L
+        m_t = i_c * L + o_l < T
+        b_q = tl.load(p_qt + i_t * stride_qt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
+        b_k = tl.load(p_kt + i_t * stride_kt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
+        # Loaded here, not before the loop: 64 numbers that would otherwise hold a quarter of the registers.
+        p_f = p_step + i_h * (4 * M) + tl.where(i_c == start, 0, 2 * M) + o_m
+        b_s = scale_columns(b_s, tl.load(p_f)[None, :], tl.load(p_f + M)[None, :], BR, BM)
+        b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
+        b_a = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION)
+        b_a = tl.dot(b_p, b_t, b_a, input_precision=PRECISION)
+        if SUM:
+            b_sum += b_a
+        else:
+            b_a = scale_columns(b_a, b_er, b_ei, L, BM)
+            tl.store(p_at + i_t * (2 * M), b_a.to(p_a.dtype.element_ty), mask=m_t[:, None])
+        b_s = tl.dot(tl.trans(b_k), b_t, b_s, input_precision=PRECISION)
+
+    if SUM:
+        b_sum = tl.sum(scale_columns(b_sum, b_er, b_ei, L, BM), axis=0)
+        tl.store(p_a + (i_p // NM).to(tl.int64) * (2 * M) + o_n, b_sum)
+    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
+        if (i_s == S - 1) & (i_q % G == 0):
+            p_f = p_e + (i_h * L + T - 1 - (stop - 1) * L) * (2 * M) + o_m
+            b_s = scale_columns(b_s, tl.load(p_f)[None, :], tl.load(p_f + M)[None, :], BR, BM)
+            p_yt = p_y + (i_b * (Hq // G) + i_h) * M * P * 2 + state_offsets(o_n[None, :], first + o_r[:, None], P, M)
+            tl.store(p_yt, b_s, mask=m_r[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "blocks", "Hq", "G"])
+def mix_kernel(
+    p_a,
+    p_w,
+    p_e,
+    p_b,
+    T,
+    blocks,
+    Hq,
+    G,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    BT: tl.constexpr,
+    BM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """b~_t = E_(t mod L) (W a_t), and e~ = E (W~ c) backwards; p_w is W transposed, [H, 2M, 2M].
+
+    Grid: B Hq ceil(T / (BT blocks)) (M / BM) programs; each keeps its columns of W on chip for `blocks` blocks of BT
+    tokens (BT a multiple of L). Tiles: a [BT, 2M], W [2M, 2 BM], b~ [BT, 2 BM]. Bytes per token and query head: a once
+    per block of M, b~ once.
+    """
+    NM: tl.constexpr = M // BM
+    i_p = tl.program_id(0)
+    spans = tl.cdiv(T, BT * blocks)
+    i_m = i_p % NM
+    i_s = i_p // NM % spans
+    i_q = i_p // (NM * spans)  # over B Hq
+    i_h = i_q % Hq // G
+    o_t = tl.arange(0, BT)
+    o_k = tl.arange(0, 2 * M)
+    o_m = i_m * BM + tl.arange(0, BM)
+    o_n = stacked_index(i_m, M, BM)
+    b_w = tl.load(p_w + i_h * (4 * M * M) + o_k[:, None] * (2 * M) + o_n[None, :])
+    p_em = p_e + (i_h * L + o_t % L)[:, None] * (2 * M) + o_m[None, :]
+    b_er = tl.load(p_em)
+    b_ei = tl.load(p_em + M)
+    base = i_q.to(tl.int64) * T * (2 * M)
+    p_at = p_a + base + o_t[:, None] * (2 * M) + o_k[None, :]
+    p_bt = p_b + base + o_t[:, None] * (2 * M) + o_n[None, :]
+    for i_c in range(i_s * blocks, tl.minimum((i_s + 1) * blocks, tl.cdiv(T, BT))):
+        i_t = tl.cast(i_c, tl.int64) * (BT * 2 * M)
+        m_t = i_c * BT + o_t < T
+        b_a = tl.load(p_at + i_t, mask=m_t[:, None], other=0.0)
+        b_b = scale_columns(tl.dot(b_a, b_w, input_precision=PRECISION), b_er, b_ei, BT, BM)
+        tl.store(p_bt + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
+def expand_kernel(
+    p_b,
+    p_v,
+    p_d,
+    p_tt,
+    p_e,
+    p_step,
+    p_x,
+    p_o,
+    p_y,
+    T,
+    S,
+    chunks,
+    Hq,
+    G,
+    P,
+    first,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
+    """Pass 2: o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S); dq likewise from (e~, k).
+
+    Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and o [L, BD],
+    T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, v and o once.
+    LINEAR: b~ is the same for every chunk, p_b [H, L, 2M], and so are the scores, p_d [H, L, L].
+    OUTPUT off: only the state is wanted, p_b and p_o are unused.
+    STORE_STATE: 1, the state after the last token goes to p_y [B, H, M, P, 2], channels first .. first + D; 2, the
+    state after every segment, started from zero, to p_y [B, H, S, M, P, 2] (one query head per state head is launched).
+    """
+    DTYPE = p_tt.dtype.element_ty
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_p = tl.program_id(0)
+    i_d = i_p % ND
+    i_s = i_p // ND % S
+    i_q = i_p // (ND * S) % Hq
+    i_b = (i_p // (ND * S * Hq)).to(tl.int64)
+    i_h = i_q // G
+    i_bh = i_b * (Hq // G) + i_h
+    o_l = tl.arange(0, L)
+    o_d = i_d * BD + tl.arange(0, BD)
+    o_m = tl.arange(0, M)
+    o_n = tl.arange(0, 2 * M)
+    m_d = o_d < D
+
+    b_tt = tl.load(p_tt + (i_h * 2 * M + o_n)[:, None] * L + o_l[None, :])
+    p_f = p_step + i_h * (4 * M) + o_m
+    b_fr = tl.load(p_f)
+    b_fi = tl.load(p_f + M)
+    b_cr = tl.load(p_f + 2 * M)
+    b_ci = tl.load(p_f + 3 * M)
+    b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
+    b_s = tl.zeros([2 * M, BD], dtype=tl.float32)
+    if HAS_STATE:
+        o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
+        b_s = b_sign * tl.load(p_x + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
+
+    p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    p_ot = p_o + i_b * stride_ob + i_q.to(tl.int64) * stride_oh + o_l[:, None] * stride_ot + o_d[None, :]
+    p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    if LINEAR:
+        b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
+        b_p = tl.load(p_d + (i_h * L + o_l)[:, None] * L + o_l[None, :])
+    start = i_s * chunks
+    stop = tl.minimum(start + chunks, tl.cdiv(T, L))
+    for i_c in range(start, stop):
+        i_t = tl.cast(i_c, tl.int64) * L
+        m_t = i_c * L + o_l < T
+        b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
+        b_re = tl.where(i_c == start, b_fr, b_cr)[:, None]
+        b_im = tl.where(i_c == start, b_fi, b_ci)[:, None]
+        b_s = scale_rows(b_s, b_re, -b_im, M, BD)  # the rows hold the conjugate
+        if OUTPUT:
+            if not LINEAR:
+                b_b = tl.load(p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
+                b_p = tl.dot(b_b, b_tt, input_precision=PRECISION)
+                b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
+            b_o = tl.dot(b_b, b_s.to(DTYPE), input_precision=PRECISION)
+            b_o = tl.dot(b_p, b_v, b_o, input_precision=PRECISION)
+            tl.store(p_ot + i_t * stride_ot, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+        b_s = tl.dot(b_tt, b_v, b_s, input_precision=PRECISION)
+
+    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
+        if (STORE_STATE == 2) | ((i_s == S - 1) & (i_q % G == 0)):
+            p_f = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
+            b_s = b_sign * scale_rows(b_s, tl.load(p_f)[:, None], -tl.load(p_f + M)[:, None], M, BD)
+            i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
+            p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
+            tl.store(p_yt, b_s, mask=m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks", "H", "P", "first"])
+def adjoint_kernel(
+    p_b,
+    p_do,
+    p_d,
+    p_tc,
+    p_e,
+    p_step,
+    p_g,
+    p_dv,
+    p_y,
+    T,
+    S,
+    chunks,
+    H,
+    P,
+    first,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
+    """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
+
+    Z, the costate, collects b~_i do_i^T of later tokens and is the conjugate of the gradient of the state.
+    Grid: B H S ceil(D / BD) programs; each adds up the G query heads of its state head. Tiles: costate [2M, BD] fp32 as
+    (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed scores [L, L]. Bytes per token and query head: b~
+    and the scores once per block of D, do once; dv once per state head.
+    p_g: gradient of the state after each segment. STORE_STATE: 1, the gradient of the initial state goes to p_y
+    [B, H, M, P, 2]; 2, the gradient of the state before every segment, from zero after it, to p_y [B, H, S, M, P, 2].
+    LINEAR, OUTPUT: as in `expand_kernel` (without OUTPUT p_b is still read).
+    """
+    DTYPE = p_tc.dtype.element_ty
+    ND: tl.constexpr = (D + BD - 1) // BD
+    i_p = tl.program_id(0)
+    i_d = i_p % ND
+    i_s = i_p // ND % S
+    i_bh = (i_p // (ND * S)).to(tl.int64)
+    i_b = i_bh // H
+    i_h = i_bh % H
+    o_l = tl.arange(0, L)
+    o_d = i_d * BD + tl.arange(0, BD)
+    o_m = tl.arange(0, M)
+    o_n = tl.arange(0, 2 * M)
+    m_d = o_d < D
+    start = i_s * chunks
+    stop = tl.minimum(start + chunks, tl.cdiv(T, L))
+
+    b_tc = tl.load(p_tc + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
+    p_f = p_step + i_h * (4 * M) + o_m
+    b_cr = tl.load(p_f + 2 * M)
+    b_ci = tl.load(p_f + 3 * M)
+    # The costate enters the last chunk, n tokens long, with Lambda^(n-1-r).
+    p_l = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
+    b_lr = tl.load(p_l)
+    b_li = tl.load(p_l + M)
+    b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
+    b_z = tl.zeros([2 * M, BD], dtype=tl.float32)
+    if HAS_STATE:
+        o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
+        b_z = b_sign * tl.load(p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
+
+    p_dt = p_do + i_b * stride_db + i_h * G * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
+    p_vt = p_dv + i_b * stride_vb + i_h * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    p_bt = p_b + i_bh * G * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    if LINEAR:
+        b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
+        b_p = tl.load(p_d + (i_h * L + o_l)[None, :] * L + o_l[:, None])
+    for i in range(0, stop - start):
+        i_c = stop - 1 - i
+        i_t = tl.cast(i_c, tl.int64) * L
+        m_t = i_c * L + o_l < T
+        b_re = tl.where(i == 0, b_lr, b_cr)[:, None]
+        b_im = tl.where(i == 0, b_li, b_ci)[:, None]
+        b_z = scale_rows(b_z, b_re, b_im, M, BD)
+        if OUTPUT:
+            b_dv = tl.dot(b_tc, b_z.to(DTYPE), input_precision=PRECISION)
+        for i_g in range(0, G):
+            p_dg = p_dt + i_t * stride_dt + i_g * stride_dh
+            b_do = tl.load(p_dg, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
+            if not LINEAR:
+                b_b = tl.load(p_bt + (tl.cast(i_g, tl.int64) * T + i_t) * (2 * M), mask=m_t[:, None], other=0.0)
+            if OUTPUT:
+                if not LINEAR:
+                    b_p = tl.dot(b_tc, tl.trans(b_b), input_precision=PRECISION)
+                    b_p = tl.where(o_l[:, None] <= o_l[None, :], b_p, 0.0).to(DTYPE)
+                b_dv = tl.dot(b_p, b_do, b_dv, input_precision=PRECISION)
+            b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
+        if OUTPUT:
+            tl.store(p_vt + i_t * stride_vt, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+
+    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
+        if (STORE_STATE == 2) | (i_s == 0):
+            b_z = b_sign * scale_rows(b_z, tl.load(p_f)[:, None], tl.load(p_f + M)[:, None], M, BD)
+            i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
+            p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
+            tl.store(p_yt, b_z, mask=m_d[None, :])

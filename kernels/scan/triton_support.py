@@ -1,0 +1,47 @@
+"""What the Triton kernels can run, decided without importing triton: shapes, dtypes and device only.
+
+torch.compile traces through `unsupported`, and a machine without triton asks it too.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+BASIS_SIZES = (16, 32, 64, 128)
+CHUNK_SIZES = (16, 32, 64)
+# Pass 1 needs the whole width of a key in one tile. Above 128: head width 128 and the ones column of the normalised form.
+MAX_WIDTH = 256
+
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def unsupported(inputs: tuple[Tensor, ...], M: int, chunk_size: int | None) -> str | None:
+    """Why (q, k, v), or (z,) of the linear readout, cannot run on the Triton kernels; None if they can."""
+    if not _INSTALLED:
+        return "triton is not installed"
+    if torch.version.hip is not None:
+        return "the Triton kernels are made for NVIDIA GPUs"
+    if inputs[0].is_cuda and not _has_bf16_tensor_cores(inputs[0].device.index):
+        return "the Triton kernels need compute capability 8.0 or higher"
+    if any(x.dtype == torch.float64 for x in inputs):
+        return "the inputs are float64 and the Triton kernels compute in bf16 or fp32"
+    if M not in BASIS_SIZES:
+        return f"M is {M} and the Triton kernels have M = {', '.join(map(str, BASIS_SIZES))}"
+    if len(inputs) > 1 and max(x.shape[-1] for x in inputs) > MAX_WIDTH:
+        return f"R or D is above {MAX_WIDTH}, the widest that the Triton kernels have"
+    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
+        return f"chunk_size is {chunk_size} and the Triton kernels have {', '.join(map(str, CHUNK_SIZES))}"
+    if chunk_size is not None and chunk_size * M > 4096 and operand_dtype(*inputs) == torch.float32:
+        return f"chunk_size is {chunk_size} at M = {M}: tables of this size do not fit in fp32"
+    return None
+
+
+def operand_dtype(*inputs: Tensor) -> torch.dtype:
+    """Of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), fp32 if any input is fp32."""
+    return torch.float32 if any(x.dtype == torch.float32 for x in inputs) else torch.bfloat16
+
+
+@torch.compiler.assume_constant_result
+def _has_bf16_tensor_cores(device_index: int | None) -> bool:
+    return torch.cuda.get_device_capability(device_index) >= (8, 0)

@@ -1,0 +1,362 @@
+"""The Triton kernels of `chunkwise` against the fp64 loop over time: values, final state and every gradient.
+
+On a machine with a GPU these tests run there. Elsewhere the last one runs this file again in a process of its own, under
+Triton's interpreter, which has to be chosen before triton is imported.
+"""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from interdomain import scan
+from interdomain.scan import ops, triton_support
+from tests.common import REPOSITORY
+
+from .common import Case, error, exact, gradients, op_inputs, run_op
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+on_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+
+# Relative RMS error against the fp64 loop on the same rounded inputs.
+TOLERANCES = {
+    torch.float32: 1e-5,  # fp32 or 3xTF32 products, fp32 sums; measured 4e-7 in the interpreter
+    # Operands rounded to bf16 (1.7e-3 each) at eight places in a row, from q k^T to o; sums in fp32.
+    torch.bfloat16: 6e-3,
+}
+# All modes at |Lambda| = 1/e: an output is a product of those roundings, with no past to average them.
+AT_THE_BOUND = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """`chunkwise` is the Triton form, and uninitialised memory is NaN."""
+    if not (INTERPRETED or DEVICE == "cuda"):
+        yield None
+        return
+    if INTERPRETED:
+        from . import triton_interpreter
+
+        triton_interpreter.repair(monkeypatch)
+    from interdomain.scan import triton_chunkwise
+
+    monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", ops._triton())
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield triton_chunkwise
+
+
+def to_device(inputs, cotangents):
+    inputs = {n: x.detach().to(DEVICE).requires_grad_() for n, x in inputs.items()}
+    return inputs, tuple(x.to(DEVICE) for x in cotangents)
+
+
+@functools.cache
+def problem(case, dtype, linear, at_the_bound=False):
+    inputs, cotangents = op_inputs(case, torch.float32, dtype, linear)
+    if at_the_bound:
+        with torch.no_grad():
+            inputs["log_decay"][..., 0] = -scan.MAX_DECAY_PER_TOKEN
+    return inputs, cotangents, exact(inputs, cotangents, linear)
+
+
+def check(case, dtype, linear=False, at_the_bound=False, **kwargs):
+    inputs, cotangents, expected = problem(case, dtype, linear, at_the_bound)
+    inputs, cotangents = to_device(inputs, cotangents)
+    got = run_op(inputs, cotangents, linear, backend="chunkwise", **kwargs)
+    assert got.keys() == expected.keys()
+    tokens = {"out", "dq", "dk", "dv", "dz"}
+    assert all(x.dtype == (dtype if n in tokens else torch.float32) for n, x in got.items())
+    errors = {n: error(got[n].cpu(), expected[n], "rms") for n in expected}
+    bound = (AT_THE_BOUND if at_the_bound else TOLERANCES)[dtype]
+    assert all(e < bound for e in errors.values()), f"beyond {bound:.0e}: {errors}"
+    return got
+
+
+QUERY = (
+    Case(T=1, B=2, H=1, R=16, D=16),
+    Case(T=17, H=2, G=2, R=16, D=16),
+    Case(T=63, H=1, R=16, D=17, readout="hermitian", state=False),
+    Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"),
+    Case(T=130, H=2, R=16, D=16, decay="weak"),
+    Case(T=20, H=1, R=96, D=96),
+    Case(T=70, H=1, R=40, D=70, M=64, decay="s4d"),
+    Case(T=20, H=1, R=32, D=24, M=128, decay="s4d"),
+)
+LINEAR = (
+    Case(T=1, B=2, H=1, R=16, D=16),
+    Case(T=63, H=2, R=16, D=17, state=False),
+    Case(T=130, H=1, R=16, D=16, M=32),
+    Case(T=20, H=1, R=96, D=96, decay="s4d", M=64),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", QUERY, ids=str)
+def test_query_readout(case, dtype):
+    check(case, dtype)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_linear_readout(case, dtype):
+    check(case, dtype, linear=True)
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_at_the_decay_bound(dtype, linear):
+    """Tables span |Lambda|^-32 to |Lambda|^32; what lies above the diagonal holds up to e^63 and must not be read."""
+    check(Case(T=130, H=1, G=1 if linear else 2, R=16, D=16, M=32), dtype, linear, at_the_bound=True, chunk_size=64)
+
+
+@on_kernels
+@pytest.mark.parametrize("chunk_size", [16, 32, 64])
+def test_chunk_size_does_not_change_the_function(chunk_size):
+    check(QUERY[3], torch.float32, chunk_size=chunk_size)
+    check(LINEAR[1], torch.float32, linear=True, chunk_size=chunk_size)
+
+
+@on_kernels
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize("segments", [2, 3])
+def test_segments(segments, linear, state, kernels, monkeypatch):
+    """Segments of equal length, and a last one that is shorter and ragged."""
+    monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
+    case = Case(T=150, H=1, G=1 if linear else 2, R=16, D=17, state=state)
+    for dtype in DTYPES:
+        check(case, dtype, linear, chunk_size=16)
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_final_state_without_a_cotangent(linear):
+    """The cotangent of an unused state is no tensor at all; no program may read one."""
+    case = Case(T=40, H=1, R=16, D=16)
+    inputs, cotangents, _ = problem(case, torch.float32, linear)
+    zero = (cotangents[0], torch.zeros_like(cotangents[1]))
+    expected = exact(inputs, zero, linear)
+    inputs, cotangents = to_device(inputs, cotangents)
+    fn = scan.linear_scan if linear else scan.interdomain_scan
+    out, _ = fn(**inputs, backend="chunkwise")
+    got = gradients((out,), cotangents[:1], inputs)
+    assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in got)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtypes", [(torch.float16,) * 3, (torch.bfloat16, torch.float32, torch.float16)], ids=str)
+def test_other_dtypes(dtypes):
+    """fp16 is computed in bf16; one fp32 input makes it fp32. o follows v."""
+    case = Case(T=40, H=1, G=2, R=16, D=16)
+    inputs, cotangents = op_inputs(case, torch.float32)
+    for name, dtype in zip("qkv", dtypes, strict=True):
+        inputs[name] = inputs[name].detach().to(dtype).requires_grad_()
+    cotangents = (cotangents[0].to(dtypes[2]), cotangents[1])
+    expected = exact(inputs, cotangents)
+    got = run_op(*to_device(inputs, cotangents), backend="chunkwise")
+    assert got["out"].dtype == dtypes[2]
+    errors = {n: error(got[n].cpu(), expected[n], "rms") for n in expected}
+    assert all(e < TOLERANCES[torch.bfloat16] for e in errors.values()), errors
+
+
+@on_kernels
+def test_strided_inputs():
+    """q, k, v cut out of one projection; a cotangent that is one number, expanded."""
+    inputs, cotangents, _ = problem(Case(T=40, H=2, R=16, D=16), torch.float32, False)
+    cotangents = (cotangents[0][:, :1, :1, :1].expand_as(cotangents[0]), cotangents[1])
+    expected = exact(inputs, cotangents)
+    inputs, cotangents = to_device(inputs, cotangents)
+    packed = torch.stack([inputs[n].detach() for n in "qkv"], dim=3).flatten(2).requires_grad_()
+    q, k, v = packed.unflatten(2, (2, 3, 16)).unbind(3)
+    assert q.stride(1) == 96
+    got = run_op({**inputs, "q": q, "k": k, "v": v}, cotangents, backend="chunkwise")
+    assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
+    transposed = {**inputs, "k": inputs["k"].detach().mT.contiguous().mT.requires_grad_()}
+    assert transposed["k"].stride(-1) != 1
+    got = run_op(transposed, cotangents, backend="chunkwise")
+    assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
+
+
+@on_kernels
+def test_offsets_beyond_32_bits():
+    """Tokens 2^24 numbers apart: the last one lies beyond 2^31."""
+    T, stride = 140, 1 << 24
+    inputs, _, expected = problem(Case(T=T, H=1, R=16, D=16), torch.bfloat16, False)
+    memory = torch.empty_strided((1, T, 1, 16), (T * stride, stride, 16, 1), dtype=torch.bfloat16, device=DEVICE)
+    inputs, _ = to_device(inputs, ())
+    o, state = scan.interdomain_scan(**{**inputs, "k": memory.copy_(inputs["k"])}, backend="chunkwise")
+    assert error(o.cpu(), expected["out"], "rms") < TOLERANCES[torch.bfloat16]
+    assert error(state.cpu(), expected["state"], "rms") < TOLERANCES[torch.bfloat16]
+
+
+@on_kernels
+def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
+    case = Case(T=70, B=2, H=1, G=2, R=16, D=16)
+    inputs, cotangents = to_device(*problem(case, torch.bfloat16, False)[:2])
+    calls = []
+    mix = kernels.launch.mix
+    monkeypatch.setattr(kernels.launch, "mix", lambda *args: calls.append(args) or mix(*args))
+    results = {}
+    for recompute in (True, False):
+        saved = []
+        calls.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            outputs = scan.interdomain_scan(**inputs, backend="chunkwise", recompute=recompute)
+        results[recompute] = (*outputs, *gradients(outputs, cotangents, inputs).values())
+        assert len(calls) == (3 if recompute else 2)
+        extra = [x for x in saved if x.data_ptr() not in {y.data_ptr() for y in inputs.values()}]
+        kept = [] if recompute else [(2, 2, 70, 32)] * 2
+        assert [tuple(x.shape) for x in extra] == kept
+        assert all(x.dtype == torch.bfloat16 for x in extra)
+        with torch.no_grad():
+            assert torch.equal(scan.interdomain_scan(**inputs, backend="chunkwise", recompute=recompute)[0], outputs[0])
+    assert all(torch.equal(x, y) for x, y in zip(results[True], results[False], strict=True))
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_runs_repeat_bit_for_bit(linear):
+    case = Case(T=70, B=2, H=2, G=1 if linear else 2, R=16, D=16)
+    inputs, cotangents = to_device(*problem(case, torch.bfloat16, linear)[:2])
+    first, second = (run_op(inputs, cotangents, linear, backend="chunkwise") for _ in range(2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+
+
+@on_kernels
+@pytest.mark.parametrize("save", [False, True])
+def test_opcheck(save):
+    case = Case(T=20, H=1, G=2, R=16, D=16, state=save)
+    inputs, (d_out, d_state) = to_device(*op_inputs(case, torch.float32, torch.bfloat16))
+    args = (*inputs.values(), *(() if save else (None,)), 0, "chunkwise")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.scan, (*args, save), test_utils=tests)
+    args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+    kept = ops.scan(*args, save)[2:] if save else (None, None)
+    torch.library.opcheck(ops.scan_backward, (d_out, d_state, *args, True, *kept), test_utils=tests[::2])
+
+
+@on_kernels
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiles_without_a_graph_break(recompute):
+    inputs, cotangents = to_device(*op_inputs(Case(T=20, H=1, G=2, R=16, D=16), torch.float32))
+    run = functools.partial(scan.interdomain_scan, backend="chunkwise", recompute=recompute)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    results = []
+    for fn in (compiled, run):
+        outputs = fn(**inputs)
+        results.append((*outputs, *gradients(outputs, cotangents, inputs).values()))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# What follows needs neither a GPU nor the interpreter.
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    with FakeTensorMode():
+        yield
+
+
+def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
+    return tuple(torch.empty(2, 100, 4, d, dtype=dtype, device="cuda") for d in (R, R, D))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "M", "chunk_size", "message"),
+    [
+        (dict(dtype=torch.float64), 64, None, "the inputs are float64"),
+        (dict(), 24, None, "M is 24 and the Triton kernels have M = 16, 32, 64, 128"),
+        (dict(D=300), 64, None, "R or D is above 256"),
+        (dict(), 64, 48, "chunk_size is 48 and the Triton kernels have 16, 32, 64"),
+    ],
+)
+def test_refusals(inputs, M, chunk_size, message, pretend_gpu, caplog):
+    inputs = fake_inputs(**inputs)
+    with pytest.raises(ValueError, match=f"cannot run this on CUDA: {message}.*chunkwise-torch"):
+        scan._choose("chunkwise", chunk_size, inputs, M)
+    assert scan._choose("chunkwise-torch", chunk_size, inputs, M) == "chunkwise-torch"
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
+        assert [scan._choose("auto", chunk_size, inputs, M) for _ in range(2)] == ["chunkwise-torch"] * 2
+    assert len(caplog.records) == 1
+    assert message in caplog.text
+
+
+def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
+        assert scan._choose("auto", None, fake_inputs(D=65), 64) == "chunkwise"
+        assert scan._choose("chunkwise", 32, fake_inputs(torch.float16), 16) == "chunkwise"
+        assert scan._choose("auto", None, fake_inputs(D=300)[2:], 64) == "chunkwise"  # the linear readout has no width
+    assert "'auto' runs 'chunkwise' on cuda" in caplog.text
+
+
+def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
+    with pytest.raises(ValueError, match=r"compute capability 8\.0"):
+        scan._choose("chunkwise", None, fake_inputs(), 64)
+    monkeypatch.setattr(triton_support, "_INSTALLED", False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        scan._choose("chunkwise", None, fake_inputs(), 64)
+    assert scan._choose("auto", None, fake_inputs(), 64) == "chunkwise-torch"
+
+
+def test_shapes_on_cuda_without_one(pretend_gpu):
+    """The ops' fake implementations, as torch.compile and FSDP see them."""
+    q, k, v = fake_inputs()
+    theta, W = torch.empty(4, 64, 2, device="cuda"), torch.empty(4, 128, 128, device="cuda")
+    o, state, a, b = ops.scan(q, k, v, theta, W, None, 0, "chunkwise", True)
+    assert (o.shape, o.dtype, state.shape, state.dtype) == (v.shape, v.dtype, (2, 4, 64, 128, 2), torch.float32)
+    assert a.shape == b.shape == (2, 4, 100, 128)
+    assert a.dtype == b.dtype == torch.bfloat16
+
+
+def test_nothing_imports_triton_before_it_runs():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from interdomain import scan\n"
+        "x = torch.randn(1, 5, 1, 4); theta = -torch.rand(1, 3, 2)\n"
+        "o, _ = scan.interdomain_scan(x, x, x, theta, torch.randn(1, 6, 6)); assert o.isfinite().all()\n"
+        "assert not scan.triton_support._INSTALLED and 'interdomain.scan.triton_chunkwise' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "segments"), [(256, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)]
+)
+def test_segment_rule(sequences, tokens, segments):
+    """Two programs for each of 132 multiprocessors, no segment under 8 chunks of 64."""
+    from interdomain.scan import triton_chunkwise
+
+    assert triton_chunkwise.segment_count(sequences, -(-tokens // 64), torch.device("cpu")) == segments
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+def test_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout.replace("1 skipped", "")  # only this test

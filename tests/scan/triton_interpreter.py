@@ -1,0 +1,43 @@
+"""What Triton's interpreter lacks for bf16: it multiplies the bit patterns as integers and truncates instead of rounding.
+
+`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them.
+Call it in a process that runs with TRITON_INTERPRET=1.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def _widen(handle: TensorHandle) -> np.ndarray:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle.data
+    return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(data: np.ndarray) -> np.ndarray:
+    x = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).bfloat16()
+    return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def repair(monkeypatch) -> None:
+    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
+
+    def to_or_from_bf16(otherwise):
+        def run(self, src, dst_type, *args):
+            source, target = src.dtype.scalar, dst_type.scalar
+            if target == tl.bfloat16 and source != tl.bfloat16:
+                return TensorHandle(_narrow(src.data), target)
+            if source == tl.bfloat16 and target == tl.float32:
+                return TensorHandle(_widen(src), target)
+            return otherwise(self, src, dst_type, *args)
+
+        return run
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", to_or_from_bf16(cast))
+    monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", to_or_from_bf16(convert))
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
