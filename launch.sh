@@ -53,7 +53,7 @@ if [ "${1:-}" = test ]; then
   python=${INTERDOMAIN_PYTHON:-}
   [ -n "$python" ] || make_environment train,dev
   # Two workers; those tests that share starts of torchrun stay together (tests/conftest.py).
-  exec "$python" -m pytest -n 2 --dist loadgroup "$@"
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --dist loadgroup "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
 [ -n "$python" ] || make_environment train
