@@ -47,20 +47,6 @@ _ALLOWED = {
 }
 
 
-# What unpickling damaged bytes raises, besides what `find_class` refuses.
-_DAMAGED = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    TypeError,
-    ValueError,
-)
-
-
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         found = super().find_class(module, name) if module in _ALLOWED else None
@@ -90,7 +76,7 @@ class SafeReader(FileSystemReader):
                 raise TypeError(f"it holds {type(metadata).__name__}")
             if not isinstance(metadata.state_dict_metadata, dict):
                 raise TypeError("it lists no tensors")
-        except _DAMAGED as e:
+        except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
             raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -148,7 +134,7 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
             described = isinstance(entry.properties.dtype, torch.dtype)
             covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             whole = math.prod(entry.size)
-        except (AttributeError, TypeError) as e:
+        except Exception as e:  # likewise: what came out may be anything
             raise ValueError(f"{checkpoint / METADATA} is damaged: {name} ({e}). Take another step.") from e
         # dcp.load leaves what no shard holds as it finds it: uninitialised memory.
         if not described or covered != whole:
@@ -161,14 +147,15 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Whole tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched."""
-    tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
     try:
+        tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: no process group
             dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
-    except dcp.api.CheckpointException as e:
+    except (dcp.api.CheckpointException, RuntimeError) as e:
+        causes = _causes(e) if isinstance(e, dcp.api.CheckpointException) else e
         raise ValueError(
-            f"{checkpoint} could not be read ({_causes(e)}): a shard is missing or damaged, or retention removed the step "
+            f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
             "meanwhile (checkpoint.keep_latest_k). Take another step."
         ) from e
     return tensors
