@@ -5,11 +5,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.common import REPOSITORY
-
+REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 # Bytes of shared memory per program. sm_90 has 227 KB for two programs; sm_89 99 KB, and what fits there fits sm_80.
