@@ -39,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "parallel", "fft", "reference")
+BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
 
 # Backends that autograd records; the others are in ops.IMPLEMENTATIONS.
 _RECORDED = {
@@ -74,8 +74,8 @@ def interdomain_scan(
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
         backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, `chunkwise-torch` plain
-            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have;
-            an explicit one never falls back.
+            PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is `chunkwise`, or
+            `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
         chunk_size: tokens per chunk, 1 to 64 (16, 32 or 64 in Triton); None for the default. Other backends ignore it.
         recompute: False keeps a and b~ for the backward of `chunkwise` on CUDA, 4M numbers per token and query head
             (512 bytes in bf16 at M = 64), and saves computing them twice. Nothing else keeps more than its inputs.
@@ -137,13 +137,14 @@ def linear_scan(
 
 
 def interdomain_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One token of `interdomain_scan`.
+    """One token of `interdomain_scan`: one kernel on CUDA where no gradient is recorded, else plain PyTorch.
 
     Args:
         q: [B, Hq, R]; k: [B, H, R]; v: [B, H, D]; state: [B, H, M, R + D, 2], from the scan or zeros (None is refused).
-    Returns: (o [B, Hq, D] in v's dtype, new state; the one passed in is left as it was).
+        inplace: write the new state over `state`, which must be contiguous, and return that; for CUDA graphs.
+    Returns: (o [B, Hq, D] in v's dtype, new state; without `inplace` the one passed in is left as it was).
     """
     if k.ndim != 3:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, H, R]: a step has no time axis")
@@ -156,12 +157,19 @@ def interdomain_step(
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     _check_shape("state", state, (B, H, M, R + D, 2))
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "state": state})
+    _check_inplace(state, inplace)
+    args = q, k, v, log_decay, mixing, state
     with torch.autocast(k.device.type, enabled=False):
-        return step.scan_step(q, k, v, log_decay, mixing, state)
+        if _fused(args):
+            return (step.fused_scan_step_(*args), state) if inplace else step.fused_scan_step(*args)
+        o, new = step.scan_step(*args)
+        return o, state.copy_(new) if inplace else new
 
 
-def linear_step(z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state)."""
+def linear_step(
+    z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor, *, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state); see the step above."""
     if z.ndim != 3:
         raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, H, P]: a step has no time axis")
     B, H, P = z.shape
@@ -169,8 +177,20 @@ def linear_step(z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor) ->
     _check_shape("readout", readout, (H, 2 * M))
     _check_shape("state", state, (B, H, M, P, 2))
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "state": state})
+    _check_inplace(state, inplace)
+    args = z, log_decay, readout, state
     with torch.autocast(z.device.type, enabled=False):
-        return step.linear_one_step(z, log_decay, readout, state)
+        if _fused(args):
+            return (step.fused_linear_step_(*args), state) if inplace else step.fused_linear_step(*args)
+        y, new = step.linear_one_step(*args)
+        return y, state.copy_(new) if inplace else new
+
+
+def _fused(args: tuple[Tensor, ...]) -> bool:
+    """The kernels of a step record no gradient."""
+    if args[0].device.type != "cuda" or (torch.is_grad_enabled() and any(x.requires_grad for x in args)):
+        return False
+    return triton_support.missing(args[0].device) is None
 
 
 def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M: int) -> str:
@@ -179,6 +199,13 @@ def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M:
     if chunk_size is not None and not 1 <= chunk_size <= _MAX_CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}; allowed: 1 to {_MAX_CHUNK}")
     device = inputs[0].device.type
+    if backend == "sequential":
+        problem = triton_support.missing(inputs[0].device) if device == "cuda" else f"the inputs are on {device}"
+        if problem:
+            raise ValueError(
+                f"backend 'sequential' is Triton on CUDA and cannot run this: {problem}. backend='reference' is the same "
+                "loop in plain PyTorch"
+            )
     if backend not in ("auto", "chunkwise"):
         return backend
     problem = triton_support.unsupported(inputs, M, chunk_size) if device == "cuda" else None
@@ -227,6 +254,11 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
 def _check_time(T: int) -> None:
     if T == 0:
         raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
+
+
+def _check_inplace(state: Tensor, inplace: bool) -> None:
+    if inplace and not state.is_contiguous():
+        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
 
 
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:

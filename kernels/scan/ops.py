@@ -9,6 +9,7 @@ A tensor that does not exist (no initial state, frozen log_decay, nothing saved)
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,7 +39,18 @@ class Implementation(NamedTuple):
 _PLAIN = Implementation(
     chunkwise.scan_forward, chunkwise.scan_backward, chunkwise.linear_forward, chunkwise.linear_backward
 )
-IMPLEMENTATIONS = {"chunkwise": _PLAIN, "chunkwise-torch": _PLAIN}
+
+
+def _late(module: str) -> Implementation:
+    """Imported when it first runs: a CPU box has no triton."""
+
+    def call(name):
+        return lambda *args: getattr(importlib.import_module(module, __package__), name)(*args)
+
+    return Implementation(*map(call, Implementation._fields[:4]))
+
+
+IMPLEMENTATIONS = {"chunkwise": _PLAIN, "chunkwise-torch": _PLAIN, "sequential": _late(".triton_sequential")}
 
 
 def implementation(backend: str, device: torch.device) -> Implementation:

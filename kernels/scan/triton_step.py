@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["N"])
-def decay_kernel(p_theta, p_lam, N, M: tl.constexpr, BLOCK: tl.constexpr):
+def decay_table_kernel(p_theta, p_lam, N, M: tl.constexpr, BLOCK: tl.constexpr):
     """Lambda = exp(theta), [H, 2, M] from [H, M, 2], through fp64 as in `powers`: the phase reaches 128 radians.
 
     A launch of its own, because in a tile of the step every thread would compute these for all the modes it holds.
@@ -232,7 +232,7 @@ def linear_tiles(P: int, M: int) -> dict[str, int]:
 def _decay(log_decay: Tensor) -> Tensor:
     H, M, _ = log_decay.shape
     out = torch.empty(H, 2, M, dtype=log_decay.dtype, device=log_decay.device)
-    decay_kernel[(triton.cdiv(H * M, 128),)](log_decay.contiguous(), out, H * M, M=M, BLOCK=128, num_warps=4)
+    decay_table_kernel[(triton.cdiv(H * M, 128),)](log_decay.contiguous(), out, H * M, M=M, BLOCK=128, num_warps=4)
     return out
 
 

@@ -16,14 +16,22 @@ MAX_WIDTH = 256
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-def unsupported(inputs: tuple[Tensor, ...], M: int, chunk_size: int | None) -> str | None:
-    """Why (q, k, v), or (z,) of the linear readout, cannot run on the Triton kernels; None if they can."""
+def missing(device: torch.device) -> str | None:
+    """Why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do."""
     if not _INSTALLED:
         return "triton is not installed"
     if torch.version.hip is not None:
         return "the Triton kernels are made for NVIDIA GPUs"
-    if inputs[0].is_cuda and not _has_bf16_tensor_cores(inputs[0].device.index):
+    if device.type == "cuda" and not _has_bf16_tensor_cores(device.index):
         return "the Triton kernels need compute capability 8.0 or higher"
+    return None
+
+
+def unsupported(inputs: tuple[Tensor, ...], M: int, chunk_size: int | None) -> str | None:
+    """Why (q, k, v), or (z,) of the linear readout, cannot run on the chunkwise Triton kernels; None if they can."""
+    problem = missing(inputs[0].device)
+    if problem:
+        return problem
     if any(x.dtype == torch.float64 for x in inputs):
         return "the inputs are float64 and the Triton kernels compute in bf16 or fp32"
     if M not in BASIS_SIZES:

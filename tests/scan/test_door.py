@@ -7,7 +7,7 @@ import torch
 
 from interdomain import scan
 
-from .common import Case, op_inputs
+from .common import ON_CPU, Case, op_inputs
 
 QUERY, _ = op_inputs(Case(T=5, B=2, H=2, G=3, R=4, D=3, M=6), torch.float32)
 LINEAR, _ = op_inputs(Case(T=5, B=2, H=2, R=4, D=3, M=6), torch.float32, linear=True)
@@ -20,7 +20,10 @@ def zeros(*shape, **kwargs):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, parallel, fft, reference"),
+        (
+            {"backend": "cuda"},
+            "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft, reference",
+        ),
         ({"chunk_size": 0}, "chunk_size is 0; allowed: 1 to 64"),
         ({"chunk_size": 128}, "chunk_size is 128; allowed: 1 to 64"),
         ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
@@ -93,7 +96,7 @@ def test_auto_is_chunkwise_and_says_so_once(caplog):
 def test_activations_may_differ_in_dtype():
     """Under autocast some come out of a matmul (bf16), some out of a norm (fp32); o follows v."""
     inputs = {**QUERY, "q": QUERY["q"].bfloat16(), "v": QUERY["v"].half()}
-    for backend in scan.BACKENDS:
+    for backend in ON_CPU:
         o, _ = scan.interdomain_scan(**inputs, backend=backend)
         assert o.dtype == torch.float16
         torch.testing.assert_close(o.float(), scan.interdomain_scan(**QUERY)[0], rtol=3e-2, atol=1e-6)

@@ -1,7 +1,8 @@
-"""Registers, spills and shared memory of the chunkwise Triton kernels, by compilation alone: needs no GPU.
+"""Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
-`python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel (R x D x M); TRITON_INTERPRET must be
-unset. The launches are recorded, not described a second time: what is compiled is what runs.
+`python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
+`sequential/64x64x64:G2` or `step/64x64x64:linear` those of the others; TRITON_INTERPRET must be unset. The launches are
+recorded, not described a second time: what is compiled is what runs.
 """
 
 import json
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from interdomain.scan import triton_chunkwise, triton_launch
+from interdomain.scan import triton_chunkwise, triton_launch, triton_sequential, triton_step
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -32,16 +33,18 @@ class Recorder:
     def __getitem__(self, grid):
         return self.record
 
-    def record(self, *args, num_warps, num_stages, **constants):
+    def record(self, *args, num_warps, num_stages=3, **constants):
         signature, divisible = {}, []
         for parameter, value in zip(self.kernel.params, args, strict=False):
             if isinstance(value, torch.Tensor):
                 signature[parameter.name] = TYPES[value.dtype]
+                if value.data_ptr() % 16:
+                    continue
             elif parameter.do_not_specialize:
                 signature[parameter.name] = "i32"
                 continue
-            elif value == 1:
-                constants[parameter.name] = 1
+            elif value is None or value == 1:
+                constants[parameter.name] = value
             else:
                 signature[parameter.name] = "i32"
                 if value % 16:
@@ -56,21 +59,54 @@ def launches(capability, dtype, R, D, M, G=1, linear=False):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     for name in ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel", "decay_kernel"):
-        kernel = getattr(triton_launch, name)
-        setattr(triton_launch, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, found))
+        _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
-    B, T, H = 2, 1024, 2  # two segments
+    _forward_and_backward(triton_chunkwise, 1024, dtype, R, D, M, G, linear)  # two segments
+    return found
+
+
+def _record(module, name, found):
+    kernel = getattr(module, name)
+    setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, found))
+
+
+def _forward_and_backward(module, T, dtype, R, D, M, G, linear):
+    B, H = 2, 2
     theta, state = torch.zeros(H, M, 2), torch.zeros(B, H, M, R + D, 2)
     if linear:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
-        triton_chunkwise.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None)
-        triton_chunkwise.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, None, True)
+        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None)
+        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, None, True)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state, None)
-        triton_chunkwise.scan_forward(*inputs)
-        triton_chunkwise.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True)
+        module.scan_forward(*inputs)
+        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True)
+
+
+def launches_sequential(capability, dtype, R, D, M, G=1, linear=False):
+    """The same for the recurrence, whose tiles do not depend on the capability."""
+    found = []
+    for name in ("contract_scan_kernel", "expand_scan_kernel", "reverse_scan_kernel"):
+        _record(triton_sequential, name, found)
+    _forward_and_backward(triton_sequential, 40, dtype, R, D, M, G, linear)
     return found
+
+
+def launches_step(capability, dtype, R, D, M, G=1, linear=False):
+    found = []
+    for name in ("decay_table_kernel", "scan_step_kernel", "linear_step_kernel"):
+        _record(triton_step, name, found)
+    theta, state = torch.zeros(2, M, 2), torch.zeros(2, 2, M, R + D, 2)
+    if linear:
+        triton_step.linear_one_step(torch.zeros(2, 2, R + D, dtype=dtype), theta, torch.zeros(2, 2 * M), state)
+    else:
+        q, k, v = (torch.zeros(2, 2 * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
+        triton_step.scan_step(q, k, v, theta, torch.zeros(2, 2 * M, 2 * M), state)
+    return found
+
+
+FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": launches_step}
 
 
 def report(launch, capability):
@@ -107,10 +143,12 @@ def report(launch, capability):
 def main(argv=None) -> int:
     capability, dtype, *shapes = argv or sys.argv[1:]
     for shape in shapes:
-        shape, _, kind = shape.partition(":")
-        R, D, M = map(int, shape.split("x"))
+        family, _, rest = shape.rpartition("/")
+        sizes, _, kind = rest.partition(":")
+        R, D, M = map(int, sizes.split("x"))
         G = int(kind[1:]) if kind.startswith("G") else 1
-        for launch in launches(int(capability), DTYPES[dtype], R, D, M, G, kind == "linear"):
+        find = FAMILIES[family or "chunkwise"]
+        for launch in find(int(capability), DTYPES[dtype], R, D, M, G, kind == "linear"):
             print(json.dumps({"shape": shape, **report(launch, int(capability))}), flush=True)
     return 0
 

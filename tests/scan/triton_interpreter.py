@@ -1,12 +1,13 @@
-"""What Triton's interpreter lacks for bf16: it multiplies the bit patterns as integers and truncates instead of rounding.
+"""What Triton's interpreter lacks: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
-`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them.
-Call it in a process that runs with TRITON_INTERPRET=1.
+`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them; and
+in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
 """
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -41,3 +42,11 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", to_or_from_bf16(cast))
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", to_or_from_bf16(convert))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)

@@ -1,0 +1,232 @@
+"""The fused step against step.py in fp64, against the scan, and against itself in place.
+
+On a machine with a GPU these tests run there. Elsewhere the last one runs this file again in a process of its own, under
+Triton's interpreter, which has to be chosen before triton is imported.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from interdomain import scan
+from interdomain.scan import step, triton_support
+
+from .common import Case, assert_agree, op_inputs
+
+pytest.importorskip("triton")
+REPOSITORY = Path(__file__).parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+on_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+
+CASES = (
+    Case(T=1, B=2, R=16, D=16),
+    Case(T=1, B=2, G=2, R=6, D=7, M=24, decay="strong"),
+    Case(T=1, B=1, G=3, R=32, D=33, M=32, decay="s4d"),
+    Case(T=1, B=3, R=64, D=64, M=64, decay="s4d"),
+    Case(T=1, B=1, R=96, D=97, M=64, decay="s4d"),
+    Case(T=1, B=1, G=2, R=128, D=129, M=128, decay="s4d"),
+)
+BOUNDS = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "bfloat16"}
+# fp64 for the algebra, fp16 where the outputs are large enough for it.
+ALL = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
+ALL += [(CASES[1], torch.float64), (CASES[3], torch.float16)]
+linear_or_query = pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Uninitialised memory is NaN, and the interpreter rounds to bf16 as a GPU does."""
+    if not INTERPRETED and DEVICE == "cpu":
+        yield None
+        return
+    if INTERPRETED:
+        from . import triton_interpreter
+
+        triton_interpreter.repair(monkeypatch)
+    from interdomain.scan import triton_step
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield triton_step
+
+
+def problem(case, dtype, linear, tables=torch.float32):
+    """(tokens [B, T, ...], tables, state) on DEVICE."""
+    inputs, _ = op_inputs(case, tables, dtype, linear)
+    inputs = {n: x.detach().to(DEVICE) for n, x in inputs.items()}
+    state = inputs.pop("initial_state")
+    tokens = [inputs.pop(n) for n in (("z",) if linear else ("q", "k", "v"))]
+    return tokens, list(inputs.values()), state
+
+
+def functions(kernels, linear):
+    return (kernels.linear_one_step, step.linear_one_step) if linear else (kernels.scan_step, step.scan_step)
+
+
+def compare(got, expected, dtype):
+    assert got[0].dtype == dtype
+    assert_agree({"out": got[0].cpu()}, {"out": expected[0].cpu()}, BOUNDS[dtype])
+    assert_agree({"state": got[1].cpu()}, {"state": expected[1].cpu()}, BOUNDS.get(got[1].dtype))
+
+
+@on_kernels
+@linear_or_query
+@pytest.mark.parametrize(("case", "dtype"), ALL, ids=str)
+def test_step_is_step_py(case, linear, dtype, kernels):
+    tokens, tables, state = problem(case, dtype, linear, torch.promote_types(dtype, torch.float32))
+    before = state.clone()
+    fused, plain = functions(kernels, linear)
+    got = fused(*(x[:, 0] for x in tokens), *tables, state)
+    assert torch.equal(state, before)
+    compare(got, plain(*(x[:, 0].double() for x in tokens), *(x.double() for x in tables), state.double()), dtype)
+
+
+@on_kernels
+@linear_or_query
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chained_steps_are_the_scan(linear, dtype, kernels):
+    """In place, and not; from the state of a prefill to the state of the scan."""
+    case = Case(T=20, B=2, G=1 if linear else 2, R=8, D=9, M=16)
+    tokens, tables, state = problem(case, dtype, linear)
+    fused, _ = functions(kernels, linear)
+    whole = scan.linear_scan if linear else scan.interdomain_scan
+    double = [x.double() for x in (*tokens, *tables)]
+    expected = whole(*double, initial_state=state.double(), backend="reference")
+    chained, inplace, outputs = state, state.clone(), []
+    address = inplace.data_ptr()
+    for t in range(case.T):
+        token = [x[:, t] for x in tokens]
+        out, chained = fused(*token, *tables, chained)
+        again, inplace = fused(*token, *tables, inplace, inplace=True)
+        assert torch.equal(out, again)
+        assert torch.equal(chained, inplace)
+        assert inplace.data_ptr() == address
+        outputs.append(out)
+    compare((torch.stack(outputs, dim=1), chained), expected, dtype)
+
+
+@on_kernels
+@linear_or_query
+def test_strides(linear, kernels):
+    """Tokens cut out of a projection; a state that is a view is copied, or refused where it should be overwritten."""
+    case = Case(T=3, B=2, R=8, D=8)
+    tokens, tables, state = problem(case, torch.float32, linear)
+    fused, plain = functions(kernels, linear)
+    packed = [torch.stack((x, x), dim=-1)[:, 1, ..., 0] for x in tokens]  # last stride 2
+    wide = torch.cat((state, state), dim=3)[:, :, :, :16]
+    expected = plain(*(x[:, 1] for x in tokens), *tables, state)
+    for inputs in ([x[:, 1] for x in tokens], packed):
+        got = fused(*inputs, *tables, wide)
+        assert_agree(dict(enumerate(got)), dict(enumerate(expected)), "float32")
+    with pytest.raises(ValueError, match="to be updated in place it must be contiguous"):
+        fused(*packed, *tables, wide, inplace=True)
+
+
+@on_kernels
+def test_decay_is_rounded_once(kernels):
+    """The same Lambda as the tables of the scan, 128 radians per token included."""
+    theta = problem(Case(T=1, M=64, decay="s4d"), torch.float32, False)[1][0]
+    expected = scan.powers(theta, torch.ones(1, device=DEVICE))[:, 0].mT
+    torch.testing.assert_close(kernels._decay(theta), expected, rtol=2e-7, atol=1e-10)
+
+
+@on_kernels
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@linear_or_query
+def test_cuda_graph(linear, kernels):
+    """Captured once, replayed: the state moves on in place, without the host."""
+    case = Case(T=8, B=2, G=1 if linear else 2, R=64, D=64, M=64)
+    tokens, tables, state = problem(case, torch.bfloat16, linear)
+    fused, _ = functions(kernels, linear)
+    static = [x[:, 0].clone() for x in tokens]
+    live = state.clone()
+    fused(*static, *tables, live.clone(), inplace=True)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = fused(*static, *tables, live, inplace=True)
+    for t in range(case.T):
+        for x, token in zip(static, tokens, strict=True):
+            x.copy_(token[:, t])
+        graph.replay()
+        out, state = fused(*(x[:, t] for x in tokens), *tables, state)
+        assert torch.equal(captured, out)
+        assert torch.equal(live, state)
+
+
+@on_kernels
+@linear_or_query
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+def test_door_ops_and_compile(linear, inplace, kernels, monkeypatch):
+    """The public functions take the kernels where no gradient is recorded; one node each for torch.compile."""
+    monkeypatch.setattr(scan, "_fused", lambda args: not any(x.requires_grad for x in args))
+    tokens, tables, state = problem(Case(T=1, B=2, G=1 if linear else 2, R=8, D=9), torch.bfloat16, linear)
+    tokens = [x[:, 0] for x in tokens]
+    fused, _ = functions(kernels, linear)
+    expected = fused(*tokens, *tables, state)
+    name = ("linear_step" if linear else "scan_step") + ("_" if inplace else "")
+    tests = ("test_schema", "test_faketensor")
+    op = getattr(torch.ops.interdomain, name).default
+    torch.library.opcheck(op, (*tokens, *tables, state.clone()), test_utils=tests)
+    fn = functools.partial(scan.linear_step if linear else scan.interdomain_step, inplace=inplace)
+    for call in (fn, torch.compile(fn, fullgraph=True, backend="aot_eager")):
+        live = state.clone()
+        out, new = call(*tokens, *tables, live)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(new, expected[1])
+        assert torch.equal(live, expected[1] if inplace else state)
+    recorded = [x.clone().requires_grad_() for x in tokens]
+    assert (scan.linear_step if linear else scan.interdomain_step)(*recorded, *tables, state)[0].requires_grad
+
+
+# What follows needs neither a GPU nor the interpreter.
+
+
+@linear_or_query
+def test_plain_step_in_place(linear):
+    inputs, _ = op_inputs(Case(T=1, B=2, R=4, D=5), torch.float32, linear=linear)
+    inputs = {n: x.detach()[:, 0] if n in ("q", "k", "v", "z") else x.detach() for n, x in inputs.items()}
+    state = inputs.pop("initial_state")
+    fn = scan.linear_step if linear else scan.interdomain_step
+    expected = fn(**inputs, state=state)
+    live = state.clone()
+    got = fn(**inputs, state=live, inplace=True)
+    assert got[1] is live
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    with pytest.raises(ValueError, match="to be updated in place it must be contiguous"):
+        fn(**inputs, state=state.mT.contiguous().mT, inplace=True)
+
+
+def test_the_kernels_run_where_no_gradient_is_recorded(monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    with FakeTensorMode():
+        x = torch.empty(2, 4, 8, device="cuda")
+        leaf = torch.empty(2, 4, 8, device="cuda").requires_grad_()
+        assert scan._fused((x, x))
+        assert not scan._fused((x, leaf))
+        assert not scan._fused((x.cpu(), x))
+        with torch.no_grad():
+            assert scan._fused((x, leaf))
+        monkeypatch.setattr(triton_support, "_INSTALLED", False)
+        assert not scan._fused((x, x))
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+def test_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
