@@ -270,6 +270,42 @@ def test_compiles_without_a_graph_break(recompute):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+# On a GPU alone: what the interpreter cannot get wrong, or takes too long for.
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64, 64), (96, 96, 64), (128, 128, 64), (64, 65, 64), (64, 64, 128)], ids=str)
+def test_full_tiles(sizes, dtype, linear):
+    """The tile sizes that ship, over several chunks: Hopper's 64-row products are a compiler path of their own."""
+    R, D, M = sizes
+    check(Case(T=257, B=2, H=2, G=1 if linear else 2, R=R, D=D, M=M, decay="s4d"), dtype, linear)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_long_sequences():
+    """70,001 tokens, cut into segments by the rule, against plain PyTorch in fp32 on the same GPU."""
+    T, H, D, M = 70_001, 2, 64, 64
+    inputs, _ = op_inputs(Case(T=1, H=H, R=D, D=D, M=M, decay="s4d"), torch.float32)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    for name in "qkv":
+        inputs[name] = torch.randn(1, T, H, D, generator=g, device=DEVICE).bfloat16()
+    inputs, _ = to_device(inputs, ())
+    cotangents = (
+        torch.randn(1, T, H, D, generator=g, device=DEVICE).bfloat16(),
+        torch.zeros(1, H, M, 2 * D, 2).to(DEVICE),
+    )
+    exact_inputs = {n: x.detach().float().requires_grad_() for n, x in inputs.items()}
+    expected = run_op(exact_inputs, (cotangents[0].float(), cotangents[1]), backend="chunkwise-torch")
+    got = run_op(inputs, cotangents, backend="chunkwise")
+    errors = {n: error(got[n], expected[n], "rms") for n in expected}
+    assert all(e < 8e-3 for e in errors.values()), errors  # the decay's gradient sums over all of time
+
+
 # What follows needs neither a GPU nor the interpreter.
 
 
@@ -369,7 +405,19 @@ def test_segment_rule(sequences, tokens, segments):
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not gpu",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        __file__,
+    ]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout.replace("1 skipped", "")  # only this test
