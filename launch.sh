@@ -52,8 +52,8 @@ if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
   [ -n "$python" ] || make_environment train,dev
-  # Two workers; those tests that share starts of torchrun stay together (tests/conftest.py).
-  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --dist loadgroup "$@"
+  # Two workers (tests/conftest.py says how the tests spread).
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --no-loadscope-reorder "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
 [ -n "$python" ] || make_environment train

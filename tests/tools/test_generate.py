@@ -163,11 +163,8 @@ def test_low_precision(source, capsys):
 
 ALONE = """
 import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torchtitan", "torchdata", "triton", "transformers", "datasets", "tensorboard"):
-            raise ImportError(f"{name} is not to be imported")
-sys.meta_path.insert(0, Absent())
+for name in ("torchtitan", "torchdata", "triton", "transformers", "datasets", "tensorboard"):
+    sys.modules[name] = None  # as if it were not installed: import fails, find_spec finds nothing
 import socket
 class NoNetwork(socket.socket):
     def __init__(self, *args, **kwargs):
@@ -181,7 +178,7 @@ for name in ("torchtitan", "triton", "transformers"):
     sys.exit(f"{name} was not blocked")
 from interdomain.tools.generate import main
 code = main(sys.argv[1:])
-loaded = [n for n in sys.modules if n.partition(".")[0] in ("torchtitan", "triton", "transformers")]
+loaded = [n for n, m in sys.modules.items() if m and n.partition(".")[0] in ("torchtitan", "triton", "transformers")]
 sys.exit(code or (f"loaded {loaded}" if loaded else 0))
 """
 
