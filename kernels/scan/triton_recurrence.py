@@ -263,7 +263,7 @@ def reverse_scan_kernel(
     READOUT: tl.constexpr,
 ):
     """Backward in time: P_t += e_t q_t^T, dk_t = Re(sum_m P_t), dq_t = Re(e_t^T X_t), dtheta += P_t (X_t - k_t),
-    then P_(t-1) = Lambda P_t and X_(t-1) = (X_t - k_t) / Lambda, at most ANCHOR = K / 4 times between known states.
+    then P_(t-1) = Lambda P_t and X_(t-1) = (X_t - k_t) / Lambda, ANCHOR - 1 times (ANCHOR = K / 4) from a known state.
 
     For (e, q, k); for (b, do, v), where there is no dq (QUERY off); for (w, dy, z), e with strides 0, where READOUT
     asks for sum_t X_t dy_t. Without QUERY, DECAY and READOUT the states are not needed and p_c, p_k are unused.

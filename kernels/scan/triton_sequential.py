@@ -13,13 +13,14 @@ dw, and dk, dv and the gradient of the state with grouped heads) is written apar
 repeat bit for bit. What survives the forward is its inputs.
 
 The states of the past. The paper recovers X_(t-1) = (X_t - z_t) / Lambda, walking back from a checkpoint. A division
-multiplies the rounding error of X_t by e^|Re theta|, and |Re theta| may reach MAX_DECAY_PER_TOKEN = 1: over a segment
-of 16 tokens 6e-8 becomes 0.5. The rule here: at most ANCHOR = 4 steps back, e^4 = 55 times the rounding, and then a
-state that was computed forwards. Checkpoints in memory lie SEGMENT = 16 tokens apart; from each, the reverse kernel
-runs its segment forward once more and keeps the states after 4, 8 and 12 tokens in registers.
+multiplies the rounding error of X_t by e^|Re theta|, and |Re theta| may reach MAX_DECAY_PER_TOKEN = 1: 15 divisions,
+a segment of 16 tokens, turn the 6e-8 of fp32 into 0.2. The rule here: every ANCHOR = 4 tokens a state that was computed
+forwards, hence at most three divisions in a row, e^3 = 20 times the rounding. Checkpoints in memory lie SEGMENT = 16
+tokens apart; from each, the reverse kernel runs its segment forward once more and keeps the states after 4, 8 and 12
+tokens in registers.
 
-Memory of one backward, bytes per token: M P / 2 per state head for the checkpoints (4 KiB at M = R = D = 64, fp32) and
-32 M per query head for a, b, c, e (2 KiB).
+Memory of one backward, bytes per token: M P / 2 per state head for the checkpoints (4,096 at M = R = D = 64, fp32) and
+24 M per query head for three of a, b, c, e at a time (1,536).
 """
 
 import contextlib

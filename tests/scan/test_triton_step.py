@@ -100,7 +100,7 @@ def test_step_is_step_py(case, linear, dtype, kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chained_steps_are_the_scan(linear, dtype, kernels):
     """In place, and not; from the state of a prefill to the state of the scan."""
-    case = Case(T=20, B=2, G=1 if linear else 2, R=8, D=9, M=16)
+    case = Case(T=12, B=2, G=1 if linear else 2, R=8, D=9, M=16)
     tokens, tables, state = problem(case, dtype, linear)
     fused, _ = functions(kernels, linear)
     whole = scan.linear_scan if linear else scan.interdomain_scan
