@@ -48,7 +48,8 @@ class Mixer:
     """Heads of keys, values and state; query heads share them in groups."""
 
     backend: str = "auto"
-    """How the scan is computed: auto, chunkwise, parallel, fft or reference. All compute the same function."""
+    """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
+    All compute the same function."""
 
 
 @dataclass
