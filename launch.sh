@@ -13,7 +13,7 @@ fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
 
 find_python() {
   local candidate
-  for candidate in python3.13 python3.12 python3.11 python3 python; do
+  for candidate in python3.11 python3.12 python3.13 python3 python; do # constraints.txt is tested on the first
     if command -v "$candidate" >/dev/null 2>&1 &&
       "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
       echo "$candidate"
