@@ -89,7 +89,7 @@ class MixerConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style pre-norm decoder around one kind of token mixer (design/spec section 1)."""
+    """A Llama-style pre-norm decoder around one kind of token mixer (paper, backbone details)."""
 
     dim: int
     n_layers: int

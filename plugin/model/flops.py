@@ -35,7 +35,7 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
 
 
 def _mixer_macs(config: ModelConfig, seq_len: int) -> int:
-    """Multiply-adds of one layer's mixer core per token, all heads (design/kernels section 2.1)."""
+    """Multiply-adds of one layer's mixer core per token, all heads (passes as in kernels/README.md)."""
     m = config.mixer
     H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
     if m.kind == "softmax":

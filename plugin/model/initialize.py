@@ -36,7 +36,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
-    """float32 CPU tensor of the full `shape` for the parameter or buffer `name` (design/spec section 1)."""
+    """float32 CPU tensor of the full `shape` for the parameter or buffer `name`."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     # Whatever device or dtype is the default around us: the numbers are those of float32 on the CPU.
     cpu = {"device": "cpu", "dtype": torch.float32}
@@ -68,7 +68,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "ssm", "A_imag":
             return s4d_inv_frequencies(n_basis).expand(shape).clone()
         case "ssm", "C":
-            # The scale at which the readout starts decides whether the mixer learns (design/evidence): 1/M for the full
+            # The scale at which the readout starts decides whether the mixer learns: 1/M for the full
             # matrix; 1/sqrt(M) gives the diagonal the same readout scale (one product per basis function instead of M).
             return normal(1 / n_basis if config.mixer.c_form == "full" else n_basis**-0.5)
         case "ssm", "c":

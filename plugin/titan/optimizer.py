@@ -1,4 +1,4 @@
-"""AdamW with a group of its own for the SSM parameters, and a schedule with one absolute floor (design/spec section 5)."""
+"""AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule)."""
 
 import math
 import re

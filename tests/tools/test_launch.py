@@ -34,7 +34,7 @@ def dry(capsys, *argv):
     ],
 )
 def test_dry_run_of_the_papers_runs(capsys, size, parameters, steps, tokens):
-    """Counts of the paper's parameter table; steps of spec section 1; warmup of spec section 5."""
+    """Counts of the paper's parameter table; its token budgets and 375 M-token warmup in steps of 524,288 tokens."""
     code, out, _ = dry(capsys, f"train_configs/{size}.toml", "--ranks", "16")
     assert code == 0
     assert f"{size}, interdomain ({parameters} parameters)" in out
