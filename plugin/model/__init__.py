@@ -1,12 +1,13 @@
 """The model in pure PyTorch: configuration, mixers, decoder, and the standalone folder."""
 
-from .config import CONDITIONS, SIZES, MixerConfig, ModelConfig, build_config, condition_of
+from .config import CONDITIONS, SIZES, Execution, MixerConfig, ModelConfig, build_config, condition_of
 from .state import KVCache, MixerState, ModelState
 from .transformer import Transformer, count_parameters, meta_model
 
 __all__ = [
     "CONDITIONS",
     "SIZES",
+    "Execution",
     "KVCache",
     "MixerConfig",
     "MixerState",

@@ -88,6 +88,20 @@ class MixerConfig:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """How a mixer is computed, which is no property of the model: no field changes the function or its parameters.
+
+    Attributes:
+        backend: of the scan, one of `interdomain.scan.BACKENDS`.
+        recompute: compute the scan's scores again in the backward pass (True), or keep them: 16 bytes per token, query head
+            and basis function in bf16 with the Triton `chunkwise`, nothing elsewhere.
+    """
+
+    backend: str = "auto"
+    recompute: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Llama-style pre-norm decoder around one kind of token mixer (paper, backbone details)."""
 

@@ -57,12 +57,21 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 def memory_estimate(
-    config: ModelConfig, n_params: int, *, shards: int, local_batch: int, seq_len: int, checkpointing: str, bf16: bool
+    config: ModelConfig,
+    n_params: int,
+    *,
+    shards: int,
+    local_batch: int,
+    seq_len: int,
+    checkpointing: str,
+    bf16: bool,
+    recompute: bool = True,
 ) -> dict[str, int]:
     """Bytes per device, by part: an estimate to choose a batch size by, not a measurement.
 
     Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and
     layer, counted tensor by tensor for `none`, the matrix products and the scan for `selective`, block inputs for `full`.
+    Without `recompute` a scan with a query readout also keeps a and b~, 2M numbers each per query head.
     """
     width = 2 if bf16 else 4
     dim, ffn = config.dim, config.ffn_hidden
@@ -74,6 +83,8 @@ def memory_estimate(
         "full": dim,
         "memory_budget": projections + dim,
     }[checkpointing]
+    if not recompute and config.mixer.kind != "softmax" and config.mixer.query_readout and checkpointing != "full":
+        per_layer += config.n_heads * 4 * config.mixer.n_basis
     tokens = local_batch * seq_len
     return {
         "parameters": 4 * n_params // shards,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
 
-from .config import ModelConfig
+from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, SiLUFeatureMap, apply_rope, widened
 from .ssm import SSMDynamics
 from .state import MixerState
@@ -20,11 +20,11 @@ class InterdomainMixer(nn.Module):
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
     """
 
-    def __init__(self, config: ModelConfig, backend: str = "auto") -> None:
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         mixer = config.mixer
         self.config = mixer
-        self.backend = backend
+        self.execution = execution or Execution()
         self.head_dim = config.head_dim
         self.n_kv_heads = config.n_kv_heads
         kv_dim = config.n_kv_heads * config.head_dim
@@ -126,10 +126,13 @@ class InterdomainMixer(nn.Module):
         return apply_rope(x, rope) if self.config.rope else x
 
     def _scan(self, q, k, v, log_decay, readout, initial):
+        run = self.execution
         if q is None:
             z = torch.cat([k, v], dim=-1)
-            return linear_scan(z, log_decay, readout, initial_state=initial, backend=self.backend)
-        return interdomain_scan(q, k, v, log_decay, readout, initial_state=initial, backend=self.backend)
+            return linear_scan(z, log_decay, readout, initial_state=initial, backend=run.backend)
+        return interdomain_scan(
+            q, k, v, log_decay, readout, initial_state=initial, backend=run.backend, recompute=run.recompute
+        )
 
     def _step(self, q, k, v, log_decay, readout, initial):
         if q is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from interdomain.data import check_vocab, load_tokenizer
 
-from .config import ModelConfig
+from .config import Execution, ModelConfig
 from .transformer import Transformer, meta_model
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -191,7 +191,7 @@ def load_model(
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)
     with torch.device("meta"):
-        model = Transformer(config, backend)
+        model = Transformer(config, Execution(backend))
     placed = {
         name: tensor.to(device=device, dtype=storage_dtype(name, dtype or tensor.dtype))
         for name, tensor in tensors.items()

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import ModelConfig
+from .config import Execution, ModelConfig
 from .feature_map import rope_tables
 from .initialize import initialize
 from .mixer import InterdomainMixer
@@ -26,10 +26,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
         softmax = config.mixer.kind == "softmax"
-        self.attention = SoftmaxMixer(config) if softmax else InterdomainMixer(config, backend)
+        self.attention = SoftmaxMixer(config) if softmax else InterdomainMixer(config, execution)
         self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -46,14 +46,14 @@ class Transformer(nn.Module):
     """tokens [B, T] -> logits [B, T, vocab_size].
 
     Args:
-        backend: how the scan is computed (see `interdomain.scan`); all backends compute the same function.
+        execution: how the mixers are computed; every choice computes the same function. None: the defaults.
     """
 
-    def __init__(self, config: ModelConfig, backend: str = "auto") -> None:
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config, backend) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 

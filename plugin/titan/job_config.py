@@ -51,6 +51,10 @@ class Mixer:
     """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
     All compute the same function."""
 
+    recompute: bool | None = None
+    """Compute the scan's scores again in the backward pass (unset: true). false keeps them: 16 bytes per token, query head and basis
+    function and layer (less with full activation checkpointing) for a shorter backward pass; Triton's chunkwise only."""
+
 
 @dataclass
 class Model:

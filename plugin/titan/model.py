@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torchtitan.protocols.model import BaseModelArgs
 
-from interdomain.model import ModelConfig, Transformer, build_config, count_parameters
+from interdomain.model import Execution, ModelConfig, Transformer, build_config, count_parameters
 from interdomain.model.flops import train_flops_per_token
 
 from .plan import DEFAULT_SEED, make_plan
@@ -16,13 +16,13 @@ class InterdomainModelArgs(BaseModelArgs):
     """One per size; TorchTitan logs it as JSON."""
 
     config: ModelConfig = field(default_factory=lambda: build_config("debug"))
-    backend: str = "auto"
+    execution: Execution = field(default_factory=Execution)
     seed: int = DEFAULT_SEED
 
     def update_from_config(self, job_config, **kwargs) -> None:
         """Take the cell of the study from [mixer], and write what the plan resolves back into TorchTitan's own fields."""
         plan = make_plan(job_config, torch.distributed.get_world_size())
-        self.config, self.backend, self.seed = plan.config, plan.backend, plan.seed
+        self.config, self.execution, self.seed = plan.config, plan.execution, plan.seed
         job_config.training.steps, job_config.training.tokens = plan.steps, 0
         job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
 
@@ -32,7 +32,7 @@ class InterdomainModelArgs(BaseModelArgs):
 
 class InterdomainModel(Transformer):
     def __init__(self, args: InterdomainModelArgs) -> None:
-        super().__init__(args.config, args.backend)
+        super().__init__(args.config, args.execution)
         self.model_args = args
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -10,7 +10,16 @@ import os
 from dataclasses import dataclass, fields
 
 from interdomain.data import PackedDataset, TokenCorpus, check_vocab, load_tokenizer, read_manifest
-from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, condition_of, count_parameters, meta_model
+from interdomain.model import (
+    CONDITIONS,
+    SIZES,
+    Execution,
+    ModelConfig,
+    build_config,
+    condition_of,
+    count_parameters,
+    meta_model,
+)
 from interdomain.model.flops import memory_estimate, train_flops_per_token
 from interdomain.scan import BACKENDS
 
@@ -28,7 +37,7 @@ class RunPlan:
 
     config: ModelConfig
     size: str
-    backend: str
+    execution: Execution
     seed: int
     n_params: int
     flops_per_token: int
@@ -79,9 +88,7 @@ def make_plan(job_config, world_size: int) -> RunPlan:
     refuse_unsupported(job_config)
     refuse_on_cpu(job_config)
     config = model_config(job_config)
-    backend = job_config.mixer.backend
-    if backend not in BACKENDS:
-        raise ValueError(f"mixer.backend = {backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
+    execution = _execution(job_config.mixer)
     training, parallel = job_config.training, job_config.parallelism
 
     replicate, shard = _data_parallel(parallel, world_size)
@@ -99,7 +106,7 @@ def make_plan(job_config, world_size: int) -> RunPlan:
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
-        backend=backend,
+        execution=execution,
         seed=seed_of(job_config),
         n_params=n_params,
         flops_per_token=train_flops_per_token(config, seq_len),
@@ -119,6 +126,7 @@ def make_plan(job_config, world_size: int) -> RunPlan:
             seq_len=seq_len,
             checkpointing=job_config.activation_checkpoint.mode,
             bf16=training.mixed_precision_param == "bfloat16",
+            recompute=execution.recompute,
         ),
     )
 
@@ -130,11 +138,20 @@ def model_config(job_config) -> ModelConfig:
         raise ValueError(f"model.flavor = {job_config.model.flavor!r} is unknown; allowed: {', '.join(SIZES)}.")
     if mixer.condition not in CONDITIONS:
         raise ValueError(f"mixer.condition = {mixer.condition!r} is unknown; allowed: {', '.join(CONDITIONS)}.")
-    switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in ("condition", "backend")}
+    chosen = {"condition"} | {f.name for f in fields(Execution)}
+    switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in chosen}
     overrides = {name: value for name, value in switches.items() if value is not None}
     if job_config.model.vocab_size:
         overrides["vocab_size"] = job_config.model.vocab_size
     return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
+
+
+def _execution(mixer) -> Execution:
+    """How the mixers are computed, from the same section."""
+    if mixer.backend not in BACKENDS:
+        raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
+    settings = {f.name: getattr(mixer, f.name) for f in fields(Execution)}
+    return Execution(**{name: value for name, value in settings.items() if value is not None})
 
 
 def seed_of(job_config) -> int:

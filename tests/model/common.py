@@ -2,7 +2,7 @@
 
 import torch
 
-from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
+from interdomain.model import CONDITIONS, Execution, ModelConfig, Transformer, build_config
 
 SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
 WIDE = dict(dim=192, n_heads=2, head_dim=96)  # the head of the 760M row
@@ -50,7 +50,7 @@ def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Trans
 
 def lively(config: ModelConfig, dtype=torch.float64, backend: str = "auto", seed: int = 0) -> Transformer:
     """A model away from its initial values: nothing is zero, one or equal for all heads, and the mixer's output is O(1)."""
-    model = Transformer(config, backend)
+    model = Transformer(config, Execution(backend))
     model.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

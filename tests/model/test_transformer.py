@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from interdomain.model import CONDITIONS, ModelState
+from interdomain.model import CONDITIONS, Execution, ModelState, Transformer, mixer
+from interdomain.scan import interdomain_scan
 
 from .common import VARIANTS, lively, random_tokens, small_config, variant
 
@@ -127,6 +128,21 @@ def test_backends_compute_the_same_model(condition):
             # float32 sums in another order, relative to the tensor's largest entry.
             error = (a - b).abs().max() / b.abs().max()
             assert error < 2e-5, (backend, name, error)
+
+
+def test_what_is_kept_for_the_backward_is_passed_to_the_scan(monkeypatch):
+    config, asked = small_config("interdomain"), []
+
+    def scan(*args, recompute, **settings):
+        asked.append(recompute)
+        return interdomain_scan(*args, **settings)
+
+    monkeypatch.setattr(mixer, "interdomain_scan", scan)
+    for recompute in (True, False):
+        model = Transformer(config, Execution(recompute=recompute))
+        model.init_weights(0)
+        model(random_tokens(config, 1, 5))
+    assert asked == config.n_layers * [True] + config.n_layers * [False]
 
 
 def test_model_needs_no_state_to_train_and_returns_none():

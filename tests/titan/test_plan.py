@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from torchtitan.config import ConfigManager
 
-from interdomain.model import CONDITIONS
+from interdomain.model import CONDITIONS, Execution
 from interdomain.titan import NAME, trainer
 from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
 from interdomain.titan.plan import make_plan, model_config
@@ -64,6 +64,19 @@ def test_switches_stand_over_the_condition():
     assert model_config(parse(mixer__condition="interdomain", mixer__rope=False)) == model_config(
         parse(mixer__condition="interdomain-norope")
     )
+
+
+def test_how_a_mixer_is_computed_is_no_part_of_the_model(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    job = parse(mixer__backend="sequential", mixer__recompute=False)
+    arguments = InterdomainModelArgs()
+    arguments.update_from_config(job)
+    assert arguments.config == model_config(parse())
+    model = InterdomainModel(arguments)
+    assert all(x.attention.execution == Execution("sequential", recompute=False) for x in model.layers.values())
+    assert Execution() == make_plan(parse(), 1).execution
+    kept, lean = (make_plan(parse(mixer__recompute=r), 1).memory["activations"] for r in (False, True))
+    assert kept > lean
 
 
 def test_flops_belong_to_the_condition():
