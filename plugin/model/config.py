@@ -93,8 +93,8 @@ class Execution:
 
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
-        recompute: compute the scan's scores again in the backward pass (True), or keep them: 16 bytes per token, query head
-            and basis function in bf16 with the Triton `chunkwise`, nothing elsewhere.
+        recompute: compute the scan's scores again in the backward pass (True), or keep them: 8 bytes per token, query head
+            and basis function in bf16 with the Triton `chunkwise`; other backends keep nothing.
     """
 
     backend: str = "auto"

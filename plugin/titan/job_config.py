@@ -52,8 +52,8 @@ class Mixer:
     All compute the same function."""
 
     recompute: bool | None = None
-    """Compute the scan's scores again in the backward pass (unset: true). false keeps them: 16 bytes per token, query head and basis
-    function and layer (less with full activation checkpointing) for a shorter backward pass; Triton's chunkwise only."""
+    """Compute the scan's scores again in the backward pass (unset: true). false keeps them for a shorter one: 8 bytes per
+    token, layer, query head and basis function in bf16, but for full activation checkpointing; Triton's chunkwise only."""
 
 
 @dataclass
