@@ -93,6 +93,7 @@ ROOMS = {
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.data", "interdomain.folders", "interdomain.model", "interdomain.titan", "interdomain.megatron"),
+        *("fla", "mamba_ssm"),  # timed beside ours where they are installed
     },
 }
 NETWORK = {

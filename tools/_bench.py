@@ -1,0 +1,285 @@
+"""What the benchmarks share: flags, the record of the machine, and results that grow row by row in JSON and Markdown."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from interdomain.folders import write_whole
+
+CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
+CHECK_FAILED = "THE CORRECTNESS CHECK FAILED ON THIS MACHINE: do not use these figures"
+PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "mamba-ssm")
+SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """--device, --out and --time-limit, the same in every part."""
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
+    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<date>-<device>)")
+    parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
+
+
+def choose_device(name: str) -> torch.device:
+    """Raises: ValueError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError(
+            "--device cuda: PyTorch sees no GPU here. Leave --device out for the CPU tiny mode, or install a CUDA build of "
+            "PyTorch and a driver."
+        )
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def choose(what: str, wanted: list[str] | None, allowed) -> list[str]:
+    """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
+    unknown = [name for name in wanted or () if name not in allowed]
+    if unknown:
+        raise ValueError(f"{what} {', '.join(unknown)}: unknown; allowed: {', '.join(allowed)}.")
+    return list(wanted or allowed)
+
+
+class Deadline:
+    """Seconds left of a time limit that began when this was made."""
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"--time-limit must be a positive number of seconds: got {seconds:g}.")
+        self.ends = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    @property
+    def passed(self) -> bool:
+        return self.left <= 0
+
+
+class Report:
+    """One part's results, folder/part.json and folder/part.md, whole after every row: a part that is cut keeps them.
+
+    Args:
+        folder: made if it is not there. None: benchmarks/results/<date>-<device>.
+        options: the settings that the figures depend on, as they were used.
+    Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
+    """
+
+    def __init__(self, part: str, folder: Path | None, device: torch.device, options: dict) -> None:
+        self.environment = environment(device)
+        self.folder = default_folder(self.environment) if folder is None else Path(folder)
+        self.json, self.markdown = (self.folder / f"{part}{ending}" for ending in (".json", ".md"))
+        for path in (self.json, self.markdown):
+            if path.exists():
+                raise FileExistsError(
+                    f"{path} is there already, and results are never overwritten. Give another folder by --out, or "
+                    "remove this one."
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.started = time.monotonic()
+        self.printed = None
+        self.contents = {
+            "part": part,
+            "status": "unfinished",
+            "label": CPU_LABEL if device.type == "cpu" else f"measured on {self.environment['GPU']}",
+            "check": None if part == "check" else outcome_of_check(self.folder),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            "environment": self.environment,
+            "options": options,
+            "notes": [],
+            "tables": {},
+        }
+        self._write()
+        print(f"== {part}: {self.contents['label']} ==", flush=True)
+        for name, value in self.environment.items():
+            print(f"{name:>24}  {value}")
+        if self.contents["check"] == "failed":
+            print(f"\n{CHECK_FAILED}\n", flush=True)
+
+    def note(self, text: str) -> None:
+        """A sentence below the tables."""
+        self.contents["notes"].append(text)
+        print(f"note: {text}", flush=True)
+        self._write()
+
+    def table(self, name: str, columns: list[str]) -> None:
+        self.contents["tables"][name] = {"columns": columns, "rows": []}
+
+    def add(self, name: str, row: dict) -> None:
+        """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is in JSON only."""
+        table = self.contents["tables"][name]
+        # JSON has no NaN.
+        row = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
+        table["rows"].append(row)
+        columns = table["columns"]
+        if self.printed != name:
+            print(f"\n{name}\n" + "  ".join(_cell(c, c, left=i == 0) for i, c in enumerate(columns)))
+            self.printed = name
+        print("  ".join(_cell(show(row.get(c)), c, left=i == 0) for i, c in enumerate(columns)), flush=True)
+        self._write()
+
+    def finish(self, status: str = "complete", said: str = "") -> None:
+        """Set the status and print the last line, which says where the results lie."""
+        self.contents["status"] = status
+        self._write()
+        print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json} and {self.markdown.name}", flush=True)
+
+    def _write(self) -> None:
+        self.contents["seconds"] = round(time.monotonic() - self.started, 1)
+        write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
+        write_whole(self.markdown, markdown(self.contents).encode())
+
+
+def outcome_of_check(folder: Path) -> str:
+    """passed, failed, unfinished or not run, as the `check` part in the same folder has it."""
+    try:
+        return json.loads((Path(folder) / "check.json").read_text())["status"]
+    except FileNotFoundError:
+        return "not run"
+    except (OSError, ValueError, KeyError):
+        return "unreadable"
+
+
+def markdown(contents: dict) -> str:
+    """A part's results as a page: label, machine, tables, notes."""
+    lines = [f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
+    if contents["check"] is not None:
+        lines[-1] += f" Correctness check on this machine: {contents['check']}."
+    if contents["check"] == "failed":
+        lines += ["", f"**{CHECK_FAILED}.**"]
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in contents["environment"].items()]
+    lines += [f"| started | {contents['started']}, {contents['seconds']:g} s |"]
+    lines += [f"| options | {', '.join(f'{k} {show(v)}' for k, v in contents['options'].items())} |"]
+    for name, table in contents["tables"].items():
+        columns = table["columns"]
+        lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [
+            "| " + " | ".join(show(row.get(c)).replace("|", "/") for c in columns) + " |" for row in table["rows"]
+        ]
+        if not table["rows"]:
+            lines += ["", "no row yet"]
+    if contents["notes"]:
+        lines += ["", *(f"- {note}" for note in contents["notes"])]
+    return "\n".join(lines) + "\n"
+
+
+def show(value) -> str:
+    """A figure in three or four digits; what does not exist is a dash."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        size = abs(value)
+        if not math.isfinite(size):
+            return str(value)
+        if size >= 100:
+            return f"{value:,.0f}"
+        if size >= 10:
+            return f"{value:.1f}"
+        return f"{value:.3f}" if size >= 0.01 or not size else f"{value:.1e}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(show, value))
+    return str(value)
+
+
+def _cell(text: str, column: str, left: bool) -> str:
+    width = 44 if left else max(len(column), 7)
+    return f"{text:<{width}}" if left else f"{text:>{width}}"
+
+
+def default_folder(record: dict) -> Path:
+    device = record.get("GPU") or "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return Path("benchmarks/results") / f"{datetime.date.today().isoformat()}-{slug}"
+
+
+def environment(device: torch.device) -> dict[str, str | int | None]:
+    """What the figures depend on. No host name, no user, no path."""
+    record = {}
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        record["GPU"] = p.name
+        record["GPU memory"] = f"{p.total_memory / 2**30:.0f} GiB, L2 {p.L2_cache_size / 2**20:.0f} MiB"
+        record["GPU processors"] = f"{p.multi_processor_count}, compute capability {p.major}.{p.minor}"
+        record["driver"] = _driver()
+        record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    record["CPU"] = f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
+    record["Python"] = platform.python_version()
+    record["PyTorch"] = torch.__version__
+    for name in PACKAGES:
+        try:
+            record[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            record[name] = "not installed"
+    record["commit"] = commit()
+    return record
+
+
+def commit() -> str:
+    """This clone's commit, with a word if its sources were changed since; INTERDOMAIN_COMMIT names it where git cannot."""
+    root = Path(__file__).resolve().parents[1]
+    git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
+    try:
+        top = _output([*git, "rev-parse", "--show-toplevel"])
+        if not (Path(top) / "kernels" / "scan").is_dir():  # an installed package, inside somebody else's clone
+            raise OSError
+        changed = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES])
+        return _output([*git, "rev-parse", "HEAD"]) + (", changed since" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+
+
+def _driver() -> str:
+    try:
+        return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+def reason(e: BaseException) -> str:
+    """An exception in one line of a table."""
+    if isinstance(e, torch.OutOfMemoryError):
+        return "out of memory"
+    text = " ".join(str(e).split())
+    return f"{type(e).__name__}: {text}"[:200]
+
+
+def require_healthy(device: torch.device, after: str) -> None:
+    """Raises: RuntimeError if the GPU no longer answers: an error that a kernel left makes every later figure worthless."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except Exception as e:
+            raise RuntimeError(f"after {after} the GPU is in an error state, nothing more can run: {reason(e)}") from e
+
+
+def say(text: str) -> None:
+    """Progress, on standard error: a benchmark's result is its standard output."""
+    print(text, file=sys.stderr, flush=True)

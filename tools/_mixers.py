@@ -1,0 +1,157 @@
+"""Mixer cores that are timed side by side: this package's backends, PyTorch's attention, and others' where installed.
+
+Every candidate is a function of the same q, k, v [B, T, H, d] (views of one projection's layout) that returns o
+[B, T, H, d]; what else it needs (decays, gates) is at the values that its method starts from, and takes gradients too.
+Others' packages are called by their public names and are never required.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from interdomain import scan
+
+from ._problems import Shape, make_inputs
+
+
+class Candidate(NamedTuple):
+    """forward() -> o, and the leaves whose gradients the backward takes."""
+
+    forward: Callable[[], Tensor]
+    leaves: list[Tensor]
+    d_out: Tensor
+
+
+class Problem(NamedTuple):
+    shape: Shape
+    inputs: dict[str, Tensor]  # of interdomain_scan
+    d_out: Tensor
+
+    @property
+    def qkv(self) -> list[Tensor]:
+        return [self.inputs[name] for name in ("q", "k", "v")]
+
+
+def make_problem(shape: Shape, device: torch.device) -> Problem:
+    inputs, (d_out, _) = make_inputs(shape, torch.bfloat16, device)
+    return Problem(shape, inputs, d_out)
+
+
+def ours(backend: str, recompute: bool = True) -> Callable[[Problem], Candidate]:
+    def build(p: Problem) -> Candidate:
+        def forward():
+            return scan.interdomain_scan(**p.inputs, backend=backend, recompute=recompute)[0]
+
+        return Candidate(forward, list(p.inputs.values()), p.d_out)
+
+    return build
+
+
+def linear_readout(p: Problem) -> Candidate:
+    """The core of the s4d conditions: 2d channels in, 2d out."""
+    inputs, (d_out, _) = make_inputs(p.shape, torch.bfloat16, p.d_out.device, linear=True)
+    return Candidate(lambda: scan.linear_scan(**inputs, backend="chunkwise")[0], list(inputs.values()), d_out)
+
+
+def sdpa(backend: SDPBackend) -> Callable[[Problem], Candidate]:
+    def build(p: Problem) -> Candidate:
+        def forward():
+            q, k, v = (x.transpose(1, 2) for x in p.qkv)
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+        return Candidate(forward, p.qkv, p.d_out)
+
+    return build
+
+
+def fla_gla(p: Problem) -> Candidate:
+    from fla.ops.gla import chunk_gla
+
+    q, k, v = p.qkv
+    g = _gate(p, p.shape.d)
+    return Candidate(lambda: chunk_gla(q=q, k=k, v=v, g=g)[0], [q, k, v, g], p.d_out)
+
+
+def fla_simple_gla(p: Problem) -> Candidate:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v = p.qkv
+    g = _gate(p)
+    return Candidate(lambda: chunk_simple_gla(q=q, k=k, v=v, g=g)[0], [q, k, v, g], p.d_out)
+
+
+def fla_gated_delta(p: Problem) -> Candidate:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, _, v = p.qkv
+    k = F.normalize(p.inputs["k"].detach().float(), dim=-1).to(v.dtype).requires_grad_()  # the rule needs unit keys
+    g = _gate(p)
+    beta = torch.rand(g.shape, device=g.device).to(v.dtype).requires_grad_()
+    return Candidate(lambda: chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta)[0], [q, k, v, g, beta], p.d_out)
+
+
+def mamba2(p: Problem) -> Candidate:
+    """State-space duality with one group of B and C, state size M, on the values."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    s, v = p.shape, p.inputs["v"]
+    make = torch.Generator(v.device).manual_seed(1)
+    dt = 0.1 * torch.rand(s.B, s.T, s.H, generator=make, device=v.device)
+    A = -torch.ones(s.H, device=v.device)
+    B, C = (torch.randn(s.B, s.T, 1, s.M, generator=make, device=v.device).to(v.dtype) for _ in range(2))
+    leaves = [v, *(x.requires_grad_() for x in (dt, A, B, C))]
+    return Candidate(lambda: mamba_chunk_scan_combined(v, dt, A, B, C, chunk_size=256), leaves, p.d_out)
+
+
+def _gate(p: Problem, *width: int) -> Tensor:
+    """Log of a forget gate near 1, per token and head (and channel), fp32."""
+    s, device = p.shape, p.d_out.device
+    make = torch.Generator(device).manual_seed(1)
+    return (F.logsigmoid(torch.randn(s.B, s.T, s.H, *width, generator=make, device=device) + 4)).requires_grad_()
+
+
+OURS = {
+    "chunkwise": ours("chunkwise"),
+    "chunkwise-kept": ours("chunkwise", recompute=False),
+    "linear": linear_readout,
+    "parallel": ours("parallel"),
+    "fft": ours("fft"),
+    "chunkwise-torch": ours("chunkwise-torch"),
+    "sequential": ours("sequential"),
+}
+SDPA = {
+    "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+}
+PEERS = {  # name: (package, builder)
+    "fla-gla": ("fla", fla_gla),
+    "fla-gated-delta": ("fla", fla_gated_delta),
+    "fla-simple-gla": ("fla", fla_simple_gla),
+    "mamba2": ("mamba_ssm", mamba2),
+}
+# In the order in which they run: those that a short time limit should not lose come first.
+NAMES = (*("chunkwise", "chunkwise-kept", "linear"), *SDPA, *PEERS)
+NAMES += tuple(name for name in OURS if name not in NAMES)
+ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash")
+
+
+def candidates(names: list[str], p: Problem) -> tuple[dict[str, Callable[[], Candidate]], dict[str, str]]:
+    """(builders by name, why the others are not there). A package that is not installed is no error."""
+    found, missing = {}, {}
+    for name in names:
+        if name in PEERS:
+            package, build = PEERS[name]
+            if importlib.util.find_spec(package) is None:
+                missing[name] = f"{package} is not installed"
+                continue
+        else:
+            build = {**OURS, **SDPA}[name]
+        found[name] = lambda build=build: build(p)
+    return found, missing

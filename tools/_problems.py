@@ -1,0 +1,170 @@
+"""Inputs of the scan for the benchmarks, at the initialisation that training starts from, and what a call must cost at least.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions,
+L chunk length.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from interdomain import scan
+
+
+@dataclass(frozen=True)
+class Shape:
+    B: int
+    T: int
+    H: int = 32
+    d: int = 64
+    M: int = 64
+    G: int = 1
+
+    def __str__(self) -> str:
+        grouped = f" G={self.G}" if self.G > 1 else ""
+        return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens times query heads."""
+        return self.B * self.T * self.H * self.G
+
+
+def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_decay [H, M, 2], mixing [H, 2M, 2M], readout [H, 2M]), float64 on the CPU, at the model's initialisation.
+
+    Delta log-uniform in [1e-3, 1e-1], A = -1/2 + i M/pi (M/(2n+1) - 1), C and c normal. With `mixed` every second head has
+    decays per token from 1e-3 to 0.3 instead, as training may reach them.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def log_uniform(low: float, high: float, *shape: int) -> Tensor:
+        u = torch.rand(*shape, generator=g, dtype=torch.float64)
+        return torch.exp(math.log(low) + u * math.log(high / low))
+
+    dt = log_uniform(1e-3, 1e-1, H)
+    n = torch.arange(M, dtype=torch.float64)
+    log_A_real = torch.full((H, M), math.log(0.5), dtype=torch.float64)
+    A_imag = (M / math.pi * (M / (2 * n + 1) - 1)).expand(H, M).clone()
+    if mixed:
+        log_A_real[1::2] = (log_uniform(1e-3, 0.3, H, M) / dt[:, None]).log()[1::2]
+    C = torch.randn(H, M, M, 2, generator=g, dtype=torch.float64) / M
+    c = torch.randn(H, M, generator=g, dtype=torch.float64) / M**0.5
+    theta = scan.decay_exponent(dt, log_A_real, A_imag)
+    gain = scan.input_gain(theta, dt)
+    return theta, scan.mixing_matrix(gain, C), scan.readout_vector(gain, C, c)
+
+
+def make_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    linear: bool = False,
+    state: bool = False,
+    mixed: bool = False,
+    seed: int = 0,
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v], if `linear`), and cotangents of its results.
+
+    Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that
+    records gradients.
+    """
+    B, T, H, d, M = shape.B, shape.T, shape.H, shape.d, shape.M
+    g = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device)
+
+    theta, W, w = (x.float().to(device) for x in dynamics(H, M, mixed=mixed, seed=seed))
+    if linear:
+        inputs = {"z": normal(B, T, H, 2 * d).to(dtype), "log_decay": theta, "readout": w}
+        d_out = normal(B, T, H, 2 * d).to(dtype)
+    else:
+        q = torch.nn.functional.normalize(normal(B, T, H * shape.G, d), dim=-1).to(dtype)
+        inputs = {"q": q, "k": normal(B, T, H, d).to(dtype), "v": normal(B, T, H, d).to(dtype)}
+        inputs |= {"log_decay": theta, "mixing": W}
+        d_out = normal(*q.shape).to(dtype)
+    if state:
+        inputs["initial_state"] = normal(B, H, M, 2 * d, 2)
+    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(B, H, M, 2 * d, 2))
+
+
+# What a call costs at least
+
+
+def io_bytes(shape: Shape, width: int = 2) -> dict[str, int]:
+    """Every input read once and every output written once, by phase: the floor of any mixer with this interface.
+
+    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. The state, W and Lambda do not grow with T and are
+    left out. `width`: bytes of a number.
+    """
+    queries, keys = (shape.B * shape.T * heads * shape.d * width for heads in (shape.H * shape.G, shape.H))
+    forward, backward = 2 * queries + 2 * keys, 3 * queries + 4 * keys
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple[int, int]]:
+    """(bytes, FLOPs) of each pass of `chunkwise` over the whole problem: its own reads and writes in device memory.
+
+    Per token and query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient (kernels/README.md):
+
+        pass      numbers in + out       multiply-adds
+        contract  2 d + N                L d + 2 L M + 4 M d     scores; times the table; state read and updated
+        mix       2 N                    4 M^2
+        expand    N + 2 d                2 L M + L d + 4 M d
+        adjoint   N + 2 d                2 L M + L d + 4 M d
+        decay     N + 2 d                L d + 2 L M + 8 M d     state and its derivative, each read and updated
+        outer     2 N                    4 M^2                   dW
+        states    2 d                    4 M d                   sweep that finds the states before the segments, if any
+        costates  2 N + 2 d              4 M d                   the same backwards
+    """
+    d, M, N, L = shape.d, shape.M, 2 * shape.M, chunk
+    read = 2 * L * M + L * d + 4 * M * d
+    costs = {
+        "contract": (2 * d + N, read),
+        "mix": (2 * N, 4 * M * M),
+        "expand": (N + 2 * d, read),
+        "adjoint": (N + 2 * d, read),
+        "decay": (N + 2 * d, read + 4 * M * d),
+        "outer": (2 * N, 4 * M * M),
+        "states": (2 * d, 4 * M * d),
+        "costates": (2 * N + 2 * d, 4 * M * d),
+    }
+    return {name: (shape.tokens * width * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
+
+
+FORWARD = ("contract", "mix", "expand")
+BACKWARD = ("contract", "mix", "outer", "expand", "adjoint", "adjoint", "decay", "decay")
+
+
+def chunkwise_costs(
+    shape: Shape, *, recompute: bool = True, segments: int = 1, chunk: int = 64, width: int = 2
+) -> dict[str, tuple[int, int]]:
+    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes. With `recompute` the backward repeats contract and mix."""
+    costs = pass_costs(shape, chunk, width)
+    sweep = ("states",) if segments > 1 else ()
+    phases = {
+        "forward": FORWARD + sweep,
+        "backward": BACKWARD + (FORWARD[:2] if recompute else ()) + sweep + (("costates",) if segments > 1 else ()),
+    }
+    total = {phase: tuple(sum(costs[name][i] for name in names) for i in (0, 1)) for phase, names in phases.items()}
+    return total | {"both": tuple(map(sum, zip(*total.values(), strict=True)))}
+
+
+def attention_flops(shape: Shape) -> dict[str, int]:
+    """FLOPs of causal softmax attention: two products over T (T + 1) / 2 pairs forward, five backward."""
+    pair = 2 * shape.B * shape.H * shape.G * (shape.T * (shape.T + 1) // 2) * shape.d
+    return {"forward": 2 * pair, "backward": 5 * pair, "both": 7 * pair}
+
+
+def step_bytes(B: int, H: int, d: int, M: int, width: int = 2) -> int:
+    """One token of one layer: the state read and written (fp32 pairs), W once for the batch, q, k, v in and o out."""
+    return B * H * (2 * 4 * 2 * M * 2 * d + 4 * d * width) + H * 4 * (2 * M) ** 2
+
+
+def attention_step_bytes(B: int, H: int, d: int, length: int, width: int = 2) -> int:
+    """One token of softmax attention against a cache of `length` tokens: keys and values read, one of each written, q, o."""
+    return B * H * d * width * (2 * length + 2 + 2)

@@ -1,0 +1,182 @@
+"""How the benchmarks time: candidates in interleaved rounds, the median of each; and the two ceilings of a device.
+
+On a GPU a time is between two CUDA events around the call, after a write of several times the L2 cache; elsewhere it is
+the wall clock's. Candidates take turns within a round, so that a ratio of two compares the same minutes of one process.
+"""
+
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ._bench import reason, require_healthy
+
+MIN_FLUSH = 2**28  # bytes
+
+
+class Times(NamedTuple):
+    """ms of one call: the median, the 10th and 90th percentile, and how many were taken."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+Call = Callable[[], object] | tuple[Callable, ...]  # a chain of steps: each takes what the one before it returned
+
+
+def interleaved(
+    calls: dict[str, Call], device: torch.device, *, rounds: int = 20, seconds: float = 1.0
+) -> dict[str, list[Times]]:
+    """Times of calls that ran before (`usable`), in turns: of each step of a chain, and last of all steps together.
+
+    Args:
+        rounds: turns of a fast candidate. seconds: what all turns of one candidate may take together; at least 3 are taken.
+    """
+    run = cuda_timer(device) if device.type == "cuda" else wall_timer
+    turns = {}
+    for name, call in calls.items():
+        once = sum(run([call])[0]) / 1e3
+        turns[name] = max(3, min(rounds, int(seconds / max(once, 1e-9))))
+    total = max(turns.values(), default=0)
+    taken = {name: [] for name in calls}
+    for i in range(total):
+        # Evenly spread turns; a rotating start, so that nobody always follows the same neighbour.
+        now = [n for n in calls if (i + 1) * turns[n] // total > i * turns[n] // total]
+        now = now[i % len(now) :] + now[: i % len(now)]
+        for name, steps in zip(now, run([calls[n] for n in now]), strict=True):
+            taken[name].append([*steps, sum(steps)])
+    return {name: [summary(list(ms)) for ms in zip(*rows, strict=True)] for name, rows in taken.items()}
+
+
+def summary(ms: list[float]) -> Times:
+    ordered = sorted(ms)
+    last = len(ordered) - 1
+    return Times(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+def steps_of(call: Call) -> tuple[Callable, ...]:
+    return call if isinstance(call, tuple) else (call,)
+
+
+def run_once(call: Call, mark: Callable[[], object] = lambda: None) -> None:
+    """All steps, with mark() before the first and after each."""
+    first, *rest = steps_of(call)
+    mark()
+    result = first()
+    mark()
+    for step in rest:
+        result = step(result)
+        mark()
+
+
+def wall_timer(calls: list[Call]) -> list[list[float]]:
+    ms = []
+    for call in calls:
+        at = []
+        run_once(call, lambda at=at: at.append(1e3 * time.perf_counter()))
+        ms.append([end - start for start, end in itertools.pairwise(at)])
+    return ms
+
+
+def cuda_timer(device: torch.device) -> Callable[[list[Call]], list[list[float]]]:
+    """A timer of one run each, with the L2 cache overwritten before it."""
+    size = max(MIN_FLUSH, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
+    trash = torch.empty(size // 4, dtype=torch.int32, device=device)
+
+    def run(calls: list[Call]) -> list[list[float]]:
+        marks = []
+        for call in calls:
+            events = []
+
+            def mark(events=events):
+                events.append(torch.cuda.Event(enable_timing=True))
+                events[-1].record()
+
+            trash.zero_()  # also lets the host run ahead, so that the first launch is not waited for
+            run_once(call, mark)
+            marks.append(events)
+        torch.cuda.synchronize()
+        return [[start.elapsed_time(end) for start, end in itertools.pairwise(events)] for events in marks]
+
+    return run
+
+
+def usable(
+    calls: dict[str, Call], device: torch.device, *, passed: Callable[[], bool] = lambda: False
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Run every call twice (compilation, autotuning): (those that can run, why the others cannot).
+
+    Raises: RuntimeError if one leaves the GPU in an error state.
+    """
+    good, bad = {}, {}
+    for name, call in calls.items():
+        if passed():
+            bad[name] = "not run: time limit"
+            continue
+        try:
+            for _ in range(2):
+                run_once(call)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            good[name] = call
+        except Exception as e:
+            bad[name] = reason(e)
+        if name in bad:  # outside of `except`, where the exception would keep the tensors alive
+            release(device)
+            require_healthy(device, name)
+    return good, bad
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_memory(call: Call, device: torch.device) -> float | None:
+    """MiB that a call allocates at its peak, beyond what was there; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run_once(call)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+class Ceilings(NamedTuple):
+    """What this device reaches in PyTorch: bytes/s of a copy, read and written; FLOP/s of one large product."""
+
+    bandwidth: float
+    flops: float
+
+    def floor_ms(self, nbytes: float, flops: float = 0.0) -> float:
+        return 1e3 * max(nbytes / self.bandwidth, flops / self.flops)
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    """Measured on random numbers: 1 GiB copied, a bf16 product of 8192^3 (CPU: 16 MiB, fp32 512^3). Of zeros it is faster."""
+    cuda = device.type == "cuda"
+    size, n, dtype = (2**30, 8192, torch.bfloat16) if cuda else (2**24, 512, torch.float32)
+    source = torch.rand(size // 4, device=device)
+    target = torch.empty_like(source)
+    x, y = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(x)
+    calls = {"copy": lambda: target.copy_(source), "product": lambda: torch.matmul(x, y, out=out)}
+    good, bad = usable(calls, device)
+    if bad:
+        raise RuntimeError(f"the ceilings of this device cannot be measured: {bad}")
+    times = interleaved(good, device, rounds=20, seconds=0.5 if cuda else 0.05)
+    return Ceilings(2e3 * size / times["copy"][-1].median, 2e3 * n**3 / times["product"][-1].median)
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    return None if value is None or other is None or not math.isfinite(other) or not other else value / other
