@@ -73,12 +73,12 @@ def interdomain_scan(
             parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
-        backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, `chunkwise-torch` plain
-            PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is `chunkwise`, or
-            `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
+        backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
+            `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
+            `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
         chunk_size: tokens per chunk, 1 to 64 (16, 32 or 64 in Triton); None for the default. Other backends ignore it.
-        recompute: False keeps a and b~ for the backward of `chunkwise` on CUDA, 4M numbers per token and query head
-            (512 bytes in bf16 at M = 64), and saves computing them twice. Nothing else keeps more than its inputs.
+        recompute: False keeps a and b~ for the backward of `chunkwise` and `parallel` on CUDA, 4M numbers per token and
+            query head (512 bytes in bf16 at M = 64), and saves computing them twice.
     Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
     Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above.
     """
@@ -96,7 +96,7 @@ def interdomain_scan(
     _check_time(T)
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     backend = _choose(backend, chunk_size, (q, k, v), M)
-    if backend in ops.IMPLEMENTATIONS:
+    if ops.implements(backend, k.device):
         save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
         return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save)[:2]
     with torch.autocast(k.device.type, enabled=False):
@@ -130,7 +130,7 @@ def linear_scan(
     _check_time(T)
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     backend = _choose(backend, chunk_size, (z,), M)
-    if backend in ops.IMPLEMENTATIONS:
+    if ops.implements(backend, z.device):
         return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size or 0, backend)
     with torch.autocast(z.device.type, enabled=False):
         return _RECORDED[backend][1](z, log_decay, readout, initial_state)
@@ -206,13 +206,13 @@ def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M:
                 f"backend 'sequential' is Triton on CUDA and cannot run this: {problem}. backend='reference' is the same "
                 "loop in plain PyTorch"
             )
-    if backend not in ("auto", "chunkwise"):
+    if backend not in ("auto", "chunkwise", "parallel"):
         return backend
     problem = triton_support.unsupported(inputs, M, chunk_size) if device == "cuda" else None
-    if backend == "chunkwise":
+    if backend != "auto":
         if problem:
             raise ValueError(
-                f"backend 'chunkwise' cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
+                f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
                 "'auto' takes it by itself and says so"
             )
         return backend

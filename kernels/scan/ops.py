@@ -54,8 +54,14 @@ IMPLEMENTATIONS = {"chunkwise": _PLAIN, "chunkwise-torch": _PLAIN, "sequential":
 
 
 def implementation(backend: str, device: torch.device) -> Implementation:
-    """`chunkwise` is Triton on CUDA and plain PyTorch elsewhere."""
-    return _triton() if _is_triton(backend, device) else IMPLEMENTATIONS[backend]
+    """`chunkwise` and `parallel` are Triton on CUDA."""
+    return _triton(backend) if _is_triton(backend, device) else IMPLEMENTATIONS[backend]
+
+
+# torch.compile traces through these two.
+def implements(backend: str, device: torch.device) -> bool:
+    """Whether the ops run this backend on that device; what they do not, autograd records."""
+    return _is_triton(backend, device) or backend in IMPLEMENTATIONS
 
 
 def saves(backend: str, device: torch.device) -> bool:
@@ -63,16 +69,17 @@ def saves(backend: str, device: torch.device) -> bool:
 
 
 def _is_triton(backend: str, device: torch.device) -> bool:
-    return backend == "chunkwise" and device.type == "cuda"
+    return backend in ("chunkwise", "parallel") and device.type == "cuda"
 
 
 @functools.cache
-def _triton() -> Implementation:
+def _triton(backend: str) -> Implementation:
     # Imported where it runs: a CPU box has no triton.
     from . import triton_chunkwise as kernels
 
     passes = kernels.scan_forward, kernels.scan_backward, kernels.linear_forward, kernels.linear_backward
-    return Implementation(*passes, saves=True, chunk=None)
+    parallel = backend == "parallel"
+    return Implementation(*(functools.partial(p, parallel=parallel) for p in passes), saves=True, chunk=None)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:

@@ -5,19 +5,19 @@ P = R + D channels, M basis functions, L chunk length, S segments. Derivation: k
 
     forward    a = contract(q, k)     b~ = mix(a, W)             o  = expand(b~, v)
     backward   c = contract(do, v)    e~ = mix(c, J W^T J)       dq = expand(e~, k)
-               dv = adjoint(b~, do)   dk = adjoint(e~, q)        dW = J sum_t c_t a_t^T
+               dv = adjoint(b~, do)   dk = adjoint(e~, q)        dW = sum_t conj(c_t) a_t^T
                dtheta = decay(e~; q, k) + decay(b~; do, v)
 
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
-gives the state that each segment alone would leave, S - 1 small products chain them, and the passes start every segment
-from its true state. Backwards the same with costates. Nothing uses atomics; every sum has one order.
+gives the state that each segment alone would leave, an associative scan chains them, and the passes start every segment
+from its true state. Backwards the same with costates. `parallel` is this with every chunk a segment: nothing walks time.
+Nothing uses atomics; every sum has one order.
 """
 
 import torch
 from torch import Tensor
 
 from . import triton_launch as launch
-from .tables import powers
 from .triton_launch import Constant, Plan, Span, Tables
 from .triton_support import operand_dtype
 
@@ -42,17 +42,19 @@ def scan_forward(
     mixing: Tensor,
     initial_state: Tensor | None,
     chunk_size: int | None,
+    *,
+    parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a and b~ [B, Hq, T, 2M] for the backward)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size)
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
-        b = launch.mix(plan, tab, a, mixing.mT.to(plan.dtype).contiguous())
+        b = launch.mix(plan, tab, a, mixing)
         launch.expand(plan, tab, span, b, v, states, (R, R + D), o, final)
         return o.contiguous(), final, a, b
 
@@ -70,6 +72,8 @@ def scan_backward(
     need_decay: bool,
     a: Tensor | None = None,
     b: Tensor | None = None,
+    *,
+    parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
 
@@ -77,18 +81,17 @@ def scan_backward(
     """
     with torch.cuda.device_of(q):
         q, k, v, d_o = (launch.aligned(x) for x in (q, k, v, d_o))
-        H, R, D, M = *k.shape[2:], v.shape[3], log_decay.shape[1]
+        H, R, D = *k.shape[2:], v.shape[3]
         keys, values = (0, R + D), (R, R + D)
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size)
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         if a is None or b is None:
             a = launch.contract(plan, tab, span, q, k, states, keys)
-            b = launch.mix(plan, tab, a, mixing.mT.to(plan.dtype).contiguous())
-        c = launch.contract(plan, tab, span, d_o, v, states, values)
-        sign = torch.ones(2 * M, device=q.device)
-        sign[M:] = -1  # J
-        e = launch.mix(plan, tab, c, (sign[:, None] * mixing * sign).to(plan.dtype))
-        d_mixing = sign[:, None] * _outer(c, a, H)
+            b = launch.mix(plan, tab, a, mixing)
+        # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
+        c = launch.contract(plan, tab, span, d_o, v, states, values, conj=True)
+        e = launch.mix(plan, tab, c, mixing, conj=True)
+        d_mixing = _outer(c, a, H)
         del a, c
 
         dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
@@ -106,13 +109,19 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+    *,
+    parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
         B, _, H, P = z.shape
-        plan, tab, span = _prepare((z,), log_decay, chunk_size)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, parallel)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         y = launch.padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
@@ -129,12 +138,14 @@ def linear_backward(
     initial_state: Tensor | None,
     chunk_size: int | None,
     need_decay: bool,
+    *,
+    parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
         H, P = z.shape[2:]
-        plan, tab, span = _prepare((z,), log_decay, chunk_size)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, parallel)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = Constant.build(readout, log_decay, plan, tab)
         dz = launch.padded_empty(z)
@@ -148,12 +159,14 @@ def linear_backward(
         return dz.contiguous(), d_log_decay, torch.cat((c_re, -c_im), dim=-1), d_initial
 
 
-def _prepare(inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None) -> tuple[Plan, Tables, Span]:
+def _prepare(
+    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, parallel: bool
+) -> tuple[Plan, Tables, Span]:
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = launch.make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
     total = -(-T // plan.chunk)
-    chunks = -(-total // segment_count(B * H, total, log_decay.device))
+    chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
     return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks)
 
 
@@ -170,14 +183,7 @@ def _states(
     for x in parts:
         launch.expand(plan, tab, span, None, x, None, (first, P), None, local)
         first += x.shape[3]
-    length = span.chunks * plan.chunk
-    step = _complex(powers(log_decay, torch.full((1,), length, device=log_decay.device)))[:, 0, :, None]
-    states = torch.empty_like(local)
-    X, left = _complex(states), _complex(local)
-    X[:, :, 0] = 0 if initial_state is None else _complex(initial_state.contiguous())
-    for s in range(1, span.segments):
-        X[:, :, s] = left[:, :, s - 1] + step * X[:, :, s - 1]
-    return states
+    return launch.chain(local, initial_state, log_decay, span, plan.chunk)
 
 
 def _costates(
@@ -196,16 +202,7 @@ def _costates(
     local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
     for b, rows, channels in pairs:
         launch.adjoint(plan, tab, span, b, rows, None, channels, H, None, local)
-    length = span.chunks * plan.chunk
-    last = span.T - (span.segments - 1) * length
-    lengths = last + (length - last) * torch.arange(2, device=log_decay.device)
-    last_step, full_step = _complex(powers(log_decay, lengths)).conj_physical()[:, :, :, None].unbind(1)
-    costates = torch.empty_like(local)
-    G, left = _complex(costates), _complex(local)
-    G[:, :, -1] = 0 if d_final is None else _complex(d_final.contiguous())
-    for s in range(span.segments - 1, 0, -1):
-        G[:, :, s - 1] = left[:, :, s] + (last_step if s == span.segments - 1 else full_step) * G[:, :, s]
-    return costates
+    return launch.chain(local, d_final, log_decay, span, plan.chunk, reverse=True)
 
 
 def _outer(c: Tensor, a: Tensor, H: int) -> Tensor:
@@ -223,7 +220,3 @@ def _outer(c: Tensor, a: Tensor, H: int) -> Tensor:
     else:
         out = torch.bmm(c.float().mT, a.float())
     return out.view(B, H, split, N, N).sum((0, 2))
-
-
-def _complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x)

@@ -11,8 +11,10 @@ import triton
 from torch import Tensor
 
 from .tables import powers
+from .triton_chain import chain_kernel
 from .triton_decay import decay_kernel
 from .triton_passes import adjoint_kernel, contract_kernel, expand_kernel, mix_kernel
+from .triton_tables import tables_kernel
 
 
 class Plan(NamedTuple):
@@ -75,18 +77,17 @@ class Tables(NamedTuple):
 
     @classmethod
     def build(cls, log_decay: Tensor, plan: Plan) -> "Tables":
-        L = plan.chunk
-        r = L // 2
-        every = powers(log_decay, torch.arange(-r, L + 1, device=log_decay.device)).transpose(-1, -2)  # [H, J, 2, M]
-        t = every[:, 2 * r - L + 1 : 2 * r + 1].flip(1)
-        t_conj = torch.stack((t[:, :, 0], -t[:, :, 1]), dim=2).flatten(2).to(plan.dtype)
-        return cls(
-            t=t.flatten(2).to(plan.dtype).contiguous(),
-            t_conj=t_conj,
-            t_conj_T=t_conj.mT.contiguous(),
-            E=every[:, :L].flatten(2).contiguous(),
-            step=torch.stack((every[:, 2 * r + 1], every[:, L + r]), dim=1).flatten(2),
+        (H, M, _), L = log_decay.shape, plan.chunk
+        t, t_conj, t_conj_T = (
+            torch.empty(shape, dtype=plan.dtype, device=log_decay.device)
+            for shape in ((H, L, 2 * M), (H, L, 2 * M), (H, 2 * M, L))
         )
+        E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
+        BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
+        tables_kernel[(H * L // BL,)](
+            log_decay.contiguous(), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
+        )  # fmt: skip
+        return cls(t, t_conj, t_conj_T, E, step)
 
 
 class Constant(NamedTuple):
@@ -118,8 +119,9 @@ def contract(
     final: Tensor | None = None,
     *,
     total: bool = False,
+    conj: bool = False,
 ) -> Tensor:
-    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype; with `total`, sum_t a_t [H, 2M] fp32 instead (Hq = H).
+    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, sum_t a_t [H, 2M] fp32 (Hq = H).
 
     state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
     """
@@ -138,14 +140,15 @@ def contract(
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(q), *_strides(k),
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
-        HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total,
+        HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out.sum((0, 2, 3)) if total else out
 
 
-def mix(plan: Plan, tab: Tables, a: Tensor, weights: Tensor) -> Tensor:
-    """b~ = E (W a) for every token; weights is W transposed, [H, 2M, 2M] in the operands' dtype."""
+def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, *, conj: bool = False) -> Tensor:
+    """b~ = E (W a) for every token; with `conj`, a is conj(c) and the result e~ = E conj(W^T a). mixing: W, [H, 2M, 2M]."""
+    weights = torch.empty(mixing.shape, dtype=plan.dtype, device=a.device).copy_(mixing if conj else mixing.mT)
     B, Hq, T, N = a.shape
     numbers, warps, stages = plan.mix
     BM = _block(N // 2, numbers // (2 * N))
@@ -154,7 +157,7 @@ def mix(plan: Plan, tab: Tables, a: Tensor, weights: Tensor) -> Tensor:
     b = torch.empty_like(a)
     mix_kernel[(B * Hq * triton.cdiv(T, BT * blocks) * (N // 2 // BM),)](
         a, weights, tab.E, b, T, blocks, Hq, Hq // weights.shape[0],
-        M=N // 2, L=plan.chunk, BT=BT, BM=BM, PRECISION=plan.precision, num_warps=warps, num_stages=stages,
+        M=N // 2, L=plan.chunk, BT=BT, BM=BM, PRECISION=plan.precision, CONJ=conj, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return b
 
@@ -255,6 +258,25 @@ def decay(
     )  # fmt: skip
     g_re, g_im = out.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
     return torch.stack((g_re, -g_im), dim=-1)
+
+
+def chain(
+    local: Tensor, start: Tensor | None, log_decay: Tensor, span: Span, chunk: int, *, reverse: bool = False
+) -> Tensor:
+    """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
+
+    start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
+    """
+    B, H, S, M, P, _ = local.shape
+    length = span.chunks * chunk
+    out = torch.empty_like(local)
+    BE = 64
+    chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
+        local, out if start is None else start.contiguous(), log_decay.contiguous(), out,
+        S, H, P, length, span.T - (S - 1) * length,
+        M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def aligned(x: Tensor) -> Tensor:

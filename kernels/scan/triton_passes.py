@@ -44,10 +44,18 @@ def state_offsets(o_n, o_p, P, M: tl.constexpr):
 
 
 @triton.jit
-def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr):
-    """Columns (Re | Im) of b_x [N, 2 BM] times the complex numbers (b_re, b_im), [N, BM] or [1, BM]."""
+def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr, CONJ: tl.constexpr = 0):
+    """Columns (Re | Im) of b_x [N, 2 BM] times the complex numbers (b_re, b_im), [N, BM] or [1, BM].
+
+    CONJ: 1, the conjugate of b_x times those; 2, the conjugate of the product.
+    """
     b_u, b_w = tl.split(tl.permute(tl.reshape(b_x, [N, 2, BM]), (0, 2, 1)))
-    b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
+    if CONJ == 1:
+        b_y = tl.join(b_u * b_re + b_w * b_im, b_u * b_im - b_w * b_re)
+    elif CONJ == 2:
+        b_y = tl.join(b_u * b_re - b_w * b_im, -b_u * b_im - b_w * b_re)
+    else:
+        b_y = tl.join(b_u * b_re - b_w * b_im, b_u * b_im + b_w * b_re)
     return tl.reshape(tl.permute(b_y, (0, 2, 1)), [N, 2 * BM])
 
 
@@ -91,6 +99,7 @@ def contract_kernel(
     HAS_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
     SUM: tl.constexpr,
+    CONJ: tl.constexpr,
 ):
     """Pass 1: a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), for (q, k) and, backwards, (do, v).
 
@@ -98,6 +107,7 @@ def contract_kernel(
     T [L, 2 BM], scores [L, L]. Bytes per token and query head: q, k once per block of M, a once.
     SUM (linear readout): p_a is [programs of one (b, h), 2M] fp32 and takes sum_t a_t of a block of channels; the
     rows are added up chunk over chunk and meet E once at the end.
+    CONJ: the conjugate of a goes to p_a.
     STORE_STATE: p_y [B, H, M, P, 2] takes the last state in channels first .. first + R.
     """
     DTYPE = p_t.dtype.element_ty
@@ -147,7 +157,7 @@ def contract_kernel(
         if SUM:
             b_sum += b_a
         else:
-            b_a = scale_columns(b_a, b_er, b_ei, L, BM)
+            b_a = scale_columns(b_a, b_er, b_ei, L, BM, 2 * CONJ)
             tl.store(p_at + i_t * (2 * M), b_a.to(p_a.dtype.element_ty), mask=m_t[:, None])
         b_s = tl.dot(tl.trans(b_k), b_t, b_s, input_precision=PRECISION)
 
@@ -177,8 +187,11 @@ def mix_kernel(
     BT: tl.constexpr,
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
+    CONJ: tl.constexpr,
 ):
-    """b~_t = E_(t mod L) (W a_t), and e~ = E (W~ c) backwards; p_w is W transposed, [H, 2M, 2M].
+    """b~_t = E_(t mod L) (W a_t), with p_w [H, 2M, 2M] W transposed.
+
+    CONJ: e~_t = E conj(W^T conj(c_t)) backwards, with p_a conj(c) and p_w W.
 
     Grid: B Hq ceil(T / (BT blocks)) (M / BM) programs; each keeps its columns of W on chip for `blocks` blocks of BT
     tokens (BT a multiple of L). Tiles: a [BT, 2M], W [2M, 2 BM], b~ [BT, 2 BM]. Bytes per token and query head: a once
@@ -206,7 +219,7 @@ def mix_kernel(
         i_t = tl.cast(i_c, tl.int64) * (BT * 2 * M)
         m_t = i_c * BT + o_t < T
         b_a = tl.load(p_at + i_t, mask=m_t[:, None], other=0.0)
-        b_b = scale_columns(tl.dot(b_a, b_w, input_precision=PRECISION), b_er, b_ei, BT, BM)
+        b_b = scale_columns(tl.dot(b_a, b_w, input_precision=PRECISION), b_er, b_ei, BT, BM, CONJ)
         tl.store(p_bt + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t[:, None])
 
 

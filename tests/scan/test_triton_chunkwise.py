@@ -1,9 +1,10 @@
-"""The Triton kernels of `chunkwise` against the fp64 loop over time: values, final state and every gradient.
+"""The Triton kernels of `chunkwise` and `parallel` against the fp64 loop over time: values, final state and every gradient.
 
 On a machine with a GPU these tests run there. Elsewhere the last one runs this file again in a process of its own, under
 Triton's interpreter, which has to be chosen before triton is imported.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -39,7 +40,7 @@ AT_THE_BOUND = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """`chunkwise` is the Triton form, and uninitialised memory is NaN."""
+    """`chunkwise` and `parallel` are the Triton forms, and uninitialised memory is NaN."""
     if not (INTERPRETED or DEVICE == "cuda"):
         yield None
         return
@@ -49,7 +50,8 @@ def kernels(monkeypatch):
         triton_interpreter.repair(monkeypatch)
     from interdomain.scan import triton_chunkwise
 
-    monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", ops._triton())
+    for backend in ("chunkwise", "parallel"):
+        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
 
     def poisoned(make):
         def made(*args, **kwargs):
@@ -77,10 +79,10 @@ def problem(case, dtype, linear, at_the_bound=False):
     return inputs, cotangents, exact(inputs, cotangents, linear)
 
 
-def check(case, dtype, linear=False, at_the_bound=False, **kwargs):
+def check(case, dtype, linear=False, at_the_bound=False, backend="chunkwise", **kwargs):
     inputs, cotangents, expected = problem(case, dtype, linear, at_the_bound)
     inputs, cotangents = to_device(inputs, cotangents)
-    got = run_op(inputs, cotangents, linear, backend="chunkwise", **kwargs)
+    got = run_op(inputs, cotangents, linear, backend=backend, **kwargs)
     assert got.keys() == expected.keys()
     tokens = {"out", "dq", "dk", "dv", "dz"}
     assert all(x.dtype == (dtype if n in tokens else torch.float32) for n, x in got.items())
@@ -150,6 +152,41 @@ def test_segments(segments, linear, state, kernels, monkeypatch):
         check(case, dtype, linear, chunk_size=16)
 
 
+PARALLEL = ((Case(T=17, B=2, H=1, R=16, D=16), None), (Case(T=70, H=2, G=2, R=16, D=17), 16))  # one chunk, five
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize(("case", "chunk_size"), PARALLEL, ids=str)
+def test_parallel(case, chunk_size, linear):
+    if linear:
+        case = dataclasses.replace(case, G=1)
+    for dtype in DTYPES:
+        check(case, dtype, linear, backend="parallel", chunk_size=chunk_size)
+
+
+@on_kernels
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("start", [False, True], ids=["zeros", "start"])
+def test_states_between_segments(reverse, start, kernels):
+    """The associative scan against the recurrence that it stands for: more than the 16 segments that it takes at once."""
+    g = torch.Generator().manual_seed(0)
+    span, chunk, H, M, P = kernels.Span(T=19 * 32 + 5, segments=20, chunks=2), 16, 2, 16, 7
+    theta = torch.stack((-torch.rand(H, M, generator=g) * 0.05, 3 * torch.randn(H, M, generator=g)), dim=-1)
+    local = torch.randn(2, H, 20, M, P, 2, generator=g)
+    first = torch.randn(2, H, M, P, 2, generator=g) if start else None
+    exact = [torch.zeros(2, H, M, P) + 0j if first is None else torch.view_as_complex(first.double())]
+    log_decay = torch.view_as_complex(theta.double())[..., None]
+    for i in range(19):
+        s = 19 - i if reverse else i
+        step = (log_decay * (5 if s == 19 else 32)).exp()
+        exact.append((step.conj() if reverse else step) * exact[-1] + torch.view_as_complex(local[:, :, s].double()))
+    expected = torch.view_as_real(torch.stack(exact[::-1] if reverse else exact, dim=2).resolve_conj())
+    on = [None if x is None else x.to(DEVICE) for x in (local, first, theta)]
+    got = kernels.launch.chain(*on, span, chunk, reverse=reverse)
+    assert error(got.cpu(), expected, "rms") < 1e-6
+
+
 @on_kernels
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 def test_final_state_without_a_cotangent(linear):
@@ -217,7 +254,7 @@ def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
     inputs, cotangents = to_device(*problem(case, torch.bfloat16, False)[:2])
     calls = []
     mix = kernels.launch.mix
-    monkeypatch.setattr(kernels.launch, "mix", lambda *args: calls.append(args) or mix(*args))
+    monkeypatch.setattr(kernels.launch, "mix", lambda *args, **kw: calls.append(args) or mix(*args, **kw))
     results = {}
     for recompute in (True, False):
         saved = []
@@ -282,7 +319,8 @@ on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_full_tiles(sizes, dtype, linear):
     """The tile sizes that ship, over several chunks: Hopper's 64-row products are a compiler path of their own."""
     R, D, M = sizes
-    check(Case(T=257, B=2, H=2, G=1 if linear else 2, R=R, D=D, M=M, decay="s4d"), dtype, linear)
+    for backend in ("chunkwise", "parallel"):
+        check(Case(T=257, B=2, H=2, G=1 if linear else 2, R=R, D=D, M=M, decay="s4d"), dtype, linear, backend=backend)
 
 
 @pytest.mark.gpu
@@ -301,9 +339,10 @@ def test_long_sequences():
     )
     exact_inputs = {n: x.detach().float().requires_grad_() for n, x in inputs.items()}
     expected = run_op(exact_inputs, (cotangents[0].float(), cotangents[1]), backend="chunkwise-torch")
-    got = run_op(inputs, cotangents, backend="chunkwise")
-    errors = {n: error(got[n], expected[n], "rms") for n in expected}
-    assert all(e < 8e-3 for e in errors.values()), errors  # the decay's gradient sums over all of time
+    for backend in ("chunkwise", "parallel"):
+        got = run_op(inputs, cotangents, backend=backend)
+        errors = {n: error(got[n], expected[n], "rms") for n in expected}
+        assert all(e < 8e-3 for e in errors.values()), errors  # the decay's gradient sums over all of time
 
 
 # What follows needs neither a GPU nor the interpreter.
@@ -333,6 +372,8 @@ def test_refusals(inputs, M, chunk_size, message, pretend_gpu, caplog):
     inputs = fake_inputs(**inputs)
     with pytest.raises(ValueError, match=f"cannot run this on CUDA: {message}.*chunkwise-torch"):
         scan._choose("chunkwise", chunk_size, inputs, M)
+    with pytest.raises(ValueError, match=f"backend 'parallel' cannot run this on CUDA: {message}"):
+        scan._choose("parallel", chunk_size, inputs, M)
     assert scan._choose("chunkwise-torch", chunk_size, inputs, M) == "chunkwise-torch"
     scan._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):

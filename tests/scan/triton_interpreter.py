@@ -1,7 +1,8 @@
 """What Triton's interpreter lacks: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
-`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them; and
-in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
+`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them;
+associative scans by rows, where it goes number by number; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it
+in a process that runs with TRITON_INTERPRET=1.
 """
 
 import numpy as np
@@ -43,6 +44,17 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", to_or_from_bf16(convert))
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
+    def generic_scan(self, inputs):
+        rows = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
+        found = [tuple(row[0] for row in rows)]
+        for i in range(1, len(rows[0])):
+            both = (*found[-1], *(row[i] for row in rows))
+            wrapped = (self.to_tensor(x, y.dtype) for x, y in zip(both, inputs * 2, strict=True))
+            found.append(tuple(x.handle.data for x in self.combine_fn.fn(*wrapped)))
+        columns = zip(*found, strict=True)
+        return [self.to_tensor(np.stack(c, self.axis), x.dtype) for c, x in zip(columns, inputs, strict=True)]
+
+    monkeypatch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor, scope):
