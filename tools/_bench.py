@@ -268,7 +268,12 @@ def reason(e: BaseException) -> str:
     if isinstance(e, torch.OutOfMemoryError):
         return "out of memory"
     text = " ".join(str(e).split())
-    return f"{type(e).__name__}: {text}"[:200]
+    return without_paths(f"{type(e).__name__}: {text}")[:200]
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths cut down to their last part: results name no folder of a machine."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
 
 
 def require_healthy(device: torch.device, after: str) -> None:

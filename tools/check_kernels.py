@@ -21,7 +21,7 @@ from torch import Tensor
 from interdomain import scan
 from interdomain.folders import write_whole
 
-from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason, require_healthy
+from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason, require_healthy, without_paths
 from ._cli import user_errors
 from ._problems import Shape, make_inputs
 
@@ -266,7 +266,8 @@ def _worker(name: str, device: torch.device, folder: Path, deadline: Deadline) -
                 [*command, "--device", device.type], capture_output=True, text=True, timeout=deadline.left
             )
             said = done.stderr.strip().splitlines()
-            problem = f"FAIL: its process ended with status {done.returncode}: {said[-1] if said else 'no word'}"[:200]
+            last = without_paths(said[-1])[:200] if said else "no word"
+            problem = f"FAIL: its process ended with status {done.returncode}: {last}"
         except subprocess.TimeoutExpired:
             problem = "FAIL: cut by the time limit"
     return (json.loads(file.read_text()) if file.is_file() else []), problem

@@ -1,0 +1,331 @@
+"""python -m interdomain.tools.bench_training --out benchmarks/results/today
+
+Time real training steps: TorchTitan with this plugin, started by torchrun as launch.sh does, on random tokens, by condition,
+with torch.compile and activation checkpointing on and off. Tokens per second, memory, utilisation and loss are the run's own,
+from its TensorBoard events. A case that fails says so and the others go on. Without a GPU: a tiny model, labelled.
+"""
+
+import argparse
+import importlib.util
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from . import launch
+from ._bench import Deadline, Report, add_arguments, choose, choose_device, say, without_paths
+from ._cli import user_errors
+from ._timing import ratio
+
+# Imported where they are used: a machine that lacks one still gets the other parts.
+NEEDED = ("torchtitan", "torchdata", "tensorboard", "sentencepiece")
+COLUMNS = [
+    *(
+        "case",
+        "tokens/s",
+        "over softmax",
+        "ms a step",
+        "GiB reserved",
+        "GiB active",
+        "TFLOP/s",
+        "MFU %",
+        "loss",
+        "seconds",
+    ),
+    "remark",
+]
+TAGS = {  # column: scalar of the run
+    "tokens/s": "throughput(tps)",
+    "TFLOP/s": "tflops",
+    "MFU %": "mfu(%)",
+    "GiB reserved": "memory/max_reserved(GiB)",
+    "GiB active": "memory/max_active(GiB)",
+    "loss": "loss_metrics/global_avg_loss",
+}
+CHECKPOINTING = ("none", "selective", "full")
+STOP_SECONDS = 40  # torchrun gives its ranks 30
+TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
+
+
+@dataclass(frozen=True)
+class Case:
+    """CONDITION:compile|eager:none|selective|full[:kept]; `kept` is --mixer.recompute False."""
+
+    condition: str
+    compiled: bool = True
+    checkpointing: str = "selective"
+    kept: bool = False
+
+    def __str__(self) -> str:
+        words = [
+            self.condition,
+            "compile" if self.compiled else "eager",
+            self.checkpointing,
+            "kept" if self.kept else "",
+        ]
+        return ":".join(word for word in words if word)
+
+    @classmethod
+    def parse(cls, text: str, conditions) -> "Case":
+        """Raises: ValueError with what is allowed."""
+        condition, *words = text.split(":")
+        choices = ("compile", "eager"), CHECKPOINTING, ("kept",)
+        good = condition in conditions and len(words) <= 3
+        if not good or any(word not in allowed for word, allowed in zip(words, choices, strict=False)):
+            raise ValueError(
+                f"--cases {text}: expected CONDITION[:compile|eager[:{'|'.join(CHECKPOINTING)}[:kept]]], CONDITION one of "
+                f"{', '.join(conditions)}."
+            )
+        mode, checkpointing, kept = (*words, *("compile", "selective", "")[len(words) :])
+        return cls(condition, mode == "compile", checkpointing, kept == "kept")
+
+
+# A short time limit should not lose the first ones.
+CASES = (
+    *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
+    *("interdomain:compile:none", "interdomain:compile:selective:kept", "softmax:compile:none"),
+    *("interdomain:eager:selective", "softmax:eager:selective", "interdomain:compile:full", "softmax:compile:full"),
+)
+TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
+
+
+def flags(case: Case, args, data: Path, output: Path) -> list[str]:
+    """TorchTitan's flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
+    batch = args.batch * args.ranks
+    return [
+        *("--job.dump_folder", str(output)),
+        *("--mixer.condition", case.condition),
+        *("--mixer.recompute", str(not case.kept)),
+        *("--data.corpus", str(data / "random"), "--data.tokenizer", str(data / "tokenizer.model")),
+        *("--training.seq_len", str(args.seq_len)),
+        *("--training.tokens", "0", "--training.steps", str(args.steps)),
+        *("--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(batch)),
+        *("--lr_scheduler.warmup_tokens", "0", "--lr_scheduler.warmup_steps", "1"),
+        "--compile.enable" if case.compiled else "--compile.no-enable",
+        *("--activation_checkpoint.mode", case.checkpointing),
+        *("--validation.no-enable", "--checkpoint.no-enable"),
+        "--metrics.enable_tensorboard",
+        *("--metrics.log_freq", str(args.log_freq), "--metrics.mixer_freq", "0", "--metrics.histogram_freq", "0"),
+        "--metrics.disable_color_printing",
+    ]
+
+
+def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
+    """Random ids as a bare shard, and a tokenizer to satisfy the trainer, which never encodes a word here."""
+    import numpy as np
+
+    from interdomain.data.indexed import IndexedDatasetWriter
+
+    from .train_tokenizer import train_sentencepiece
+
+    text = Path(__file__).read_text()
+    model = train_sentencepiece([SimpleNamespace(text=text)], TOKENIZER_SIZE)
+    (folder / "tokenizer.model").write_bytes(model)
+    ids = np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
+        for start in range(0, tokens, 65_536):
+            writer.add_document(ids.integers(0, vocabulary, min(65_536, tokens - start)))
+
+
+def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: float) -> dict:
+    """One run from start to end: a row of the table."""
+    row = {"case": str(case), "over softmax": None}
+    command = launch.torchrun_command(str(config), flags(case, args, data, output), args.ranks)
+    shown = shlex.join(command).replace(str(data.parent), "<temporary>").replace(str(config.parent), "train_configs")
+    row["command"] = shown.replace(launch.python_here(), "python")
+    log = data / "log.txt"
+    env = launch.environment(args.ranks) | {"TQDM_DISABLE": "1"}
+    with open(log, "w") as f:
+        process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env)
+        try:
+            code = process.wait(timeout=max(1.0, seconds))
+            problem = f"exit status {code}" if code else None
+        except subprocess.TimeoutExpired:
+            problem = f"cut after {seconds:.0f} s by the time limit"
+        finally:
+            stop(process)
+    row |= figures(scalars(output), args)
+    if problem:
+        row["remark"] = explain(problem, log.read_text(errors="replace"))
+    elif "tokens/s" not in row:
+        row["remark"] = f"no steady step was logged in {args.steps} steps"
+    return row
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End torchrun if it is still there: it ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def explain(problem: str, log: str) -> str:
+    """The reason of a failed run in one line, from what it printed."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if any("OutOfMemoryError" in line for line in lines):
+        return "out of memory"
+    said = [line for line in lines if line.startswith("error:") or "Error: " in line]
+    # torchrun's own last words only repeat the exit status.
+    said = [line for line in said if "ChildFailedError" not in line] or lines
+    return without_paths(f"{problem}: {said[-1] if said else 'no word'}")[:300]
+
+
+def scalars(output: Path) -> dict[str, dict[int, float]]:
+    """{tag: {step: value}} of the run's TensorBoard events; empty if it wrote none."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    runs = sorted({path.parent for path in output.rglob("events.out.tfevents.*")})
+    if not runs:
+        return {}
+    events = EventAccumulator(str(runs[-1]), size_guidance={"scalars": 0}).Reload()
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def figures(seen: dict[str, dict[int, float]], args) -> dict:
+    """Medians over the steady windows between two logs; peaks over all; the last loss.
+
+    A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
+    autotuning and growing memory pools, and is left out.
+    """
+    row = {}
+    speed = seen.get(TAGS["tokens/s"], {})
+    steady = [step for step in sorted(speed) if step > args.skip]
+    for column, tag in TAGS.items():
+        values = seen.get(tag, {})
+        if column.startswith("GiB"):
+            row[column] = max(values.values(), default=None)
+        elif column == "loss":
+            row[column] = values[max(values)] if values else None
+        elif steady:
+            row[column] = statistics.median(values[step] for step in steady)
+    row = {column: value for column, value in row.items() if value is not None}
+    if steady:
+        # TorchTitan counts per rank: all ranks together.
+        row["tokens/s of a rank, by step"] = {step: speed[step] for step in steady}
+        row["tokens/s"] *= args.ranks
+        row["ms a step"] = 1e3 * args.batch * args.ranks * args.seq_len / row["tokens/s"]
+    if not torch.cuda.is_available():
+        row.pop("MFU %", None)  # nothing to compare a CPU with
+    return row
+
+
+def parse(argv) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m interdomain.tools.bench_training", description=__doc__.split("\n\n")[1], allow_abbrev=False
+    )
+    add_arguments(p)
+    p.add_argument("--size", help="a file of train_configs; default 1.3B (CPU: debug)")
+    p.add_argument("--seq-len", type=int, help="default 4096 (CPU: 64)")
+    p.add_argument("--batch", type=int, help="sequences per rank and step; default 4 (CPU: 2)")
+    p.add_argument("--steps", type=int, help="default 20 (CPU: 3)")
+    p.add_argument("--log-freq", type=int, help="steps from one log to the next; default 5 (CPU: 1)")
+    p.add_argument("--ranks", type=int, help="processes; default 1")
+    p.add_argument("--conditions", nargs="+", metavar="NAME", help="of the cases, those of these conditions only")
+    p.add_argument("--cases", nargs="+", metavar="CASE", help=f"{Case.__doc__} Default: {' '.join(CASES)}")
+    p.add_argument("--case-limit", type=float, metavar="S", help="seconds for one case (default: what is left)")
+    return p.parse_args(argv)
+
+
+def settle(args, cuda: bool) -> tuple[list[Case], Path]:
+    """Defaults for this device, in `args`; the cases and the TOML file. Raises: ValueError."""
+    from interdomain.model import CONDITIONS
+
+    usual = dict(size="1.3B", seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1)
+    tiny = dict(size="debug", seq_len=64, batch=2, steps=3, log_freq=1, ranks=1)
+    for name, value in (usual if cuda else tiny).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif name != "size" and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}.")
+    args.skip = args.log_freq if args.log_freq > 1 else 1
+    if args.steps <= args.skip:
+        raise ValueError(
+            f"--steps {args.steps} has no steady step: with --log-freq {args.log_freq} give more than {args.skip}."
+        )
+    folder = Path(__file__).resolve().parents[1] / "train_configs"
+    config = folder / f"{args.size}.toml"
+    if not config.is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
+        raise ValueError(
+            f"--size {args.size}: there is no such file in train_configs; allowed: {known or 'none found'}."
+        )
+    conditions = choose("--conditions", args.conditions, CONDITIONS)
+    cases = [Case.parse(text, tuple(CONDITIONS)) for text in args.cases or (CASES if cuda else TINY_CASES)]
+    return [case for case in cases if case.condition in conditions], config
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    device = choose_device(args.device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ValueError("--device cpu: the trainer takes the GPU that is there. Hide it with CUDA_VISIBLE_DEVICES=''.")
+    deadline = Deadline(args.time_limit)
+    cases, config = settle(args, device.type == "cuda")
+    options = {k: getattr(args, k) for k in ("size", "seq_len", "batch", "ranks", "steps", "log_freq")}
+    report = Report("training", args.out, device, options)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        report.note(
+            f"Skipped: {', '.join(missing)} cannot be imported here; the extra `train` installs what training needs."
+        )
+        report.finish("skipped")
+        return 0
+    report.note(
+        "Tokens/s of all ranks together; figures are the run's own (TensorBoard), medians over its steady steps, memory the "
+        "highest. FLOPs per token are each condition's own count (plugin/model/flops.py), MFU against the datasheet rate that "
+        "TorchTitan has for this GPU: compare conditions by tokens/s."
+    )
+    name = f"{args.size}, {args.batch} x {args.seq_len:,} tokens per rank and step"
+    report.table(name, COLUMNS)
+    rows = measure(cases, args, config, deadline, lambda row: report.add(name, row))
+    ran = sum("tokens/s" in row for row in rows)
+    report.finish("unfinished" if deadline.passed else "complete", f"{ran} of {len(cases)} cases measured")
+    return 0
+
+
+def measure(cases: list[Case], args, config: Path, deadline: Deadline, add) -> list[dict]:
+    """Rows, each handed to `add` as it is measured; ratios are to the first softmax of the same settings."""
+    rows, softmax = [], {}
+    with tempfile.TemporaryDirectory() as temporary:
+        data = Path(temporary) / "data"
+        data.mkdir()
+        vocabulary = vocabulary_of(config)
+        write_data(data, vocabulary, (args.steps + 1) * args.batch * args.ranks * (args.seq_len + 1))
+        for i, case in enumerate(cases):
+            if deadline.passed:
+                row = {"case": str(case), "remark": "not run: time limit"}
+            else:
+                say(f"{i + 1} of {len(cases)}: {case}")
+                before = deadline.left
+                limit = min(deadline.left, args.case_limit or deadline.left)
+                row = run_case(case, args, config, data, Path(temporary) / f"run{i}", limit)
+                row["seconds"] = before - deadline.left
+            settings = case.compiled, case.checkpointing
+            if case.condition == "softmax" and "tokens/s" in row:
+                softmax.setdefault(settings, row["tokens/s"])
+            row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
+            rows.append(row)
+            add(row)
+    return rows
+
+
+def vocabulary_of(config: Path) -> int:
+    """Rows of the head of the model that a TOML file names."""
+    from interdomain.titan.plan import model_config
+
+    return model_config(launch.job_config(str(config), [])).vocab_size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
