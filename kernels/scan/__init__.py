@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from . import fft, ops, parallel, reference, step, triton_support
+from . import ops, parallel, reference, step, triton_support
 from .tables import (
     MAX_DECAY_PER_TOKEN,
     READOUTS,
@@ -44,7 +44,6 @@ BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "f
 # Backends that autograd records; the others are in ops.IMPLEMENTATIONS.
 _RECORDED = {
     "parallel": (parallel.scan_parallel, parallel.linear_parallel),
-    "fft": (fft.scan_fft, fft.linear_fft),
     "reference": (reference.scan_reference, reference.linear_reference),
 }
 # With the decay bounded at one e-fold per token, the tables of 64 tokens span e^-32 to e^32. Those of 128 tokens span

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import chunkwise
+from . import chunkwise, fft
 from .triton_support import operand_dtype
 
 
@@ -50,7 +50,12 @@ def _late(module: str) -> Implementation:
     return Implementation(*map(call, Implementation._fields[:4]))
 
 
-IMPLEMENTATIONS = {"chunkwise": _PLAIN, "chunkwise-torch": _PLAIN, "sequential": _late(".triton_sequential")}
+IMPLEMENTATIONS = {
+    "chunkwise": _PLAIN,
+    "chunkwise-torch": _PLAIN,
+    "sequential": _late(".triton_sequential"),
+    "fft": Implementation(fft.scan_forward, fft.scan_backward, fft.linear_forward, fft.linear_backward),
+}
 
 
 def implementation(backend: str, device: torch.device) -> Implementation:

@@ -9,7 +9,6 @@ autograd records: shortest critical path, for short T and for checks.
 import torch
 from torch import Tensor
 
-from .fft import linear_readout, query_readout
 from .tables import powers
 
 
@@ -42,3 +41,20 @@ def all_states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> tu
         if shift < T:
             X = torch.cat((X[:, :shift], X[:, shift:] + power * X[:, :-shift]), dim=1)
     return X, torch.view_as_real(X[:, -1]).contiguous()
+
+
+def query_readout(X: Tensor, q: Tensor, mixing: Tensor) -> Tensor:
+    """o_t = Re(b_t^T X^v_t) with b_t = W [Re a_t; Im a_t] and a_t = X^k_t q_t, on states that all exist."""
+    M, R, H = X.shape[3], q.shape[-1], X.shape[2]
+    q = q.unflatten(2, (H, -1))  # [B, T, H, G, R]
+    keys, values = X[..., :R], X[..., R:]
+    a = torch.cat([torch.einsum("bthmr,bthgr->bthgm", part, q) for part in (keys.real, keys.imag)], dim=-1)
+    b_re, b_im = torch.einsum("hnm,bthgm->bthgn", mixing, a).split(M, dim=-1)
+    o = torch.einsum("bthgm,bthmd->bthgd", b_re, values.real) - torch.einsum("bthgm,bthmd->bthgd", b_im, values.imag)
+    return o.flatten(2, 3)
+
+
+def linear_readout(X: Tensor, readout: Tensor) -> Tensor:
+    """y_t = Re(sum_m w_m X_t[m]) on states that all exist."""
+    w_re, w_im = readout.split(X.shape[3], dim=-1)
+    return torch.einsum("hm,bthmp->bthp", w_re, X.real) - torch.einsum("hm,bthmp->bthp", w_im, X.imag)

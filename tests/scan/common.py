@@ -13,6 +13,7 @@ from interdomain import scan
 from interdomain.scan import reference
 
 RUNNABLE = ("chunkwise", "parallel", "fft", "reference")
+WRITTEN_OUT = ("chunkwise", "fft")  # with a backward of their own, on every device
 ON_CPU = tuple(backend for backend in scan.BACKENDS if backend != "sequential")
 
 # name: (bound, measure). `max`: largest error over largest value. `rms`: RMS of the error over RMS of the value.

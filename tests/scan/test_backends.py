@@ -5,7 +5,19 @@ import torch
 
 from interdomain import scan
 
-from .common import CASES, RUNNABLE, Case, assert_agree, exact, op_inputs, paper_linear, paper_query, run_op, run_query
+from .common import (
+    CASES,
+    RUNNABLE,
+    WRITTEN_OUT,
+    Case,
+    assert_agree,
+    exact,
+    op_inputs,
+    paper_linear,
+    paper_query,
+    run_op,
+    run_query,
+)
 from .common import run_linear as run_linear_case
 
 
@@ -73,7 +85,7 @@ def test_half_precision_inputs(backend, linear, dtype):
     rounded = {n for n, x in got.items() if x.dtype == dtype}
     assert rounded == ({"out", "dz"} if linear else {"out", "dq", "dk", "dv"})
     assert_agree({n: got[n] for n in rounded}, {n: expected[n] for n in rounded}, "bfloat16")
-    if backend in ("chunkwise", "reference"):  # what stays in fp32 never passes through the input's dtype
+    if backend in (*WRITTEN_OUT, "reference"):  # what stays in fp32 never passes through the input's dtype
         rest = got.keys() - rounded
         assert_agree({n: got[n] for n in rest}, {n: expected[n] for n in rest}, "float32")
 
@@ -118,34 +130,37 @@ def test_causality(backend, linear, t):
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 @pytest.mark.parametrize("T", [1, 63, 64, 130])
 @pytest.mark.parametrize("state", [False, True])
-def test_every_byte_is_written(T, linear, state, poisoned_memory):
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_every_byte_is_written(backend, T, linear, state, poisoned_memory):
     inputs, cotangents = op_inputs(Case(T=T, G=3, R=5, D=3, state=state), torch.float32, linear=linear)
-    results = run_op(inputs, cotangents, linear, backend="chunkwise")
+    results = run_op(inputs, cotangents, linear, backend=backend)
     assert torch.isnan(torch.empty(3)).all()
     assert all(torch.isfinite(x).all() for x in results.values())
 
 
-def test_strided_inputs():
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_strided_inputs(backend):
     """q, k, v cut out of one projection, as the model makes them."""
     case = Case(T=70, H=2, G=1, R=6, D=6)
     inputs, cotangents = op_inputs(case, torch.float64)
     packed = torch.stack([inputs[n].detach() for n in "qkv"], dim=3).flatten(2).requires_grad_()
     q, k, v = packed.unflatten(2, (2, 3, 6)).unbind(3)
     rest = {n: x for n, x in inputs.items() if n not in "qkv"}
-    got = run_op({"q": q, "k": k, "v": v, **rest}, cotangents, backend="chunkwise")
+    got = run_op({"q": q, "k": k, "v": v, **rest}, cotangents, backend=backend)
     expanded = (cotangents[0][:, :1, :1, :1].expand_as(cotangents[0]), cotangents[1])
     assert_agree(got, exact(inputs, cotangents), "float64")
-    got = run_op({"q": q, "k": k, "v": v, **rest}, expanded, backend="chunkwise")
+    got = run_op({"q": q, "k": k, "v": v, **rest}, expanded, backend=backend)
     assert_agree(got, exact(inputs, expanded), "float64")
 
 
-def test_grouped_heads_equal_repeated_states():
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_grouped_heads_equal_repeated_states(backend):
     case = Case(T=70, G=3)
     inputs, _ = op_inputs(case, torch.float64)
     repeated = {
         n: x if n == "q" else x.repeat_interleave(3, dim={"k": 2, "v": 2, "initial_state": 1}.get(n, 0))
         for n, x in inputs.items()
     }
-    grouped, _ = scan.interdomain_scan(**inputs, backend="chunkwise")
-    expected, _ = scan.interdomain_scan(**repeated, backend="chunkwise")
+    grouped, _ = scan.interdomain_scan(**inputs, backend=backend)
+    expected, _ = scan.interdomain_scan(**repeated, backend=backend)
     torch.testing.assert_close(grouped, expected, rtol=1e-12, atol=1e-12)

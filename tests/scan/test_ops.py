@@ -1,5 +1,7 @@
 """The ops as PyTorch sees them: opcheck, torch.compile, selective activation checkpointing, autocast, absent gradients."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -7,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from interdomain import scan
 from interdomain.scan import ops
 
-from .common import ON_CPU, Case, assert_agree, gradients, op_inputs, run_op
+from .common import ON_CPU, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
 
 CASE = Case(T=20, G=3, R=4, D=3, M=4)
 
@@ -15,10 +17,11 @@ CASE = Case(T=20, G=3, R=4, D=3, M=4)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_opcheck(linear, dtype, state):
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_opcheck(backend, linear, dtype, state):
     case = Case(T=20, G=3, R=4, D=3, M=4, state=state)
     inputs, (d_out, d_state) = op_inputs(case, torch.float32, dtype, linear)
-    args = (*inputs.values(), *(() if state else (None,)), 8, "chunkwise")
+    args = (*inputs.values(), *(() if state else (None,)), 8, backend)
     op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
     torch.library.opcheck(op, args)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
@@ -28,16 +31,18 @@ def test_opcheck(linear, dtype, state):
         )
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "compiler"), [("chunkwise", "aot_eager"), ("chunkwise", "inductor"), ("fft", "aot_eager")]
+)
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_compiles_without_a_graph_break(linear, compiler):
+def test_compiles_without_a_graph_break(linear, backend, compiler):
     """From dt, A and C to the gradients, tables and validation included."""
     inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
 
     def block(log_decay, **inputs):
         fn = scan.linear_scan if linear else scan.interdomain_scan
         theta = scan.decay_exponent(torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1])
-        return fn(log_decay=theta, **inputs)
+        return fn(log_decay=theta, **inputs, backend=backend)
 
     def run(fn):
         out, state = fn(**inputs)
@@ -49,7 +54,7 @@ def test_compiles_without_a_graph_break(linear, compiler):
     assert_agree(run(compiled), run(block), "float32")
 
 
-@pytest.mark.parametrize("backend", ["parallel", "fft", "reference"])
+@pytest.mark.parametrize("backend", ["parallel", "reference"])
 def test_recorded_backends_compile_too(backend):
     inputs, _ = op_inputs(Case(T=4, R=2, D=2, M=2), torch.float32)
     compiled = torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager")
@@ -124,23 +129,24 @@ def test_autocast_changes_nothing(linear, backend):
     assert torch.equal(outputs[0], expected["out"])
     assert torch.equal(outputs[1], expected["state"])
     assert all(torch.equal(got[n], expected[n]) for n in got)
-    if backend in ("auto", "chunkwise"):  # the op's own backward holds inside, too
+    if backend in ("auto", *WRITTEN_OUT):  # the op's own backward holds inside, too
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = run_op(inputs, cotangents, linear, backend=backend)
         assert all(torch.equal(got[n], expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_unused_outputs_and_frozen_inputs(linear):
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_unused_outputs_and_frozen_inputs(backend, linear):
     """None for the cotangent of an unused output is a zero; a frozen input gets no gradient and changes no other."""
     inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
-    fn = scan.linear_scan if linear else scan.interdomain_scan
+    fn = functools.partial(scan.linear_scan if linear else scan.interdomain_scan, backend=backend)
     zeros = tuple(torch.zeros_like(x) for x in cotangents)
     leaves = list(inputs.values())
     for used in (0, 1):
         cotangent = [zeros[0], zeros[1]]
         cotangent[used] = cotangents[used]
-        expected = run_op(inputs, tuple(cotangent), linear)
+        expected = run_op(inputs, tuple(cotangent), linear, backend=backend)
         grads = torch.autograd.grad((fn(**inputs)[used] * cotangents[used]).sum(), leaves)
         assert_agree(
             {f"d{n}": g for n, g in zip(inputs, grads, strict=True)},
@@ -148,7 +154,7 @@ def test_unused_outputs_and_frozen_inputs(linear):
             "float64",
         )
 
-    expected = run_op(inputs, cotangents, linear)
+    expected = run_op(inputs, cotangents, linear, backend=backend)
     inputs["log_decay"].requires_grad_(False)
     out, state = fn(**inputs)
     ((out * cotangents[0]).sum() + (state * cotangents[1]).sum()).backward()
@@ -157,10 +163,11 @@ def test_unused_outputs_and_frozen_inputs(linear):
     assert_agree({n: inputs[n].grad for n in rest}, {n: expected[f"d{n}"] for n in rest}, "float64")
 
 
-def test_saves_its_inputs_only():
+@pytest.mark.parametrize("backend", WRITTEN_OUT)
+def test_saves_its_inputs_only(backend):
     """Nothing the size of the states survives the forward: the backward recomputes them."""
     inputs, _ = op_inputs(Case(T=130), torch.float32)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        scan.interdomain_scan(**inputs)
+        scan.interdomain_scan(**inputs, backend=backend)
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in inputs.values()}
