@@ -1,4 +1,4 @@
-"""The chunkwise forms as `torch.library` ops: one node for torch.compile, one name for activation checkpointing.
+"""The scan and its backward as `torch.library` ops: one node for torch.compile, one name for activation checkpointing.
 
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
