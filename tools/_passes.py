@@ -147,7 +147,8 @@ def passes(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline
                 row |= {"byte floor ms": limits.floor_ms(nbytes), "FLOP floor ms": limits.floor_ms(0, flops)}
                 row |= {"of floor": ratio(limits.floor_ms(nbytes, flops), ms), "TB/s": nbytes / ms / 1e9}
         report.add(name, row)
-    report.add(name, {"pass": "all of a step", "ms": total, "remark": "forward and backward, recompute=True"})
+    remark = "forward and backward, recompute=True" if not bad else "not all passes ran"
+    report.add(name, {"pass": "all of a step", "ms": None if bad else total, "remark": remark})
 
 
 def tune(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline: Deadline) -> None:

@@ -206,8 +206,8 @@ def figures(seen: dict[str, dict[int, float]], args) -> dict:
             row[column] = max(values.values(), default=None)
         elif column == "loss":
             row[column] = values[max(values)] if values else None
-        elif steady:
-            row[column] = statistics.median(values[step] for step in steady)
+        elif taken := [values[step] for step in steady if step in values]:
+            row[column] = statistics.median(taken)
     row = {column: value for column, value in row.items() if value is not None}
     if steady:
         # TorchTitan counts per rank: all ranks together.

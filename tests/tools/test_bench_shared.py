@@ -1,0 +1,252 @@
+"""What the benchmarks stand on: counts of bytes and FLOPs against hand counts, timing in turns, results on the disk."""
+
+import json
+import types
+
+import pytest
+import torch
+
+from interdomain.model import build_config
+from interdomain.model.flops import forward_flops_per_token
+from interdomain.tools import _bench, _problems, _timing
+from interdomain.tools._problems import Shape
+
+CPU = torch.device("cpu")
+AT_4K = Shape(B=8, T=4096)  # 1,048,576 tokens and heads
+
+
+# Floors
+
+
+def test_bytes_of_the_interface_by_hand():
+    """bf16, head width 64: q, k, v, o are 128 bytes each; backward q, k, v, do in and dq, dk, dv out."""
+    per = {name: n / 2**20 for name, n in _problems.io_bytes(AT_4K).items()}
+    assert per == {"forward": 4 * 128, "backward": 7 * 128, "both": 11 * 128}
+    grouped = _problems.io_bytes(Shape(B=1, T=1, H=1, d=64, G=4))
+    assert grouped["forward"] == 128 * (4 + 1 + 1 + 4)
+    assert grouped["backward"] == 128 * (4 + 1 + 1 + 4 + 4 + 1 + 1)
+
+
+def test_bytes_and_flops_of_the_passes_by_hand():
+    """kernels/README.md: 128 + 128 in, 256 out; 73,728 multiply-adds forward at M = R = D = L = 64."""
+    per = {name: (b / 2**20, f / 2**21) for name, (b, f) in _problems.pass_costs(AT_4K).items()}
+    read = 64 * 64 + 2 * 64 * 64 + 4 * 64 * 64
+    assert per == {
+        "contract": (512, read),
+        "mix": (512, 16_384),
+        "expand": (512, read),
+        "adjoint": (512, read),
+        "decay": (512, read + 16_384),
+        "outer": (512, 16_384),
+        "states": (256, 16_384),
+        "costates": (768, 16_384),
+    }
+    forward = _problems.chunkwise_costs(AT_4K)["forward"]
+    assert forward == (1536 * 2**20, 2 * 73_728 * 2**20)
+    kept = _problems.chunkwise_costs(AT_4K, recompute=False)
+    assert kept["backward"][0] == 8 * 512 * 2**20
+    assert kept["backward"][1] == 2 * 2**20 * (4 * read + 2 * 16_384 + 2 * (read + 16_384))
+    both = _problems.chunkwise_costs(AT_4K)["both"]
+    assert both[0] == kept["forward"][0] + kept["backward"][0] + 1024 * 2**20  # contract and mix once more
+    cut = _problems.chunkwise_costs(AT_4K, segments=4)
+    assert cut["forward"][0] - forward[0] == 256 * 2**20
+    assert cut["backward"][0] - (both[0] - forward[0]) == (256 + 768) * 2**20
+
+
+def test_flops_are_the_model_s_own():
+    """The same algebra, counted a second time in plugin/model/flops.py: one layer of the 1.3B model, per token."""
+    config = build_config("1.3B", "interdomain")
+    mine = _problems.chunkwise_costs(Shape(B=1, T=4096))["forward"][1] / 4096
+    assert mine == forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
+    softmax = build_config("1.3B", "softmax")
+    mine = _problems.attention_flops(Shape(B=1, T=4096))["forward"] / 4096
+    assert mine == forward_flops_per_token(softmax, 4096)["mixer"] / softmax.n_layers
+
+
+def test_attention_by_hand():
+    """T = 4: 10 pairs of query and key, a multiply-add per channel for the score and one for the value."""
+    flops = _problems.attention_flops(Shape(B=1, T=4, H=1, d=3))
+    assert flops == {"forward": 2 * 2 * 10 * 3, "backward": 5 * 2 * 10 * 3, "both": 7 * 2 * 10 * 3}
+    assert _problems.attention_step_bytes(1, 1, 64, 512) == 2 * 128 * 512 + 4 * 128
+
+
+def test_bytes_of_a_step_by_hand():
+    """16 M P for the state in and out, 16 M^2 for W, four bf16 rows of the token."""
+    assert _problems.step_bytes(1, 1, 64, 64) == 131_072 + 65_536 + 4 * 128
+    assert _problems.step_bytes(8, 2, 64, 64) == 16 * (131_072 + 4 * 128) + 2 * 65_536
+
+
+def test_floor_is_the_larger_of_two_times():
+    limits = _timing.Ceilings(bandwidth=1e12, flops=1e14)
+    assert limits.floor_ms(2e9) == pytest.approx(2.0)
+    assert limits.floor_ms(2e9, 5e11) == pytest.approx(5.0)
+
+
+def test_ceilings_are_measured():
+    limits = _timing.ceilings(CPU)
+    assert 1e7 < limits.bandwidth < 1e13
+    assert 1e7 < limits.flops < 1e14
+
+
+# Timing
+
+
+def test_calls_take_turns_and_slow_ones_fewer():
+    order = []
+
+    def slow():
+        order.append("slow")
+        end = _timing.time.perf_counter() + 0.02
+        while _timing.time.perf_counter() < end:
+            pass
+
+    calls = {"fast": lambda: order.append("fast"), "slow": slow}
+    times = _timing.interleaved(calls, CPU, rounds=12, seconds=0.08)
+    assert times["fast"][-1].count == 12
+    assert times["slow"][-1].count in (3, 4)
+    assert times["slow"][-1].median >= 20
+    assert times["fast"][-1].low <= times["fast"][-1].median <= times["fast"][-1].high
+    turns = [i for i, name in enumerate(order[2:]) if name == "slow"]
+    assert max(turns) - min(turns) >= 6  # spread over the rounds, not in a row
+
+
+def test_a_chain_is_timed_by_step():
+    seen = []
+    call = (lambda: 5, lambda x: seen.append(x) or 7, seen.append)
+    times = _timing.interleaved({"chain": call}, CPU, rounds=3)
+    assert len(times["chain"]) == 4  # three steps, and together
+    assert seen[:2] == [5, 7]
+
+
+class FakeEvent:
+    """A CUDA event on a clock that the calls move."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.now
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_events_leave_the_flush_out_and_split_the_steps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(L2_cache_size=1024))
+    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+
+    def takes(ms):
+        def call(*_):
+            FakeEvent.now += ms
+
+        return call
+
+    def flush(self):
+        FakeEvent.now += 1000
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "zero_", flush)
+    run = _timing.cuda_timer(CPU)
+    assert run([takes(3), (takes(1), takes(2))]) == [[3], [1, 2]]
+
+
+def test_what_fails_is_told_apart_from_what_runs():
+    def fails():
+        raise torch.OutOfMemoryError("Tried to allocate")
+
+    good, bad = _timing.usable({"a": lambda: 1, "b": fails, "c": (lambda: 1, lambda x: x / 0)}, CPU)
+    assert list(good) == ["a"]
+    assert bad == {"b": "out of memory", "c": "ZeroDivisionError: division by zero"}
+    good, bad = _timing.usable({"a": lambda: 1}, CPU, passed=lambda: True)
+    assert (good, bad) == ({}, {"a": "not run: time limit"})
+
+
+def test_a_broken_gpu_ends_the_part(monkeypatch):
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="after chunkwise the GPU is in an error state"):
+        _bench.require_healthy(torch.device("cuda"), "chunkwise")
+
+
+# Results
+
+
+def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, capsys):
+    report = _bench.Report("kernels", tmp_path / "new" / "results", CPU, {"rounds": 3})
+    report.table("times", ["name", "ms", "peak"])
+    report.add("times", {"name": "a|b", "ms": 1.5, "hidden": [1]})
+    report.add("times", {"name": "worse", "ms": float("nan")})
+    contents = json.loads(report.json.read_text())
+    assert contents["status"] == "unfinished"
+    assert contents["check"] == "not run"
+    assert contents["tables"]["times"]["rows"][0] == {"name": "a|b", "ms": 1.5, "hidden": [1]}
+    page = report.markdown.read_text()
+    assert f"**{_bench.CPU_LABEL}.**" in page
+    assert "| a/b | 1.500 | - |" in page
+    assert "| worse | nan | - |" in page
+    assert {"PyTorch", "triton", "Python", "CPU", "commit"} <= contents["environment"].keys()
+    assert sorted(p.name for p in report.folder.iterdir()) == ["kernels.json", "kernels.md"]
+    report.finish()
+    assert json.loads(report.json.read_text())["status"] == "complete"
+    assert capsys.readouterr().out.splitlines()[-1] == f"complete: wrote {report.json} and kernels.md"
+
+
+def test_results_are_never_overwritten(tmp_path):
+    _bench.Report("decode", tmp_path, CPU, {})
+    with pytest.raises(FileExistsError, match=r"decode.json is there already.*--out"):
+        _bench.Report("decode", tmp_path, CPU, {})
+
+
+def test_a_failed_check_marks_what_follows(tmp_path, capsys):
+    (tmp_path / "check.json").write_text('{"status": "failed"}')
+    report = _bench.Report("decode", tmp_path, CPU, {})
+    assert _bench.CHECK_FAILED in report.markdown.read_text()
+    assert _bench.CHECK_FAILED in capsys.readouterr().out
+    assert json.loads(report.json.read_text())["check"] == "failed"
+
+
+def test_the_record_names_no_place():
+    record = " ".join(map(str, _bench.environment(CPU).values()))
+    assert "/" not in record.replace("CPU/", "")
+    assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
+    assert _bench.reason(OSError("no /x/y/z")) == "OSError: no z"
+
+
+def test_the_commit_can_be_named(monkeypatch):
+    def no_git(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(_bench.subprocess, "run", no_git)
+    monkeypatch.delenv("INTERDOMAIN_COMMIT", raising=False)
+    assert _bench.commit() == "unknown"
+    monkeypatch.setenv("INTERDOMAIN_COMMIT", "abc")
+    assert _bench.commit() == "abc"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *((None, "-"), (True, "yes"), (1234, "1,234"), (1234.5, "1,234")),
+        *((12.34, "12.3"), (1e-5, "1.0e-05"), (0.0, "0.000")),
+    ],
+)
+def test_figures_are_short(value, shown):
+    assert _bench.show(value) == shown
+
+
+def test_inputs_are_what_the_door_takes():
+    from interdomain import scan
+
+    for linear in (False, True):
+        inputs, cotangents = _problems.make_inputs(
+            Shape(B=1, T=5, H=2, d=4, M=3, G=2), torch.bfloat16, CPU, linear=linear, state=True, mixed=True
+        )
+        out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs)
+        assert (out.shape, state.shape) == tuple(x.shape for x in cotangents)
+        assert all(x.requires_grad and x.is_leaf for x in inputs.values())

@@ -1,0 +1,253 @@
+"""bench_training: a real run of the trainer, what is read from it, and runs that fail; benchmarks/gpu.sh from a bare clone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from interdomain.data import TokenCorpus, load_tokenizer
+from interdomain.tools import _bench, bench_training
+from interdomain.tools.bench_training import Case
+
+from ..common import REPOSITORY
+
+pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
+
+
+def results(folder):
+    contents = json.loads((folder / "training.json").read_text())
+    (table,) = contents["tables"].values()
+    return contents, table["rows"], (folder / "training.md").read_text()
+
+
+@pytest.mark.e2e
+def test_a_real_step(tmp_path, capsys):
+    argv = ["--out", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
+    assert bench_training.main(argv) == 0
+    contents, (row,), page = results(tmp_path)
+    assert "remark" not in row, row
+    assert contents["status"] == "complete"
+    assert contents["label"] == _bench.CPU_LABEL
+    assert _bench.CPU_LABEL in page
+    assert contents["options"] == {"size": "debug", "seq_len": 32, "batch": 2, "ranks": 1, "steps": 2, "log_freq": 1}
+    assert row["tokens/s"] > 0
+    assert row["ms a step"] == pytest.approx(1e3 * 64 / row["tokens/s"])
+    assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
+    assert row["GiB reserved"] > 0
+    assert "MFU %" not in row  # of a CPU there is none
+    assert str(tmp_path) not in json.dumps(contents)
+    assert str(REPOSITORY) not in json.dumps(contents)
+    assert "--job.config_file train_configs/debug.toml" in row["command"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 cases measured; complete: wrote ")
+
+
+def test_data_is_a_shard_and_a_tokenizer_that_the_trainer_takes(tmp_path):
+    bench_training.write_data(tmp_path, 2048, 70_000)
+    corpus = TokenCorpus(tmp_path / "random", vocab_size=2048)
+    assert corpus.num_tokens == 70_000
+    ids = corpus.read(0, 70_000)
+    assert len(set(ids.tolist())) == 2048
+    assert load_tokenizer(tmp_path / "tokenizer.model").vocab_size == bench_training.TOKENIZER_SIZE
+
+
+def test_figures_leave_the_first_steps_out():
+    args = SimpleNamespace(skip=5, steps=20, ranks=2, batch=4, seq_len=1000)
+    seen = {
+        "throughput(tps)": {1: 1.0, 5: 10.0, 10: 400.0, 15: 500.0, 20: 450.0},
+        "mfu(%)": {1: 0.1, 5: 1.0, 10: 40.0, 15: 50.0, 20: 45.0},
+        "memory/max_reserved(GiB)": {1: 70.0, 5: 60.0, 10: 60.0},
+        "loss_metrics/global_avg_loss": {1: 10.5, 20: 10.4},
+    }
+    row = bench_training.figures(seen, args)
+    assert row["tokens/s"] == 900.0  # 450 a rank
+    assert row["ms a step"] == pytest.approx(1e3 * 8000 / 900)
+    assert row["GiB reserved"] == 70.0
+    assert row["loss"] == 10.4
+    assert bench_training.figures({}, args) == {}
+    assert "tokens/s" not in bench_training.figures({"throughput(tps)": {1: 1.0, 5: 10.0}}, args)
+
+
+def stand_in(monkeypatch, *scripts):
+    """Runs that do what these shell scripts do, in turn."""
+    left = list(scripts)
+    monkeypatch.setattr(bench_training.launch, "torchrun_command", lambda *a: ["sh", "-c", left.pop(0)])
+    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
+
+
+def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    stand_in(
+        monkeypatch,
+        "echo 'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB' >&2; exit 1",
+        "echo 'error: /some/where/x is unknown'; echo 'torch.distributed.elastic.ChildFailedError: '; exit 1",
+        "sleep 60",
+        "true",
+    )
+    cases = ["softmax", "interdomain", "s4d", "s4d:eager"]
+    assert bench_training.main(["--out", str(tmp_path), "--case-limit", "1", "--cases", *cases]) == 0
+    contents, rows, page = results(tmp_path)
+    assert [row["remark"] for row in rows] == [
+        "out of memory",
+        "exit status 1: error: x is unknown",
+        "cut after 1 s by the time limit: no word",
+        "no steady step was logged in 3 steps",
+    ]
+    assert contents["status"] == "complete"
+    assert "| out of memory |" in page
+    assert rows[2]["seconds"] < 20
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 4 cases measured; complete")
+
+
+def test_ratio_is_to_softmax_of_the_same_settings(tmp_path, monkeypatch):
+    stand_in(monkeypatch, *["true"] * 4)
+    speeds = iter([100.0, 150.0, 50.0, 120.0])
+    monkeypatch.setattr(bench_training, "scalars", lambda output: {"throughput(tps)": {2: next(speeds)}})
+    cases = ["softmax:eager", "interdomain:eager", "interdomain:compile", "interdomain:eager:selective:kept"]
+    assert bench_training.main(["--out", str(tmp_path), "--cases", *cases]) == 0
+    assert [row["over softmax"] for row in results(tmp_path)[1]] == [1.0, 1.5, None, 1.2]
+
+
+def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(bench_training.Deadline, "passed", True)
+    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    contents, rows, _ = results(tmp_path)
+    assert {row["remark"] for row in rows} == {"not run: time limit"}
+    assert contents["status"] == "unfinished"
+
+
+def test_without_torchtitan_the_part_is_skipped(tmp_path, monkeypatch, capsys):
+    find = bench_training.importlib.util.find_spec
+    hidden = lambda name, *a: None if name == "torchtitan" else find(name, *a)  # noqa: E731
+    monkeypatch.setattr(bench_training.importlib.util, "find_spec", hidden)
+    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    contents = json.loads((tmp_path / "training.json").read_text())
+    assert contents["status"] == "skipped"
+    assert "Skipped: torchtitan cannot be imported here" in contents["notes"][-1]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("text", "case"),
+    [
+        ("softmax", Case("softmax", True, "selective")),
+        ("s4d:eager", Case("s4d", False, "selective")),
+        ("interdomain:compile:none:kept", Case("interdomain", True, "none", True)),
+    ],
+)
+def test_cases_by_name(text, case):
+    assert Case.parse(text, ("softmax", "s4d", "interdomain")) == case
+    assert Case.parse(str(case), ("softmax", "s4d", "interdomain")) == case
+
+
+def test_the_default_cases_can_be_planned(tmp_path):
+    """Every case for a GPU is a configuration that the trainer takes, at its size."""
+    from interdomain.tools import launch
+
+    args = SimpleNamespace(seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1)
+    for text in bench_training.CASES:
+        case = Case.parse(text, ("softmax", "interdomain", "s4d"))
+        assert str(case) == text
+        job = launch.job_config(
+            str(REPOSITORY / "train_configs/1.3B.toml"), bench_training.flags(case, args, tmp_path, tmp_path / "out")
+        )
+        assert job.mixer.condition == case.condition
+        assert job.mixer.recompute is not case.kept
+        assert job.compile.enable is case.compiled
+        assert job.activation_checkpoint.mode == case.checkpointing
+        assert (job.checkpoint.enable, job.validation.enable) == (False, False)
+        from interdomain.titan.plan import make_plan
+
+        assert make_plan(job, world_size=1).accumulation == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--size", "7B"], ["--size 7B", "1.3B", "debug"]),
+        (["--cases", "mamba:compile"], ["--cases mamba:compile", "softmax", "selective"]),
+        (["--cases", "softmax:jit"], ["--cases softmax:jit", "compile|eager"]),
+        (["--conditions", "mamba"], ["--conditions mamba: unknown", "s4d"]),
+        (["--steps", "1"], ["--steps 1 has no steady step"]),
+        (["--batch", "0"], ["--batch must be at least 1: got 0"]),
+    ],
+)
+def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
+    assert bench_training.main(["--out", str(tmp_path / "out"), *argv]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    for words in said:
+        assert words in message
+    assert not (tmp_path / "out").exists()
+
+
+# benchmarks/gpu.sh
+
+
+def gpu_sh(root, *argv, **env):
+    return subprocess.run(
+        ["bash", str(root / "benchmarks/gpu.sh"), *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, **env},
+    )
+
+
+@pytest.mark.e2e
+def test_one_command_from_a_clone_that_is_not_installed(tmp_path):
+    """The interpreter knows another `interdomain`, if any: what runs is what lies in the clone."""
+    for name in ("plugin", "kernels", "tools", "benchmarks"):
+        shutil.copytree(
+            REPOSITORY / name, tmp_path / "clone" / name, ignore=shutil.ignore_patterns("__pycache__", "results")
+        )
+    shutil.copyfile(REPOSITORY / "pyproject.toml", tmp_path / "clone/pyproject.toml")
+    shared = tmp_path / "clone/tools/_bench.py"
+    shared.write_text(shared.read_text().replace("CPU tiny mode:", "CPU tiny mode of the clone:"))
+    few = ["--batches", "1", "--caches", "8", "--rounds", "1"]
+    done = gpu_sh(tmp_path / "clone", "decode", "--out", str(tmp_path / "out"), *few, INTERDOMAIN_COMMIT="the commit")
+    assert done.returncode == 0, done.stderr
+    contents = json.loads((tmp_path / "out/decode.json").read_text())
+    assert contents["label"].startswith("CPU tiny mode of the clone")
+    assert contents["environment"]["commit"] == "the commit"
+    assert contents["status"] == "complete"
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"wrote {tmp_path}/out in ")
+    assert last.endswith("(decode: complete)")
+    again = gpu_sh(tmp_path / "clone", "decode", "--out", str(tmp_path / "out"), *few)
+    assert again.returncode == 2
+    assert "never overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["everything"], "no part 'everything'; allowed: all, check kernels decode training"),
+        (["all", "--rounds", "3"], "flags are for one part"),
+        (["check", "--out"], "--out needs a folder"),
+    ],
+)
+def test_mistakes_in_the_call(argv, said, tmp_path):
+    done = gpu_sh(REPOSITORY, *argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert said in done.stderr
+
+
+def test_an_interpreter_without_pytorch_is_named(tmp_path):
+    done = gpu_sh(REPOSITORY, "check", "--out", str(tmp_path), INTERDOMAIN_PYTHON="/bin/false")
+    assert done.returncode == 2
+    assert "/bin/false has no PyTorch" in done.stderr
+
+
+def test_no_time_left_is_said(tmp_path):
+    done = gpu_sh(REPOSITORY, "all", "--out", str(tmp_path), INTERDOMAIN_SECONDS="5")
+    assert done.stdout.splitlines()[-1].endswith(
+        "(check: not run, kernels: not run, decode: not run, training: not run)"
+    )
