@@ -13,7 +13,7 @@ from interdomain.scan import triton_support
 
 from ._bench import Deadline, Report
 from ._mixers import make_problem
-from ._problems import BACKWARD, FORWARD, Shape, pass_costs
+from ._problems import BACKWARD, FORWARD, Shape, pass_costs, segments
 from ._timing import Ceilings, ceilings, interleaved, ratio, release, usable
 
 PASSES = ("contract", "mix", "expand", "adjoint", "decay")
@@ -86,10 +86,10 @@ class Setup:
 
         s = self.shape
         total = -(-s.T // plan.chunk)
-        segments = segment_count(s.B * s.H, total, self.device)
+        count = segment_count(s.B * s.H, total, self.device)
         if self.segmented is not None:
-            segments = min(2, total) if self.segmented else 1
-        chunks = -(-total // segments)
+            count = min(2, total) if self.segmented else 1
+        chunks = -(-total // count)
         return Span(s.T, -(-total // chunks), chunks)
 
     def plan(self):
@@ -216,8 +216,7 @@ def compile_apart(args, deadline: Deadline) -> None:
 def compile_part(text: str, shape: Shape, device: torch.device) -> None:
     """Run every n-th configuration once, on a short problem that compiles to the same kernels. What fails fails again later."""
     i, n = map(int, text.split("/"))
-    segmented = Setup(shape, device).span(Setup(shape, device).plan()).segments > 1
-    setup = Setup(Shape(2, 256, 2, shape.d, shape.M), device, segmented)
+    setup = Setup(Shape(2, 256, 2, shape.d, shape.M), device, segments(shape, device) > 1)
     every = [(one, plan) for one in PASSES for plan in alternatives(setup.plan(), one)]
     for one, plan in every[i::n]:
         usable({one: _one(setup, plan, one)}, device)

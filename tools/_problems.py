@@ -32,6 +32,10 @@ class Shape:
         return self.B * self.T * self.H * self.G
 
 
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
 def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """(log_decay [H, M, 2], mixing [H, 2M, 2M], readout [H, 2M]), float64 on the CPU, at the model's initialisation.
 
@@ -73,7 +77,7 @@ def make_inputs(
     records gradients.
     """
     B, T, H, d, M = shape.B, shape.T, shape.H, shape.d, shape.M
-    g = torch.Generator(device).manual_seed(seed)
+    g = generator(device, seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device=device)
@@ -134,6 +138,15 @@ def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple
         "costates": (2 * N + 2 * d, 4 * M * d),
     }
     return {name: (shape.tokens * width * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
+
+
+def segments(shape: Shape, device: torch.device, chunk: int = 64) -> int:
+    """Into how many segments `chunkwise` in Triton would cut time on this device; 1 on a CPU, where it is plain PyTorch."""
+    if device.type != "cuda":
+        return 1
+    from interdomain.scan.triton_chunkwise import segment_count
+
+    return segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
 FORWARD = ("contract", "mix", "expand")

@@ -14,7 +14,7 @@ import torch
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason
 from ._cli import user_errors
 from ._mixers import NAMES, ON_CPU, SDPA, candidates, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes
+from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segments
 from ._timing import Ceilings, ceilings, interleaved, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
@@ -118,15 +118,6 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
         "byte floor ms": limits.floor_ms(nbytes),
         "FLOP floor ms": None if flops is None else limits.floor_ms(0, flops),
     }
-
-
-def segments(shape: Shape, device: torch.device) -> int:
-    """Into how many segments chunkwise cuts time on this device, at its usual chunk."""
-    if device.type != "cuda":
-        return 1
-    from interdomain.scan.triton_chunkwise import segment_count
-
-    return segment_count(shape.B * shape.H, -(-shape.T // 64), device)
 
 
 def best_of(rows: dict[str, dict], names) -> str | None:

@@ -49,6 +49,7 @@ TAGS = {  # column: scalar of the run
     "loss": "loss_metrics/global_avg_loss",
 }
 CHECKPOINTING = ("none", "selective", "full")
+LAST_LINES = 40  # of a failed run's words, on standard error
 STOP_SECONDS = 40  # torchrun gives its ranks 30
 TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
 
@@ -86,11 +87,11 @@ class Case:
         return cls(condition, mode == "compile", checkpointing, kept == "kept")
 
 
-# A short time limit should not lose the first ones.
+# A short time limit should not lose the first ones. Softmax before what is compared with it.
 CASES = (
     *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
-    *("interdomain:compile:none", "interdomain:compile:selective:kept", "softmax:compile:none"),
-    *("interdomain:eager:selective", "softmax:eager:selective", "interdomain:compile:full", "softmax:compile:full"),
+    *("interdomain:compile:selective:kept", "softmax:compile:none", "interdomain:compile:none"),
+    *("softmax:eager:selective", "interdomain:eager:selective", "softmax:compile:full", "interdomain:compile:full"),
 )
 TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
@@ -152,7 +153,9 @@ def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: 
             stop(process)
     row |= figures(scalars(output), args)
     if problem:
-        row["remark"] = explain(problem, log.read_text(errors="replace"))
+        said = log.read_text(errors="replace")
+        row["remark"] = explain(problem, said)
+        say("\n".join(said.splitlines()[-LAST_LINES:]))
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {args.steps} steps"
     return row
@@ -295,7 +298,7 @@ def main(argv=None) -> int:
 
 
 def measure(cases: list[Case], args, config: Path, deadline: Deadline, add) -> list[dict]:
-    """Rows, each handed to `add` as it is measured; ratios are to the first softmax of the same settings."""
+    """Rows, each handed to `add` as it is measured; ratios are to a softmax of the same settings that ran before."""
     rows, softmax = [], {}
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "data"

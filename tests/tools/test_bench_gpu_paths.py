@@ -1,0 +1,200 @@
+"""What the benchmarks do on a GPU, driven without one: tensors stay on the CPU, and torch.cuda is a stand-in.
+
+This runs every line that only a GPU would: events, graphs, peak memory, targets. The figures mean nothing.
+"""
+
+import contextlib
+import json
+import time
+import types
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from interdomain.tools import (
+    _bench,
+    _passes,
+    _problems,
+    _timing,
+    bench_decode,
+    bench_kernels,
+    bench_training,
+    check_kernels,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
+CPU = torch.device("cpu")
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+class Graph:
+    """Nothing may be replayed that was not captured."""
+
+    captured = False
+
+    def replay(self):
+        assert self.captured
+
+
+@contextlib.contextmanager
+def capture(graph):
+    yield
+    graph.captured = True
+
+
+class OnTheCPU(TorchFunctionMode):
+    def __torch_function__(self, func, kinds, args=(), kwargs=None):
+        def here(x):
+            return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
+
+        return func(*map(here, args), **{name: here(x) for name, x in (kwargs or {}).items()})
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    stand_in = dict(
+        is_available=lambda: True,
+        get_device_properties=lambda device: types.SimpleNamespace(
+            **dict(
+                name="Stand-in 9000",
+                total_memory=2**37,
+                L2_cache_size=2**16,
+                multi_processor_count=132,
+                major=9,
+                minor=0,
+            )
+        ),
+        synchronize=lambda: None,
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        memory_allocated=lambda: 2**20,
+        max_memory_allocated=lambda: 6 * 2**20,
+        Event=Event,
+        Stream=lambda: stream,
+        current_stream=lambda: stream,
+        stream=lambda s: contextlib.nullcontext(),
+        CUDAGraph=Graph,
+        graph=capture,
+    )
+    for name, value in stand_in.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(_problems, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
+    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+    monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
+    for tool in (bench_kernels, bench_decode, _passes):
+        monkeypatch.setattr(tool, "ceilings", lambda device: _timing.Ceilings(4e12, 8e14))
+    with OnTheCPU():
+        yield
+
+
+def results(folder, part):
+    contents = json.loads((folder / f"{part}.json").read_text())
+    assert contents["label"] == "measured on Stand-in 9000"
+    assert contents["environment"]["driver"] == "1.2.3"
+    assert _bench.CPU_LABEL not in (folder / f"{part}.md").read_text()
+    return contents
+
+
+def test_kernels(gpu, tmp_path):
+    argv = ["--out", str(tmp_path), "--shapes", "1x32x64", "1x4096x64", "--heads", "1", "--basis", "8", "--rounds", "1"]
+    assert bench_kernels.main([*argv, "--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn", "fla-gla"]) == 0
+    contents = results(tmp_path, "kernels")
+    *tables, targets = contents["tables"].values()
+    for table in tables:
+        rows = {row["mixer"]: row for row in table["rows"]}
+        assert rows["chunkwise"]["peak MiB"] == 5.0
+        assert rows["chunkwise"]["both ms"] > 0
+        assert rows["sdpa-cudnn"]["remark"]
+    met = {row["target"]: row for row in targets["rows"]}
+    over = met["chunkwise over sdpa-flash, forward and backward, B=1 T=4096 H=1 d=64 M=8"]
+    assert over["measured"] == rows["chunkwise"]["of best SDPA"]
+    assert over["met"] is (over["measured"] <= 0.4)
+    assert sum(name.startswith("chunkwise, byte floor") for name in met) == 2
+
+
+def test_shapes_that_a_gpu_gets_by_default():
+    shapes = [bench_kernels.parse_shape(text, 32, 64) for text in bench_kernels.SHAPES]
+    assert [(s.B, s.T, s.d) for s in shapes] == [(8, 4096, 64), (2, 16_384, 64), (1, 32_768, 64), (8, 4096, 96)]
+
+
+def test_decode(gpu, tmp_path):
+    argv = [
+        "--out",
+        str(tmp_path),
+        "--batches",
+        "1",
+        "--caches",
+        "8",
+        "--heads",
+        "1",
+        "--head-dim",
+        "8",
+        "--rounds",
+        "1",
+    ]
+    assert bench_decode.main([*argv, "--basis", "8"]) == 0
+    (table,) = results(tmp_path, "decode")["tables"].values()
+    rows = {(row["step"], row["graph"]): row for row in table["rows"]}
+    for step in ("interdomain, fused in place", "interdomain, plain PyTorch"):
+        for graph in (False, True):
+            assert rows[step, graph]["us"] > 0
+            assert rows[step, graph]["layers"] > 2  # four times the stand-in's L2 cache
+    softmax = [row for row in table["rows"] if row["step"].startswith("softmax, cache 8, ")]
+    assert sorted(row["graph"] for row in softmax) == [False, True]
+    assert all(row["us"] > 0 for row in softmax)
+
+
+def test_the_step_s_graph_is_checked_by_replay(gpu):
+    """Captured once, then fed token by token; a graph that replays nothing must not pass."""
+    (case, *_) = (c for c in check_kernels.groups(True)["step"] if c.mode == "graph")
+    row = check_kernels.run_case(check_kernels._tiny(case), torch.device("cuda"))
+    assert row["result"] == "FAIL"
+
+
+def test_training_cases(gpu, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+    monkeypatch.setattr(bench_training.launch, "torchrun_command", lambda *a: ["true"])
+    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
+    seen = {"throughput(tps)": {1: 1.0, 5: 2.0, 10: 40_000.0, 20: 42_000.0}, "mfu(%)": {10: 50.0, 20: 51.0}}
+    monkeypatch.setattr(bench_training, "scalars", lambda output: seen)
+    assert bench_training.main(["--out", str(tmp_path), "--conditions", "softmax", "interdomain"]) == 0
+    contents = results(tmp_path, "training")
+    assert contents["options"]["size"] == "1.3B"
+    ((name, table),) = contents["tables"].items()
+    assert name == "1.3B, 4 x 4,096 tokens per rank and step"
+    assert {row["case"].split(":")[0] for row in table["rows"]} == {"softmax", "interdomain"}
+    assert all(row["tokens/s"] == 41_000 and row["MFU %"] == 50.5 for row in table["rows"])
+    assert all(row["over softmax"] == 1.0 for row in table["rows"])
+    assert bench_training.main(["--out", str(tmp_path / "x"), "--device", "cpu"]) == 2
+    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
+def test_the_tile_list_is_compiled_in_parallel_first(gpu, monkeypatch):
+    started = []
+
+    class Process:
+        def __init__(self, command):
+            started.append(command)
+
+        def wait(self, timeout=None):
+            return 0
+
+    monkeypatch.setattr(_passes.subprocess, "Popen", Process)
+    args = bench_kernels.parse(["--tune", "--shapes", "8x4096x64", "--basis", "32"])
+    _passes.compile_apart(args, _bench.Deadline(10))
+    for i, command in enumerate(started):
+        again = bench_kernels.parse(command[3:])
+        assert again.compile_part == f"{i}/{len(started)}"
+        assert (again.tune, again.shapes, again.basis, again.heads) == (True, ["8x4096x64"], 32, None)
