@@ -18,25 +18,31 @@ def compose(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
     )
 
 
-@triton.jit
-def power(b_re, b_im, n, REVERSE: tl.constexpr):
-    """Lambda^n in fp32, through fp64; its conjugate for costates."""
-    b_x = tl.exp(b_re * n)
-    b_y = b_x * tl.sin(b_im * n)
-    return (b_x * tl.cos(b_im * n)).to(tl.float32), (-b_y if REVERSE else b_y).to(tl.float32)
+@triton.jit(do_not_specialize=["N", "length", "last"])
+def segment_powers_kernel(p_theta, p_powers, N, length, last, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
+    """Lambda^length and Lambda^last (their conjugates if REVERSE), [2, H, M, 2] from theta [H, M, 2], through fp64.
+
+    A launch of its own: in the scan, every thread would compute these for all the numbers of a state that it holds.
+    """
+    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < 2 * N
+    b_j = tl.where(o_n < N, length, last).to(tl.float64)
+    b_re = tl.exp(tl.load(p_theta + 2 * (o_n % N), mask=m_n, other=0.0).to(tl.float64) * b_j)
+    b_im = tl.load(p_theta + 2 * (o_n % N) + 1, mask=m_n, other=0.0).to(tl.float64) * b_j
+    b_im = -b_im if REVERSE else b_im
+    tl.store(p_powers + 2 * o_n, (b_re * tl.cos(b_im)).to(tl.float32), mask=m_n)
+    tl.store(p_powers + 2 * o_n + 1, (b_re * tl.sin(b_im)).to(tl.float32), mask=m_n)
 
 
-@triton.jit(do_not_specialize=["S", "H", "P", "length", "last"])
+@triton.jit(do_not_specialize=["S", "H", "P"])
 def chain_kernel(
     p_local,
     p_start,
-    p_theta,
+    p_powers,
     p_out,
     S,
     H,
     P,
-    length,
-    last,
     M: tl.constexpr,
     BS: tl.constexpr,
     BE: tl.constexpr,
@@ -49,34 +55,37 @@ def chain_kernel(
     the last segment, which has `last` tokens.
     Grid: B H ceil(M P / BE) programs; each takes BE numbers of the state through time, BS segments at once: log2(BS)
     steps instead of BS. Tiles: powers and states [BS, BE], complex. Bytes per segment: its state read once, written once.
-    p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_theta [H, M, 2].
+    p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_powers [2, H, M, 2], from the kernel above.
     """
     NE = tl.cdiv(M * P, BE)
     i_bh = tl.cast(tl.program_id(0) // NE, tl.int64)
     o_e = tl.program_id(0) % NE * BE + tl.arange(0, BE)
     m_e = o_e < M * P
-    o_2 = tl.arange(0, 2)
-    p_th = p_theta + (i_bh % H * M + o_e // P) * 2
-    b_re = tl.load(p_th, mask=m_e, other=0.0).to(tl.float64)
-    b_im = tl.load(p_th + 1, mask=m_e, other=0.0).to(tl.float64)
-    b_fr, b_fi = power(b_re, b_im, length, REVERSE)
+    p_f = p_powers + (i_bh % H * M + o_e // P) * 2
+    b_fr = tl.load(p_f, mask=m_e, other=0.0)
+    b_fi = tl.load(p_f + 1, mask=m_e, other=0.0)
     if REVERSE:
-        b_lr, b_li = power(b_re, b_im, last, REVERSE)
+        b_lr = tl.load(p_f + H * M * 2, mask=m_e, other=0.0)
+        b_li = tl.load(p_f + H * M * 2 + 1, mask=m_e, other=0.0)
 
-    o_x = 2 * o_e[:, None] + o_2[None, :]
-    b_x = tl.zeros([BE, 2], dtype=tl.float32)
+    b_xr = tl.zeros([BE], dtype=tl.float32)
+    b_xi = tl.zeros([BE], dtype=tl.float32)
     if HAS_START:
-        b_x = tl.load(p_start + i_bh * M * P * 2 + o_x, mask=m_e[:, None], other=0.0)
-    p_local += i_bh * S * M * P * 2
-    p_out += i_bh * S * M * P * 2
-    tl.store(p_out + (tl.cast(S - 1, tl.int64) if REVERSE else 0) * M * P * 2 + o_x, b_x, mask=m_e[:, None])
-    b_xr, b_xi = tl.split(b_x)
+        p_x = p_start + i_bh * M * P * 2 + 2 * o_e
+        b_xr = tl.load(p_x, mask=m_e, other=0.0)
+        b_xi = tl.load(p_x + 1, mask=m_e, other=0.0)
+    p_u = p_local + i_bh * S * M * P * 2 + 2 * o_e[None, :]
+    p_y = p_out + i_bh * S * M * P * 2 + 2 * o_e[None, :]
+    p_first = p_out + (i_bh * S + (S - 1 if REVERSE else 0)) * M * P * 2 + 2 * o_e
+    tl.store(p_first, b_xr, mask=m_e)
+    tl.store(p_first + 1, b_xi, mask=m_e)
     for i_0 in range(0, S - 1, BS):
         o_s = i_0 + tl.arange(0, BS)
         i_s = (S - 1 - o_s if REVERSE else o_s).to(tl.int64)
-        m_x = (o_s < S - 1)[:, None, None] & m_e[None, :, None]
-        o_u = i_s[:, None, None] * M * P * 2 + o_x[None, :, :]
-        b_ur, b_ui = tl.split(tl.load(p_local + o_u, mask=m_x, other=0.0))
+        m_x = (o_s < S - 1)[:, None] & m_e[None, :]
+        o_u = i_s[:, None] * M * P * 2
+        b_ur = tl.load(p_u + o_u, mask=m_x, other=0.0)
+        b_ui = tl.load(p_u + o_u + 1, mask=m_x, other=0.0)
         b_pr = tl.broadcast_to(b_fr[None, :], [BS, BE])
         b_pi = tl.broadcast_to(b_fi[None, :], [BS, BE])
         if REVERSE:
@@ -86,6 +95,7 @@ def chain_kernel(
         b_ur += b_pr * b_xr[None, :] - b_pi * b_xi[None, :]
         b_ui += b_pr * b_xi[None, :] + b_pi * b_xr[None, :]
         o_y = o_u - M * P * 2 if REVERSE else o_u + M * P * 2
-        tl.store(p_out + o_y, tl.join(b_ur, b_ui), mask=m_x)
+        tl.store(p_y + o_y, b_ur, mask=m_x)
+        tl.store(p_y + o_y + 1, b_ui, mask=m_x)
         b_xr = tl.sum(tl.where((o_s == i_0 + BS - 1)[:, None], b_ur, 0.0), axis=0)
         b_xi = tl.sum(tl.where((o_s == i_0 + BS - 1)[:, None], b_ui, 0.0), axis=0)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from .tables import powers
-from .triton_chain import chain_kernel
+from .triton_chain import chain_kernel, segment_powers_kernel
 from .triton_decay import decay_kernel
 from .triton_passes import adjoint_kernel, contract_kernel, expand_kernel, mix_kernel
 from .triton_tables import tables_kernel
@@ -269,11 +269,15 @@ def chain(
     """
     B, H, S, M, P, _ = local.shape
     length = span.chunks * chunk
+    steps = log_decay.new_empty(2, H, M, 2)
+    segment_powers_kernel[(triton.cdiv(2 * H * M, 128),)](
+        log_decay.contiguous(), steps, H * M, length, span.T - (S - 1) * length,
+        BLOCK=128, REVERSE=reverse, num_warps=4,
+    )  # fmt: skip
     out = torch.empty_like(local)
-    BE = 64
+    BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else start.contiguous(), log_decay.contiguous(), out,
-        S, H, P, length, span.T - (S - 1) * length,
+        local, out if start is None else start.contiguous(), steps, out, S, H, P,
         M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
     return out

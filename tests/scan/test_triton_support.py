@@ -1,0 +1,112 @@
+"""What is decided about the Triton kernels without running one: refusals, the choice of `auto`, fake shapes, segments.
+
+Needs neither a GPU nor Triton's interpreter.
+"""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from interdomain import scan
+from interdomain.scan import ops, triton_support
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    with FakeTensorMode():
+        yield
+
+
+def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
+    return tuple(torch.empty(2, 100, 4, d, dtype=dtype, device="cuda") for d in (R, R, D))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "M", "chunk_size", "message"),
+    [
+        (dict(dtype=torch.float64), 64, None, "the inputs are float64"),
+        (dict(), 24, None, "M is 24 and the Triton kernels have M = 16, 32, 64, 128"),
+        (dict(D=300), 64, None, "R or D is above 256"),
+        (dict(), 64, 48, "chunk_size is 48 and the Triton kernels have 16, 32, 64"),
+    ],
+)
+def test_refusals(inputs, M, chunk_size, message, pretend_gpu, caplog):
+    inputs = fake_inputs(**inputs)
+    with pytest.raises(ValueError, match=f"cannot run this on CUDA: {message}.*chunkwise-torch"):
+        scan._choose("chunkwise", chunk_size, inputs, M)
+    with pytest.raises(ValueError, match=f"backend 'parallel' cannot run this on CUDA: {message}"):
+        scan._choose("parallel", chunk_size, inputs, M)
+    assert scan._choose("chunkwise-torch", chunk_size, inputs, M) == "chunkwise-torch"
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
+        assert [scan._choose("auto", chunk_size, inputs, M) for _ in range(2)] == ["chunkwise-torch"] * 2
+    assert len(caplog.records) == 1
+    assert message in caplog.text
+
+
+def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="interdomain.scan"):
+        assert scan._choose("auto", None, fake_inputs(D=65), 64) == "chunkwise"
+        assert scan._choose("chunkwise", 32, fake_inputs(torch.float16), 16) == "chunkwise"
+        assert scan._choose("auto", None, fake_inputs(D=300)[2:], 64) == "chunkwise"  # the linear readout has no width
+    assert "'auto' runs 'chunkwise' on cuda" in caplog.text
+
+
+def test_the_gpu_is_asked_while_tracing(monkeypatch):
+    """torch.compile takes the answer as a constant, without a graph break."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+
+    def choose(x):
+        return x + 1 if triton_support._has_bf16_tensor_cores(0) else x - 1
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 1
+
+
+def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
+    with pytest.raises(ValueError, match=r"compute capability 8\.0"):
+        scan._choose("chunkwise", None, fake_inputs(), 64)
+    monkeypatch.setattr(triton_support, "_INSTALLED", False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        scan._choose("chunkwise", None, fake_inputs(), 64)
+    assert scan._choose("auto", None, fake_inputs(), 64) == "chunkwise-torch"
+
+
+def test_shapes_on_cuda_without_one(pretend_gpu):
+    """The ops' fake implementations, as torch.compile and FSDP see them."""
+    q, k, v = fake_inputs()
+    theta, W = torch.empty(4, 64, 2, device="cuda"), torch.empty(4, 128, 128, device="cuda")
+    o, state, a, b = ops.scan(q, k, v, theta, W, None, 0, "chunkwise", True)
+    assert (o.shape, o.dtype, state.shape, state.dtype) == (v.shape, v.dtype, (2, 4, 64, 128, 2), torch.float32)
+    assert a.shape == b.shape == (2, 4, 100, 128)
+    assert a.dtype == b.dtype == torch.bfloat16
+
+
+def test_nothing_imports_triton_before_it_runs():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from interdomain import scan\n"
+        "x = torch.randn(1, 5, 1, 4); theta = -torch.rand(1, 3, 2)\n"
+        "o, _ = scan.interdomain_scan(x, x, x, theta, torch.randn(1, 6, 6)); assert o.isfinite().all()\n"
+        "assert not scan.triton_support._INSTALLED and 'interdomain.scan.triton_chunkwise' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "segments"), [(256, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)]
+)
+def test_segment_rule(sequences, tokens, segments):
+    """Two programs for each of 132 multiprocessors, no segment under 8 chunks of 64."""
+    triton_chunkwise = pytest.importorskip("interdomain.scan.triton_chunkwise")
+    assert triton_chunkwise.segment_count(sequences, -(-tokens // 64), torch.device("cpu")) == segments
