@@ -1,0 +1,108 @@
+"""Input features: what stands between the projections and the scan, in one pass over memory. This file is its only door.
+
+Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
+Derivation, bytes and budget: kernels/README.md.
+"""
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from . import ops, plain, support
+
+__all__ = ["BACKENDS", "input_features"]
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+def input_features(
+    x: Tensor,
+    head_dim: int,
+    *,
+    conv: tuple[Tensor, Tensor] | None = None,
+    past: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    silu: bool = False,
+    norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-5,
+    backend: str = "auto",
+) -> Tensor:
+    """Short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head: each if asked for, in this order.
+
+    Args:
+        x: a projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and rounded once.
+        conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. silu-feature).
+        past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
+        rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]; the halves of R form the pairs.
+        silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. silu-feature).
+        norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. inputnorm).
+        backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
+            `torch`. An explicit one never falls back.
+    Returns: [B, T, H, R] in x's dtype. Differentiable in x, conv, past and norm; only the inputs are kept for that.
+    Raises: ValueError if shapes, dtypes, devices or backend are not as above.
+    """
+    if x.ndim != 3 or x.shape[2] % head_dim:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"x is {x.dtype}; allowed: bfloat16, float16, float32 or float64")
+    B, T, E = x.shape
+    H, R = E // head_dim, head_dim
+    if T == 0:
+        raise ValueError("the sequence has no token (T = 0); there must be at least one")
+    W = 0
+    if conv is not None:
+        W = conv[0].shape[-1]
+        conv = conv[0].flatten(1) if conv[0].ndim == 3 else conv[0], conv[1]
+        _check("conv", conv, ((E, W), (E,)), x)
+    if past is not None:
+        if conv is None:
+            raise ValueError("past is given without conv: only the convolution looks back")
+        _check("past", (past,), ((B, W - 1, E),), x)
+    if rope is not None:
+        if R % 2:
+            raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
+        rows = (B,) if rope[0].ndim == 4 else ()
+        _check("rope", rope, ((*rows, T, 1, R // 2),) * 2, x)
+    if norm is not None:
+        _check("norm", norm, ((R,), (H, R)), x)
+    backend = _choose(backend, x, head_dim, W, rope)
+    run = ops.features if backend == "triton" else plain.features
+    with torch.autocast(x.device.type, enabled=False):
+        return run(x, R, *(conv or (None, None)), past, *(rope or (None, None)), silu, *(norm or (None, None)), eps)
+
+
+def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+    got = tuple(tuple(t.shape) for t in tensors)
+    if got != shapes:
+        raise ValueError(f"{name} has shapes {got}; expected {shapes} with x {tuple(x.shape)}")
+    if any(t.device != x.device for t in tensors):
+        raise ValueError(f"{name} is on {tensors[0].device} and x on {x.device}: move them to one device")
+
+
+def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
+    if backend == "torch":
+        return backend
+    problem = support.unsupported(x, head_dim, W, rope)
+    if backend == "triton":
+        if problem:
+            raise ValueError(
+                f"backend 'triton' cannot run this: {problem}. backend='torch' can, in plain PyTorch; 'auto' takes it by "
+                "itself and says so"
+            )
+        return backend
+    chosen = "torch" if problem else "triton"
+    if not torch.compiler.is_compiling():
+        _log_choice(chosen, x.device.type, problem)
+    return chosen
+
+
+@functools.cache
+def _log_choice(backend: str, device: str, problem: str | None) -> None:
+    reason = f": {problem}" if problem and device == "cuda" else ""
+    logger.info("interdomain.features: backend 'auto' runs %r on %s%s", backend, device, reason)

@@ -1,0 +1,34 @@
+"""The features in plain PyTorch, recorded by autograd: the CPU path, and what judges the kernels."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
+
+
+def features(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps) -> Tensor:
+    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]. Tensors that are not there are None. -> [B, T, H, R]."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = x.to(dtype)
+    if weight is not None:
+        y = _convolved(y, weight.to(dtype), bias.to(dtype), past)
+    y = y.unflatten(-1, (-1, head_dim))
+    if cos is not None:
+        a, b = y.chunk(2, dim=-1)
+        y = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    if silu:
+        y = F.normalize(F.silu(y), dim=-1, eps=1e-6)
+    if scale is not None:
+        y = F.rms_norm(y, scale.shape, scale.to(dtype), eps) + shift.to(dtype)
+    return y.to(x.dtype)  # the only rounding
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None) -> Tensor:
+    T, W = x.shape[1], weight.shape[-1]
+    window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
+    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d.
+    y = bias
+    for i in range(W):
+        y = y + window[:, i : i + T] * weight[:, i]
+    return y

@@ -1,0 +1,103 @@
+"""How the kernels of the input features are launched: tiles, tokens per program, partial sums.
+
+Shapes as in triton_kernels.py. A launcher allocates what it returns, and partial sums.
+"""
+
+import contextlib
+
+import torch
+import triton
+from torch import Tensor
+
+from .triton_kernels import backward_kernel, forward_kernel
+
+HALF_TILE = 512  # numbers in half a tile: 4 per thread. 8 would hold more than 255 registers.
+# AHEAD: tokens loaded before they are needed. UNROLL: at W = 4, four steps turn the last inputs around without a move.
+# As far as registers reach, by compilation: forward 148; backward 255, where more of either spills.
+FORWARD = dict(AHEAD=2, UNROLL=4)
+BACKWARD = dict(AHEAD=1, UNROLL=2)
+
+
+def forward(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps) -> Tensor:
+    """Tensors that are not there are None. -> y [B, T, H, R], contiguous."""
+    B, T, E = x.shape
+    H, R = E // head_dim, head_dim
+    y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
+    tensors, strides, constants = _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps)
+    blocks = triton.cdiv(B * H, constants["BN"])
+    BT = _tokens(T, blocks, 1024)
+    with _device(x):
+        forward_kernel[(triton.cdiv(T, BT) * blocks,)](
+            *(*tensors, y if shift is None else shift.contiguous(), y, T, H, B * H, BT),
+            *strides,
+            **constants,
+            **FORWARD,
+        )
+    return y
+
+
+def backward(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past) -> tuple[Tensor, ...]:
+    """-> dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
+    [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
+    B, T, E = x.shape
+    H, R = E // head_dim, head_dim
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    tensors, strides, constants = _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps)
+    W = constants["W"]
+    K = (W + 1 if W else 0) + (2 if scale is not None else 0)
+    blocks = triton.cdiv(B * H, constants["BN"])
+    BT = _tokens(T, blocks, 512)
+    NT = triton.cdiv(T, BT)
+    dx = torch.empty(B, T, E, dtype=x.dtype, device=x.device)
+    dpast = torch.empty((B, W - 1, E) if need_past else 0, dtype=x.dtype, device=x.device)
+    sums = torch.empty(NT, B, H, K, R, dtype=torch.float32, device=x.device)
+    with _device(x):
+        backward_kernel[(NT * blocks,)](
+            *(dy, *tensors, dx, dpast, sums, T, H, B * H, BT),
+            *(*_strides(dy), *strides),
+            **constants,
+            **BACKWARD,
+            DPAST=need_past,
+        )
+    return dx, sums.sum((0, 1)), dpast
+
+
+def _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps):
+    """What both kernels take: tensors up to scale, strides, constants. A stand-in pointer is compiled not to be touched."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    past = past if past is None or past.stride(-1) == 1 else past.contiguous()
+    tensors = x, past, *(None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale))
+    rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
+    strides = *_strides(x), *((0, 0) if past is None else _strides(past)), cos[0].numel() if rows else 0
+    BH = max(16, triton.next_power_of_2(R // 2))
+    constants = dict(
+        R=R,
+        W=0 if weight is None else weight.shape[-1],
+        BN=max(1, HALF_TILE // BH),
+        BH=BH,
+        PAST=past is not None,
+        ROPE=cos is not None,
+        SILU=silu,
+        NORM=scale is not None,
+        EPS=eps,
+        num_warps=4,
+    )
+    return [x if t is None else t for t in tensors], strides, constants
+
+
+def _tokens(T: int, blocks: int, programs: int) -> int:
+    """Tokens per program: as many as leave `programs` of them, 16 to 128. By shape alone: sums repeat on every GPU."""
+    BT = 128
+    while BT > 16 and triton.cdiv(T, BT) * blocks < programs:
+        BT //= 2
+    return BT
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Without the last. That of a dimension of one may be anything: 0 keeps it from asking for another compilation."""
+    return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))
+
+
+def _device(x: Tensor):
+    """Triton launches on the current device, PyTorch on that of the tensor."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,201 @@
+"""The plain form against the paper's equations; the door: what it refuses, how it chooses; the ops where no kernel runs."""
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from interdomain import features
+from interdomain.features import input_features, support
+from interdomain.scan import triton_support
+
+from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
+
+CASES = [Case(T=T, **mix) for T in (1, 2, 9) for mix in MIXES.values()]
+CASES += [Case(T=T, past=True, strided=True, **MIXES["k"]) for T in (1, 2, 3, 7)]
+CASES += [Case(T=6, W=2, past=True, **MIXES["a"]), Case(T=6, W=7, **MIXES["q"]), Case(T=5, R=7, **MIXES["b"])]
+CASES += [Case(T=6, rope="rows", strided=True, **MIXES["q"])]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_by_the_letter(dtype):
+    for case in CASES:
+        problem = make(case, dtype)
+        got = run(case, *problem, backend="torch")
+        assert all(got[f"d{n}"].dtype == x.dtype for n, x in problem[0].items())
+        assert got["y"].dtype == dtype
+        assert_agree(got, literal(case, *problem), TOLERANCES[dtype])
+
+
+def test_the_literal_form_tells_the_stages_apart():
+    case = Case(T=6, past=True, **MIXES["k"])
+    leaves, rope, dy = make(case)
+    whole = literal(case, leaves, rope, dy)["y"]
+    for change in (dict(W=0, past=False), dict(past=False), dict(rope=""), dict(silu=False), dict(norm=False)):
+        part = replace(case, **change)
+        kept = {n: x for n, x in leaves.items() if n in make(part)[0]}
+        other = literal(part, kept, rope if part.rope else None, dy)["y"]
+        assert (whole - other).abs().max() > 1e-2, change
+
+
+def test_pieces_are_the_whole():
+    """A sequence in pieces, shorter than the filter too, each with what came before; and one token at a time."""
+    case = Case(T=9, **MIXES["k"])
+    leaves, rope, dy = make(case)
+    whole = run(case, leaves, rope, dy)["y"]
+    x = leaves["x"].detach()
+    padded = torch.cat([x.new_zeros(2, 3, 24), x], dim=1)
+    for sizes in ([1, 1, 5, 2], [1] * 9):
+        parts, start = [], 0
+        for n in sizes:
+            parts.append(
+                input_features(
+                    x[:, start : start + n],
+                    case.R,
+                    conv=(leaves["weight"], leaves["bias"]),
+                    past=padded[:, start : start + 3],
+                    rope=tuple(t[start : start + n] for t in rope),
+                    silu=True,
+                    norm=(leaves["scale"], leaves["shift"]),
+                )
+            )
+            start += n
+        torch.testing.assert_close(torch.cat(parts, dim=1).detach(), whole, rtol=0, atol=1e-14)
+
+
+def test_zeros_have_no_direction_and_no_nan():
+    case = Case(T=4, W=0, scale=0.0, **{n: v for n, v in MIXES["k"].items() if n != "W"})
+    for name, grad in run(case, *make(case, torch.float32)).items():
+        assert grad.isfinite().all(), name
+
+
+def test_low_precision_parameters_and_autocast():
+    """bf16 parameters, as FSDP casts them, and autocast: still one rounding at the end."""
+    case = Case(T=9, **MIXES["k"])
+    for parameters in (torch.float32, torch.bfloat16):
+        problem = make(case, torch.bfloat16, parameters)
+        expected = literal(case, *problem)
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                got = run(case, *problem)
+            assert_agree(got, expected, TOLERANCES[torch.bfloat16])
+
+
+def test_compiles_without_a_graph_break():
+    case = Case(T=9, past=True, **MIXES["k"])
+    problem = make(case, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(input_features, fullgraph=True)
+    assert_agree(run(case, *problem, door=compiled), literal(case, *problem), TOLERANCES[torch.float32])
+
+
+X = torch.zeros(2, 5, 24)
+TABLE = torch.zeros(5, 1, 4)
+CONV = torch.zeros(24, 1, 4), torch.zeros(24)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(x=X[0]), r"x has shape \(5, 24\); expected \[B, T, H R\] with R = head_dim = 8"),
+        (dict(head_dim=7), r"x has shape \(2, 5, 24\)"),
+        (dict(x=X.int()), "x is torch.int32"),
+        (dict(x=X[:, :0]), "the sequence has no token"),
+        (dict(conv=(torch.zeros(23, 1, 4), CONV[1])), r"conv has shapes .* expected \(\(24, 4\), \(24,\)\)"),
+        (dict(past=X[:, :3]), "past is given without conv"),
+        (dict(conv=CONV, past=X[:, :4]), r"past has shapes \(\(2, 4, 24\),\); expected \(\(2, 3, 24\),\)"),
+        (dict(rope=(TABLE, TABLE[:3])), r"rope has shapes .* expected \(\(5, 1, 4\), \(5, 1, 4\)\)"),
+        (dict(head_dim=3, rope=(TABLE, TABLE)), "head_dim is 3; RoPE rotates pairs"),
+        (dict(norm=(torch.zeros(8), torch.zeros(2, 8))), r"norm has shapes .* expected \(\(8,\), \(3, 8\)\)"),
+        (dict(norm=(torch.zeros(8, device="meta"), torch.zeros(3, 8))), "norm is on meta and x on cpu"),
+        (dict(backend="fast"), "backend is 'fast'; allowed: auto, triton, torch"),
+        (dict(backend="triton"), "cannot run this: the input is on cpu"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        input_features(**{"x": X, "head_dim": 8, **options})
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    monkeypatch.setattr(triton_support, "_INSTALLED", True)
+    features._log_choice.cache_clear()
+    with FakeTensorMode():
+        yield
+    features._log_choice.cache_clear()
+
+
+def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
+    x = torch.empty(2, 5, 24, device="cuda", dtype=torch.bfloat16)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            assert features._choose("auto", x, 8, 4, None) == "triton"
+        assert features._choose("auto", x.double(), 8, 4, None) == "torch"
+        assert features._choose("auto", x.cpu(), 8, 4, None) == "torch"
+    assert [r.message for r in caplog.records] == [
+        "interdomain.features: backend 'auto' runs 'triton' on cuda",
+        "interdomain.features: backend 'auto' runs 'torch' on cuda: "
+        "the input is float64 and the Triton kernels compute in fp32",
+        "interdomain.features: backend 'auto' runs 'torch' on cpu",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dtype=torch.float64), "float64"),
+        (dict(head_dim=3), "head_dim is 3 and the Triton kernels have even ones up to 256"),
+        (dict(head_dim=264), "head_dim is 264"),
+        (dict(width=5), "the convolution is 5 wide and the Triton kernels have 4 at most"),
+        (dict(leaf=True), "the rotary tables require a gradient"),
+    ],
+)
+def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
+    x = torch.empty(2, 5, 264, device="cuda", dtype=change.get("dtype", torch.bfloat16))
+    table = torch.empty(5, 1, 4, device="cuda", requires_grad=change.get("leaf", False))
+    with pytest.raises(ValueError, match=message):
+        features._choose("triton", x, change.get("head_dim", 8), change.get("width", 4), (table, table))
+    assert features._choose("torch", x, change.get("head_dim", 8), 4, None) == "torch"
+
+
+def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
+    x = torch.empty(2, 5, 24, device="cuda")
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
+    assert "compute capability 8.0" in support.unsupported(x, 8, 4, None)
+    monkeypatch.setattr(triton_support, "_INSTALLED", False)
+    assert support.unsupported(x, 8, 4, None) == "triton is not installed"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_shapes_without_a_kernel(mix, monkeypatch):
+    """The ops' fake implementations and the gradients' shapes and dtypes, as torch.compile and FSDP see them."""
+    monkeypatch.setattr(support, "unsupported", lambda *args: None)
+    case = Case(T=5, past=bool(MIXES[mix].get("W", 4)), **MIXES[mix])
+    real, rope, dy = make(case, torch.bfloat16, torch.float32)
+    with FakeTensorMode() as mode:
+        leaves = {n: mode.from_tensor(x) for n, x in real.items()}
+        rope = rope and tuple(map(mode.from_tensor, rope))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            got = run(case, leaves, rope, mode.from_tensor(dy), backend="triton")
+    assert (got["y"].shape, got["y"].dtype) == ((2, 5, 3, 8), torch.bfloat16)
+    for name, x in real.items():
+        assert (got[f"d{name}"].shape, got[f"d{name}"].dtype) == (x.shape, x.dtype)
+    # Kept: the inputs, nothing else; the weight as [E, W].
+    assert sorted(x.numel() for x in kept) == sorted(x.numel() for x in (*real.values(), *(rope or ())))
+
+
+def test_nothing_imports_triton_before_it_runs():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from interdomain.features import input_features\n"
+        "assert input_features(torch.randn(1, 5, 8), 4, silu=True).isfinite().all()\n"
+        "assert 'interdomain.features.triton_launch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

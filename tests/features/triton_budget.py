@@ -1,0 +1,42 @@
+"""Registers, spills and shared memory of the input features' kernels, by compilation alone: needs no GPU.
+
+`python -m tests.features.triton_budget 90/bf16/k/64 80/fp32/v/96` prints one line per kernel (capability / dtype / mix of
+stages / R); TRITON_INTERPRET must be unset. The launches are recorded, not described a second time: what is compiled is
+what runs.
+"""
+
+import json
+import sys
+
+from interdomain.features import triton_launch
+
+from ..scan.triton_budget import DTYPES, _record, report
+from .common import EPS, MIXES, Case, make
+
+
+def launches(dtype, mix, R):
+    """One forward and backward of a layer of [B 2, T 64, H 16, R]; "+past" to a mix adds `past` and its gradient."""
+    found = []
+    for name in ("forward_kernel", "backward_kernel"):
+        _record(triton_launch, name, found)
+    mix, _, past = mix.partition("+")
+    case = Case(T=64, H=16, R=R, past=bool(past), **MIXES[mix])
+    leaves, rope, dy = make(case, dtype)
+    x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
+    weight = weight if weight is None else weight.flatten(1)
+    args = x, R, weight, bias, past, *(rope or (None, None)), case.silu, scale
+    triton_launch.forward(*args, shift, EPS)
+    triton_launch.backward(dy, *args, EPS, past is not None)
+    return found
+
+
+def main(argv=None) -> int:
+    for shape in argv or sys.argv[1:]:
+        capability, dtype, mix, R = shape.split("/")
+        for launch in launches(DTYPES[dtype], mix, int(R)):
+            print(json.dumps({"shape": shape, **report(launch, int(capability))}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
