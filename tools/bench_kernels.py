@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from . import _features
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason
 from ._cli import user_errors
 from ._mixers import NAMES, ON_CPU, SDPA, candidates, make_problem
@@ -204,6 +205,8 @@ def main(argv=None) -> int:
         for row in rows:
             report.add(str(shape), row)
         tables[shape] = {row["mixer"]: row for row in rows}
+    if not deadline.passed:
+        _features.bench(report, shapes[0], device, limits, rounds, seconds=0.5 if cuda else 0.05)
     if cuda:
         report.table("targets", ["target", "bound", "measured", "met"])
         for row in targets(tables):

@@ -297,6 +297,17 @@ def main(argv=None) -> int:
     return 0
 
 
+def absent() -> str:
+    """What training needs and this interpreter lacks; empty if nothing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        try:
+            from interdomain.titan import plan  # noqa: F401
+        except ImportError as e:
+            missing = [e.name or str(e)]
+    return ", ".join(missing)
+
+
 def measure(cases: list[Case], args, config: Path, deadline: Deadline, add) -> list[dict]:
     """Rows, each handed to `add` as it is measured; ratios are to a softmax of the same settings that ran before."""
     rows, softmax = [], {}

@@ -21,6 +21,7 @@ from torch import Tensor
 from interdomain import scan
 from interdomain.folders import write_whole
 
+from . import _features
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason, require_healthy, without_paths
 from ._cli import user_errors
 from ._problems import Shape, make_inputs
@@ -36,6 +37,7 @@ COLUMNS = {
     "scan": ["out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"],
     "linear scan": ["out", "state", "dz", "dlog_decay", "dreadout", "dinitial_state"],
     "step": ["out", "state"],
+    "features": _features.COLUMNS,
 }
 
 
@@ -44,19 +46,19 @@ class Case:
     kind: str  # a key of COLUMNS
     shape: Shape
     dtype: torch.dtype = BF16
-    backend: str = "chunkwise"  # of the scans
-    state: bool = True  # start from a state, and take its gradient
+    backend: str = "chunkwise"
+    state: bool = True  # start from a state (features: from past inputs), and take its gradient
     recompute: bool = True
     chunk_size: int | None = None
     repeat: bool = False  # run twice and compare bits
-    mode: str = ""  # of the steps: "", "in place", "graph"
+    mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
     linear: bool = False  # of the steps
 
     def __str__(self) -> str:
         words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
-        words += [str(self.dtype).removeprefix("torch.")]
+        words += [str(self.dtype).removeprefix("torch."), self.mode]
         words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
-        words += [f"chunk {self.chunk_size}" if self.chunk_size else "", self.mode]
+        words += [f"chunk {self.chunk_size}" if self.chunk_size else ""]
         return " ".join(word for word in words if word)
 
 
@@ -72,6 +74,9 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
     def lin(*args, **kw):
         return replace(q(*args, **kw), kind="linear scan")
+
+    def features(backend, mode, **kw):
+        return replace(q(backend, mode=mode, **kw), kind="features")
 
     def step(**kw):
         return replace(q(T=STEPS, **kw), kind="step")
@@ -111,6 +116,12 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(lin("chunkwise-torch", T=130), lin("chunkwise-torch", dtype=FP32, T=65)),
         ],
         "reference": [q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)],
+        "features": [
+            *(features("triton", mode, repeat=True) for mode in _features.STAGES),
+            *(features("triton", mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
+            *(features("triton", "key", state=False, T=1), features("triton", "key", B=1, T=70_001)),
+            *(features("torch", "key"), features("torch", "a", dtype=FP32)),
+        ],
         "step": [
             *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
             *(step(linear=True), step(linear=True, mode="in place"), step(linear=True, mode="graph", dtype=FP32, d=96)),
@@ -119,7 +130,9 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     if cuda:
         return every
     del every["sequential"]  # Triton's only
-    return {name: [_tiny(c) for c in cases if c.mode != "graph"] for name, cases in every.items()}
+    return {
+        name: [_tiny(c) for c in cases if c.mode != "graph" and c.backend != "triton"] for name, cases in every.items()
+    }
 
 
 def _tiny(case: Case) -> Case:
@@ -132,7 +145,7 @@ def run_case(case: Case, device: torch.device) -> dict:
     """A row: errors by tensor, whether two runs were equal in every bit, PASS or FAIL or the reason it could not run."""
     row = {"case": str(case), "bound": BOUNDS[case.dtype], "bit-equal": None}
     try:
-        got, exact, again = (_step if case.kind == "step" else _scan)(case, device)
+        got, exact, again = {"step": _step, "features": _input_features}.get(case.kind, _scan)(case, device)
     except Exception as e:
         row["result"] = f"FAIL: {reason(e)}"
     else:
@@ -172,6 +185,10 @@ def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
+
+
+def _input_features(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
+    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, case.state, case.repeat)
 
 
 def _step(case: Case, device: torch.device) -> tuple[dict, dict, None]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from interdomain.tools import (
     _bench,
+    _features,
     _passes,
     _problems,
     _timing,
@@ -90,7 +91,8 @@ def gpu(monkeypatch):
     )
     for name, value in stand_in.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(_problems, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
+    for module in (_problems, _features):
+        monkeypatch.setattr(module, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
     for tool in (bench_kernels, bench_decode, _passes):
@@ -111,7 +113,13 @@ def test_kernels(gpu, tmp_path):
     argv = ["--out", str(tmp_path), "--shapes", "1x32x64", "1x4096x64", "--heads", "1", "--basis", "8", "--rounds", "1"]
     assert bench_kernels.main([*argv, "--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn", "fla-gla"]) == 0
     contents = results(tmp_path, "kernels")
-    *tables, targets = contents["tables"].values()
+    *tables, features, targets = contents["tables"].values()
+    rows = {row["features"]: row for row in features["rows"]}
+    assert {
+        f"{kind}, {backend}" for kind in ("query", "key", "value") for backend in ("triton", "torch")
+    } == rows.keys()
+    assert rows["key, torch"]["of floor"] > 0
+    assert "cannot run" in rows["key, triton"]["remark"]  # the stand-in's tensors are on the CPU
     for table in tables:
         rows = {row["mixer"]: row for row in table["rows"]}
         assert rows["chunkwise"]["peak MiB"] == 5.0

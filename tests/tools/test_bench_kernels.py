@@ -106,9 +106,12 @@ def test_a_group_that_dies_has_failed_and_the_others_go_on(tmp_path, monkeypatch
 
 def test_the_list_for_a_gpu_covers_what_is_promised():
     cases = [case for group in check_kernels.groups(True).values() for case in group]
-    assert {c.backend for c in cases} == {
+    assert {c.backend for c in cases if c.kind != "features"} == {
         *("chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
     }
+    fused = [c for c in cases if c.backend == "triton"]
+    assert {c.mode for c in fused} == {"query", "key", "value", "a", "b"}
+    assert {c.dtype for c in fused} == {torch.bfloat16, torch.float32}
     assert {c.shape.d for c in cases} == {64, 96}
     assert {c.shape.M for c in cases} == {16, 32, 64, 128}
     assert {1, 65, 257, 32_768, 70_001} <= {c.shape.T for c in cases}
@@ -131,8 +134,12 @@ def test_kernel_table(tmp_path, capsys):
     assert bench_kernels.main(["--out", str(tmp_path), *few, "--shapes", "1x32x8", "--basis", "8"]) == 0
     contents, page = results(tmp_path, "kernels")
     assert contents["ceilings"]["bandwidth"] > 0
-    (name,) = contents["tables"]
+    name, features = contents["tables"]
     assert name == "B=1 T=32 H=2 d=8 M=8"
+    assert features == f"input features, {name}"
+    assert [row["features"] for row in contents["tables"][features]["rows"]] == [
+        *("query, torch", "key, torch", "value, torch")
+    ]
     rows = {row["mixer"]: row for row in contents["tables"][name]["rows"]}
     for mixer in ("chunkwise", "linear", "sdpa-flash"):
         row = rows[mixer]
@@ -178,7 +185,7 @@ def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch):
     few = ["--shapes", "1x16x8", "--basis", "8", "--rounds", "1"]
     assert bench_kernels.main(["--out", str(tmp_path / "out"), *few, "--mixers", *_mixers.PEERS]) == 0
     contents, _ = results(tmp_path / "out", "kernels")
-    (table,) = contents["tables"].values()
+    table = contents["tables"]["B=1 T=16 H=2 d=8 M=8"]
     assert [row["remark"] for row in table["rows"]] == [None] * len(_mixers.PEERS)
     assert all(row["both ms"] > 0 for row in table["rows"])
     for name in [n for n in sys.modules if n.split(".")[0] in ("fla", "mamba_ssm")]:

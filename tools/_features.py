@@ -1,0 +1,109 @@
+"""The input features (`interdomain.features`) for check_kernels and bench_kernels: inputs as the mixers have them, and times.
+
+Shapes: B batch, T time, H heads, d head width, E = H d channels of a projection.
+"""
+
+import torch
+from torch import Tensor
+
+from interdomain.features import input_features
+
+from ._bench import Report
+from ._problems import Shape, generator
+from ._timing import Ceilings, interleaved, ratio, release, usable
+
+COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
+# Stages that each projection of the mixers goes through; a and b are the single input's.
+STAGES = {
+    "query": ("conv", "rope", "silu"),
+    "key": ("conv", "rope", "silu", "norm"),
+    "value": ("norm",),
+    "a": ("conv", "rope", "norm"),
+    "b": ("conv", "norm"),
+}
+BACKENDS = ("triton", "torch")
+TABLE = ["features", "forward ms", "backward ms", "both ms", "over torch", "byte floor ms", "of floor", "remark"]
+CONV_WIDTH, ROPE_THETA = 4, 10_000.0
+
+
+def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, past: bool = False):
+    """(leaves by name, rotary tables or None, d_out): x [B, T, E] and the parameters that this projection has, in dtype."""
+    B, T, H, d = shape.B, shape.T, shape.H, shape.d
+    g = generator(device, 0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device).to(dtype)
+
+    leaves, rope = {"x": normal(B, T, H * d)}, None
+    if "conv" in STAGES[kind]:
+        leaves |= {"weight": 0.5 * normal(H * d, 1, CONV_WIDTH), "bias": 0.5 * normal(H * d)}
+        if past:
+            leaves["past"] = normal(B, CONV_WIDTH - 1, H * d)
+    if "rope" in STAGES[kind]:
+        rate = ROPE_THETA ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
+        angle = torch.arange(T, dtype=torch.float64, device=device)[:, None, None] * rate
+        rope = angle.cos().float(), angle.sin().float()
+    if "norm" in STAGES[kind]:
+        leaves |= {"scale": 1 + 0.1 * normal(d), "shift": 0.1 * normal(H, d)}
+    return {name: x.requires_grad_() for name, x in leaves.items()}, rope, normal(B, T, H, d)
+
+
+def run(kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str) -> Tensor:
+    """The door, with the stages of this projection: [B, T, H, d]."""
+    pairs = {"conv": ("weight", "bias"), "norm": ("scale", "shift")}
+    given = {name: tuple(leaves[n] for n in pair) for name, pair in pairs.items() if name in STAGES[kind]}
+    given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind]}
+    return input_features(leaves["x"], head_dim, **given, backend=backend)
+
+
+def results(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, past: bool, repeat: bool):
+    """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None)."""
+    leaves, rope, d_out = make(kind, shape, dtype, device, past=past)
+
+    def once(leaves, rope, d_out, backend):
+        out = run(kind, leaves, rope, shape.d, backend)
+        grads = torch.autograd.grad(out, list(leaves.values()), d_out)
+        return {"out": out, **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+
+    got = once(leaves, rope, d_out, backend)
+    again = once(leaves, rope, d_out, backend) if repeat else None
+    double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    return got, once(double, rope and tuple(x.double() for x in rope), d_out.double(), "torch"), again
+
+
+def bench(report: Report, shape: Shape, device: torch.device, limits: Ceilings, rounds: int, seconds: float) -> None:
+    """A table of the three projections of a layer, by backend, in bf16.
+
+    Byte floor: forward x in and the features out; backward x and their gradient in, that of x out. The parameters do not
+    grow with T and are left out.
+    """
+    name = f"input features, {shape}"
+    report.table(name, TABLE)
+    calls, remarks = {}, {}
+    for kind in ("query", "key", "value"):
+        leaves, rope, d_out = make(kind, shape, torch.bfloat16, device)
+        for backend in BACKENDS if device.type == "cuda" else ("torch",):
+            call = (
+                lambda kind=kind, leaves=leaves, rope=rope, backend=backend: run(kind, leaves, rope, shape.d, backend),
+                lambda out, leaves=leaves, d_out=d_out: torch.autograd.grad(out, list(leaves.values()), d_out),
+            )
+            good, bad = usable({(kind, backend): call}, device)
+            calls |= good
+            remarks |= bad
+    times = interleaved(calls, device, rounds=rounds, seconds=seconds)
+    numbers = shape.B * shape.T * shape.H * shape.d * 2
+    for key in (*calls, *remarks):
+        kind, backend = key
+        row = {
+            "features": f"{kind}, {backend}",
+            "remark": remarks.get(key),
+            "byte floor ms": limits.floor_ms(5 * numbers),
+        }
+        if key in times:
+            forward, backward, both = (t.median for t in times[key])
+            row |= {"forward ms": forward, "backward ms": backward, "both ms": both}
+            row["of floor"] = ratio(row["byte floor ms"], both)
+            plain = times.get((kind, "torch"))
+            row["over torch"] = plain and ratio(both, plain[-1].median)
+        report.add(name, row)
+    release(device)
