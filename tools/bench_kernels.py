@@ -16,7 +16,7 @@ from ._bench import Deadline, Report, add_arguments, choose, choose_device, reas
 from ._cli import user_errors
 from ._mixers import NAMES, ON_CPU, SDPA, candidates, make_problem
 from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segments
-from ._timing import Ceilings, ceilings, interleaved, peak_memory, ratio, release, usable
+from ._timing import Ceilings, ceilings, host_ms, interleaved, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
 TINY = ("2x128x16", "1x256x24")
@@ -32,7 +32,7 @@ COLUMNS = [
         "byte floor ms",
         "FLOP floor ms",
     ),
-    *("of floor", "peak MiB", "remark"),
+    *("of floor", "host ms", "peak MiB", "remark"),
 ]
 TARGETS = (  # what, over what (the best of these), at which T, at most
     ("chunkwise", tuple(SDPA)[:2], 4096, 0.4),
@@ -58,7 +58,7 @@ def measure(
     """Rows of the kernel table, in the order of `names`; one that cannot run says why in `remark`."""
     problem = make_problem(shape, device)
     builders, remarks = candidates(names, problem)
-    calls, peaks = {}, {}
+    calls, besides = {}, {}
     for name, build in builders.items():
         try:
             call = _training_step(build())
@@ -69,10 +69,10 @@ def measure(
         calls |= good
         remarks |= bad
         if good:
-            peaks[name] = peak_memory(call, device)
+            besides[name] = {"peak MiB": peak_memory(call, device), "host ms": host_ms(call, device)}
             release(device)
     times = interleaved(calls, device, rounds=rounds, seconds=seconds)
-    rows = {name: _row(name, shape, device, limits, times.get(name), peaks, remarks) for name in names}
+    rows = {name: _row(name, shape, device, limits, times.get(name), besides, remarks) for name in names}
     best = best_of(rows, tuple(SDPA))
     for row in rows.values():
         row["of best SDPA"] = ratio(row.get("both ms"), best and rows[best]["both ms"])
@@ -86,8 +86,8 @@ def _training_step(candidate) -> tuple:
     return forward, lambda o: torch.autograd.grad(o, leaves, d_out)
 
 
-def _row(name, shape, device, limits, times, peaks, remarks) -> dict:
-    row = {"mixer": name, "peak MiB": peaks.get(name), "remark": remarks.get(name)}
+def _row(name, shape, device, limits, times, besides, remarks) -> dict:
+    row = {"mixer": name, **besides.get(name, {}), "remark": remarks.get(name)}
     if times is None:
         return row
     for phase, taken in zip(PHASES, times, strict=True):

@@ -82,6 +82,12 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         return replace(q(T=STEPS, **kw), kind="step")
 
     every = {
+        "parallel-fp32": [
+            *(q("parallel", dtype=FP32), lin("parallel", dtype=FP32, state=False)),
+        ],
+        "parallel": [
+            *(q("parallel", repeat=True, T=130), q("parallel", G=2, d=96, T=63), lin("parallel", repeat=True, T=130)),
+        ],
         "chunkwise-fp32": [q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)],
         "sequential": [
             *(q("sequential", repeat=True, T=130), q("sequential", dtype=FP32, G=2, d=96, T=70)),
@@ -103,10 +109,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "chunkwise-M16-M32": [q(M=16, T=130), q(M=32, T=130)],
         "chunkwise-chunk32": [q(chunk_size=32, T=130, repeat=True)],
-        "parallel": [
-            *(q("parallel", repeat=True, T=130), q("parallel", dtype=FP32, T=257), q("parallel", G=2, d=96, T=63)),
-            *(lin("parallel", T=130), lin("parallel", dtype=FP32, T=257, state=False)),
-        ],
         "fft": [
             *(q("fft", repeat=True, T=130), q("fft", dtype=FP32, T=257), q("fft", G=2, d=96, T=63, state=False)),
             *(lin("fft", T=130), lin("fft", dtype=FP32, T=257, state=False)),

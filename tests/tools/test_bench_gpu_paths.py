@@ -123,6 +123,7 @@ def test_kernels(gpu, tmp_path):
     for table in tables:
         rows = {row["mixer"]: row for row in table["rows"]}
         assert rows["chunkwise"]["peak MiB"] == 5.0
+        assert rows["chunkwise"]["host ms"] > 0
         assert rows["chunkwise"]["both ms"] > 0
         assert rows["sdpa-cudnn"]["remark"]
     met = {row["target"]: row for row in targets["rows"]}

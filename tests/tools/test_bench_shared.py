@@ -154,6 +154,27 @@ def test_events_leave_the_flush_out_and_split_the_steps(monkeypatch):
     assert run([takes(3), (takes(1), takes(2))]) == [[3], [1, 2]]
 
 
+def test_the_host_gets_its_head_start(monkeypatch):
+    """2 ms of writes at 0.1 ms each come before every call; none but the one for the cache where launches count."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(L2_cache_size=1024))
+    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+    writes = []
+
+    def flush(self):
+        FakeEvent.now += 0.1
+        writes.append(self.nbytes)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", flush)
+    for lead, expected in ((_timing.LEAD_MS, 20), (0, 1)):
+        run = _timing.cuda_timer(CPU, lead)
+        writes.clear()
+        run([lambda: None])
+        assert abs(len(writes) - expected) <= 1
+        assert writes[0] == 4096
+
+
 def test_what_fails_is_told_apart_from_what_runs():
     def fails():
         raise torch.OutOfMemoryError("Tried to allocate")
