@@ -42,7 +42,8 @@ def input_features(
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. inputnorm).
         backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
             `torch`. An explicit one never falls back.
-    Returns: [B, T, H, R] in x's dtype. Differentiable in x, conv, past and norm; only the inputs are kept for that.
+    Returns: [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm, for
+        which only the inputs are kept.
     Raises: ValueError if shapes, dtypes, devices or backend are not as above.
     """
     if x.ndim != 3 or x.shape[2] % head_dim:
@@ -70,6 +71,8 @@ def input_features(
     if norm is not None:
         _check("norm", norm, ((R,), (H, R)), x)
     backend = _choose(backend, x, head_dim, W, rope)
+    if not (conv or rope or norm or silu):
+        return x.unflatten(-1, (H, R))
     run = ops.features if backend == "triton" else plain.features
     with torch.autocast(x.device.type, enabled=False):
         return run(x, R, *(conv or (None, None)), past, *(rope or (None, None)), silu, *(norm or (None, None)), eps)

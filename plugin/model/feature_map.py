@@ -1,14 +1,14 @@
-"""What stands between the projections and the scan: short convolution, rotary embedding, feature map, input norm."""
+"""Parameters and tables of what stands between the projections and the scan (`interdomain.features` computes it), and
+random Fourier features."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
 
 class ShortConv(nn.Module):
-    """Causal depthwise convolution over time, with bias (paper eq. silu-feature, SC). 5 parameters per channel at width 4."""
+    """Parameters of a causal depthwise convolution over time (paper eq. silu-feature, SC), W + 1 per channel."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -16,20 +16,10 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels))
 
-    def forward(self, x: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, T, E]; past: the W - 1 inputs before x, [B, W - 1, E], zeros if None.
-
-        Returns: (y [B, T, E], the last W - 1 inputs [B, W - 1, E]).
-        """
-        B, T, E = x.shape
-        if past is None:
-            past = x.new_zeros(B, self.width - 1, E)
-        window = torch.cat([past.to(x.dtype), x], dim=1)  # [B, W - 1 + T, E]
-        # Shifted sums in [B, T, E]: one fused pass under torch.compile, and no transpose to the layout of conv1d.
-        y = self.bias
-        for i in range(self.width):
-            y = y + window[:, i : i + T] * self.weight[:, 0, i]
-        return y, window[:, T:]
+    def last_inputs(self, x: Tensor, past: Tensor) -> Tensor:
+        """What the tokens after x [B, T, E] need of it and of its own `past`: the last W - 1 inputs, [B, W - 1, E]."""
+        n = self.width - 1
+        return torch.cat([past.to(x.dtype), x[:, -n:]], dim=1)[:, -n:]
 
 
 def widened(x: Tensor) -> Tensor:
@@ -45,20 +35,6 @@ def rope_tables(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
     angles = positions[..., None, None].double() * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [B, T, H, R]; the halves of R form the pairs. Computed in float32 or wider, returned in x's dtype."""
-    cos, sin = rope
-    a, b = widened(x).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-class SiLUFeatureMap(nn.Module):
-    """xi(x) = SiLU(x) / ||SiLU(x)||_2 over R (paper eq. silu-feature, after the convolution). No parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(F.silu(widened(x)), dim=-1, eps=1e-6).to(x.dtype)
 
 
 class RandomFourierFeatures(nn.Module):
@@ -82,13 +58,10 @@ class RandomFourierFeatures(nn.Module):
 
 
 class InputNorm(nn.Module):
-    """RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. inputnorm). R + H * R parameters."""
+    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. inputnorm): R + H R."""
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
         self.bias = nn.Parameter(torch.empty(n_heads, head_dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps) + self.bias.to(x.dtype)

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from interdomain.features import input_features
 from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import Execution, ModelConfig
-from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, SiLUFeatureMap, apply_rope, widened
+from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .ssm import SSMDynamics
 from .state import MixerState
 
@@ -40,11 +41,10 @@ class InterdomainMixer(nn.Module):
             self.v_conv = ShortConv(kv_dim, mixer.conv_width)
 
         rff = mixer.feature_map == "rff"
-        if mixer.query_readout or mixer.dual_input:
-            self.feature_map = RandomFourierFeatures(self.n_kv_heads, self.head_dim) if rff else SiLUFeatureMap()
+        self.feature_map = RandomFourierFeatures(self.n_kv_heads, self.head_dim) if rff else None
         # Random Fourier features keep their scale, which estimates a kernel: no input norm (paper, recurrent projection).
-        self.k_norm = nn.Identity() if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
-        self.v_norm = nn.Identity() if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
+        self.k_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
+        self.v_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
 
         self.ssm = SSMDynamics(
             self.n_kv_heads,
@@ -86,8 +86,7 @@ class InterdomainMixer(nn.Module):
         k, v, conv = self._inputs(x, rope, past)
         q = None
         if self.config.query_readout:
-            q, conv["q_conv"] = self._convolved("q", x, past)
-            q = self.feature_map(self._rotated(q, rope))
+            q = self._features("q", x, past, conv, rope=rope, mapped=True)
 
         initial = None if state is None else state.ssm
         if state is not None and x.shape[1] == 1:
@@ -103,27 +102,46 @@ class InterdomainMixer(nn.Module):
         return self.wo(o), None if state is None else MixerState(conv=conv, ssm=final)
 
     def _inputs(self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None) -> tuple[Tensor, Tensor, dict]:
-        """The two halves of z: k and v (dual input), or the paper's a and b. Each [B, T, G, R]."""
+        """The two halves of z, k and v (dual input) or the paper's a and b, each [B, T, G, R]; and their `conv` of a state."""
         conv = {}
-        k, conv["k_conv"] = self._convolved("k", x, past)
-        k = self._rotated(k, rope)
-        if self.config.dual_input:
-            k = self.feature_map(k)
-            v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        else:
-            v, conv["v_conv"] = self._convolved("v", x, past)
-        k, v = self.k_norm(k), self.v_norm(v)
+        k = self._features("k", x, past, conv, rope=rope, mapped=self.config.dual_input, norm=self.k_norm)
+        v = self._features("v", x, past, conv, norm=self.v_norm)
         if self.config.normalize:  # the ones channel: its coefficients are eta of paper eq. matrix
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         return k, v, conv
 
-    def _convolved(self, name: str, x: Tensor, past: dict | None) -> tuple[Tensor, Tensor]:
-        conv = getattr(self, f"{name}_conv")
-        y, tail = conv(getattr(self, f"w{name}")(x), None if past is None else past[f"{name}_conv"])
-        return y.unflatten(-1, (-1, self.head_dim)), tail
+    def _features(
+        self,
+        name: str,
+        x: Tensor,
+        past: dict | None,
+        conv: dict,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mapped: bool = False,
+        norm: InputNorm | None = None,
+    ) -> Tensor:
+        """Projection, convolution if `name` has one, RoPE, feature map if `mapped`, norm: [B, T, H, R].
 
-    def _rotated(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        return apply_rope(x, rope) if self.config.rope else x
+        With a past, its convolution's last inputs are written to `conv`.
+        """
+        x = getattr(self, f"w{name}")(x)
+        short, before = getattr(self, f"{name}_conv", None), None
+        if short is not None and past is not None:
+            before = past[f"{name}_conv"]
+            conv[f"{name}_conv"] = short.last_inputs(x, before)
+        y = input_features(
+            x,
+            self.head_dim,
+            conv=None if short is None else (short.weight, short.bias),
+            past=before,
+            rope=rope if self.config.rope else None,
+            silu=mapped and self.feature_map is None,
+            norm=None if norm is None else (norm.weight, norm.bias),
+            eps=1e-5 if norm is None else norm.eps,
+            backend=self.execution.features,
+        )
+        return self.feature_map(y) if mapped and self.feature_map is not None else y
 
     def _scan(self, q, k, v, log_decay, readout, initial):
         run = self.execution

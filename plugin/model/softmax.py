@@ -4,14 +4,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import ModelConfig
-from .feature_map import apply_rope
+from interdomain.features import input_features
+
+from .config import Execution, ModelConfig
 from .state import KVCache
 
 
 class SoftmaxMixer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
+        self.execution = execution or Execution()
         self.head_dim = config.head_dim
         kv_dim = config.n_kv_heads * config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
@@ -32,8 +34,11 @@ class SoftmaxMixer(nn.Module):
     ) -> tuple[Tensor, KVCache | None]:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and returns the longer one."""
         B, T, _ = x.shape
-        q, k, v = (proj(x).view(B, T, -1, self.head_dim) for proj in (self.wq, self.wk, self.wv))
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k = (
+            input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features)
+            for proj in (self.wq, self.wk)
+        )
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         mask = None
         if state is not None:
             seen = state.k.shape[1]

@@ -28,8 +28,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
-        softmax = config.mixer.kind == "softmax"
-        self.attention = SoftmaxMixer(config) if softmax else InterdomainMixer(config, execution)
+        mixer = SoftmaxMixer if config.mixer.kind == "softmax" else InterdomainMixer
+        self.attention = mixer(config, execution)
         self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)

@@ -55,6 +55,10 @@ class Mixer:
     """Compute the scan's scores again in the backward pass (unset: true). false keeps them for a shorter one: 8 bytes per
     token, layer, query head and basis function in bf16, but for full activation checkpointing; Triton's chunkwise only."""
 
+    features: str = "auto"
+    """How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
+    the same function."""
+
 
 @dataclass
 class Model:

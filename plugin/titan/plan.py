@@ -9,6 +9,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 
+from interdomain import features
 from interdomain.data import PackedDataset, TokenCorpus, check_vocab, load_tokenizer, read_manifest
 from interdomain.model import (
     CONDITIONS,
@@ -150,6 +151,8 @@ def _execution(mixer) -> Execution:
     """How the mixers are computed, from the same section."""
     if mixer.backend not in BACKENDS:
         raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
+    if mixer.features not in features.BACKENDS:
+        raise ValueError(f"mixer.features = {mixer.features!r} is unknown; allowed: {', '.join(features.BACKENDS)}.")
     settings = {f.name: getattr(mixer, f.name) for f in fields(Execution)}
     return Execution(**{name: value for name, value in settings.items() if value is not None})
 

@@ -67,6 +67,11 @@ def test_pieces_are_the_whole():
         torch.testing.assert_close(torch.cat(parts, dim=1).detach(), whole, rtol=0, atol=1e-14)
 
 
+def test_nothing_asked_for_is_a_view():
+    x = torch.randn(2, 5, 24)
+    assert input_features(x, 8).data_ptr() == x.data_ptr()
+
+
 def test_zeros_have_no_direction_and_no_nan():
     case = Case(T=4, W=0, scale=0.0, **{n: v for n, v in MIXES["k"].items() if n != "W"})
     for name, grad in run(case, *make(case, torch.float32)).items():

@@ -1,4 +1,4 @@
-"""Rotary angles, feature maps, short convolution, input norm."""
+"""Rotary angles and what they do, feature maps, the convolution's last inputs. Their arithmetic: tests/features."""
 
 import math
 
@@ -6,16 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model.feature_map import (
-    InputNorm,
-    RandomFourierFeatures,
-    ShortConv,
-    SiLUFeatureMap,
-    apply_rope,
-    rope_tables,
-)
+from interdomain.features import input_features
+from interdomain.model.feature_map import RandomFourierFeatures, ShortConv, rope_tables
 
 from .test_mixer import rotate
+
+
+def turn(x, rope):
+    return input_features(x.flatten(2), x.shape[-1], rope=rope)
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 64, 96])
@@ -34,14 +32,14 @@ def test_rope_angles(head_dim):
 
 def test_rope_turns_and_keeps_relative_positions():
     x = torch.randn(2, 30, 3, 16, dtype=torch.float64)
-    turned = apply_rope(x, rope_tables(torch.arange(30), 16, 10_000.0, torch.float64))
+    turned = turn(x, rope_tables(torch.arange(30), 16, 10_000.0, torch.float64))
     torch.testing.assert_close(turned, rotate(x), rtol=0, atol=1e-13)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     # q at t, k at s: the product depends on t - s alone.
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
     product = [
-        (apply_rope(q, rope_tables(torch.tensor([t]), 16, 1e4, torch.float64)))
-        .mul(apply_rope(k, rope_tables(torch.tensor([t - 5]), 16, 1e4, torch.float64)))
+        (turn(q, rope_tables(torch.tensor([t]), 16, 1e4, torch.float64)))
+        .mul(turn(k, rope_tables(torch.tensor([t - 5]), 16, 1e4, torch.float64)))
         .sum()
         .item()
         for t in (5, 90, 3000)
@@ -52,24 +50,19 @@ def test_rope_turns_and_keeps_relative_positions():
 def test_rope_of_rows_at_different_positions():
     x = torch.randn(2, 4, 3, 16)
     positions = torch.tensor([[0, 1, 2, 3], [50, 51, 52, 53]])
-    both = apply_rope(x, rope_tables(positions, 16, 10_000.0))
+    both = turn(x, rope_tables(positions, 16, 10_000.0))
     for row in range(2):
-        alone = apply_rope(x[row : row + 1], rope_tables(positions[row], 16, 10_000.0))
+        alone = turn(x[row : row + 1], rope_tables(positions[row], 16, 10_000.0))
         assert torch.equal(both[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_silu_features_have_unit_norm(dtype):
-    x = 5 * torch.randn(2, 9, 4, 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    y = SiLUFeatureMap()(x)
-    assert y.dtype == dtype
+    x = 5 * torch.randn(2, 9, 4 * 64, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    y = input_features(x, 64, silu=True)
     # Rounding of 64 entries of size 1/8 to the dtype, one after the other.
     tolerance = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
     assert (y.double().norm(dim=-1) - 1).abs().max() < tolerance
-    torch.testing.assert_close(y.double(), F.normalize(F.silu(x.double()), dim=-1), rtol=0, atol=tolerance)
-    zero = SiLUFeatureMap()(torch.zeros(1, 1, 1, 8, dtype=dtype, requires_grad=True))
-    assert torch.equal(zero, torch.zeros_like(zero))  # no direction, but no NaN either
-    zero.sum().backward()
 
 
 def test_fourier_features_estimate_the_gaussian_kernel():
@@ -108,35 +101,13 @@ def test_fourier_features_of_a_group_use_its_keys_frequencies():
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_short_conv_is_conv1d(width):
-    torch.manual_seed(0)
+def test_last_inputs(width):
+    """Carried over pieces shorter than the filter, too; memory of their own, not a view of every input."""
     conv = ShortConv(6, width)
-    torch.nn.init.normal_(conv.weight)
-    torch.nn.init.normal_(conv.bias)
     x = torch.randn(2, 9, 6)
-    wanted = F.conv1d(F.pad(x.mT, (width - 1, 0)), conv.weight, conv.bias, groups=6).mT
-    with torch.no_grad():
-        found, tail = conv(x)
-        torch.testing.assert_close(found, wanted)
-        assert torch.equal(tail, x[:, 9 - (width - 1) :])
-        past, pieces = None, []
-        for piece in x.split([1, 1, 5, 2], dim=1):  # pieces shorter than the filter, too
-            y, past = conv(piece, past)
-            pieces.append(y)
-        torch.testing.assert_close(torch.cat(pieces, dim=1), wanted)
-
-
-def test_input_norm_shares_its_scale_and_not_its_bias():
-    torch.manual_seed(0)
-    norm = InputNorm(3, 8, 1e-5)
-    assert sum(p.numel() for p in norm.parameters()) == 8 + 3 * 8
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
-    x = 7 * torch.randn(2, 5, 3, 8)
-    with torch.no_grad():
-        found = norm(x)
-        for h in range(3):
-            wanted = (
-                x[:, :, h] / (x[:, :, h].square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias[h]
-            )
-            torch.testing.assert_close(found[:, :, h], wanted)
+    past, seen = torch.zeros(2, width - 1, 6), 0
+    for piece in x.split([1, 1, 5, 2], dim=1):
+        past = conv.last_inputs(piece, past)
+        seen += piece.shape[1]
+        assert torch.equal(past, torch.cat([torch.zeros(2, width - 1, 6), x], dim=1)[:, seen : seen + width - 1])
+        assert past.untyped_storage().nbytes() <= 2 * past.nbytes

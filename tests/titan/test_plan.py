@@ -68,12 +68,15 @@ def test_switches_stand_over_the_condition():
 
 def test_how_a_mixer_is_computed_is_no_part_of_the_model(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    job = parse(mixer__backend="sequential", mixer__recompute=False)
+    job = parse(mixer__backend="sequential", mixer__recompute=False, mixer__features="torch")
     arguments = InterdomainModelArgs()
     arguments.update_from_config(job)
     assert arguments.config == model_config(parse())
     model = InterdomainModel(arguments)
-    assert all(x.attention.execution == Execution("sequential", recompute=False) for x in model.layers.values())
+    assert all(
+        x.attention.execution == Execution("sequential", recompute=False, features="torch")
+        for x in model.layers.values()
+    )
     assert Execution() == make_plan(parse(), 1).execution
     kept, lean = (make_plan(parse(mixer__recompute=r), 1).memory["activations"] for r in (False, True))
     assert kept > lean
@@ -102,6 +105,7 @@ REFUSED = {
     "unknown condition": ({"mixer__condition": "s4"}, "mixer.condition = 's4'", "softmax, interdomain,"),
     "unknown size": ({"model__flavor": "7B"}, "model.flavor = '7B'", "debug, 125M, 350M, 760M, 1.3B"),
     "unknown backend": ({"mixer__backend": "cuda"}, "mixer.backend = 'cuda'", "auto, chunkwise,"),
+    "unknown features": ({"mixer__features": "cuda"}, "mixer.features = 'cuda'", "auto, triton, torch"),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
     "switch of another mixer": (
         {"mixer__condition": "softmax", "mixer__output_gate": True},
