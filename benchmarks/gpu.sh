@@ -78,13 +78,13 @@ run() {
     passes | tune) tool=bench_kernels; set -- "--$name" "$@" ;;
     *) tool=bench_$name ;;
   esac
-  if [ "$seconds" -lt 20 ]; then
+  if [ "$seconds" -lt 25 ]; then
     printf '\nno time is left for %s\n' "$name" >&2
     summary+=("$name: not run")
     return
   fi
   printf '\n'
-  timeout -k 45 "$seconds" "$python" -m "interdomain.tools.$tool" --out "$out" --time-limit $((seconds - 10)) "$@"
+  timeout -k 45 "$seconds" "$python" -m "interdomain.tools.$tool" --out "$out" --time-limit $((seconds - 15)) "$@"
   code=$?
   [ $code -ne 2 ] || exit 2 # a mistake in the call, said by the tool
   summary+=("$name: $("$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["status"])' "$out/$name.json" 2>/dev/null || echo "exit status $code")")

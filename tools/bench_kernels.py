@@ -71,6 +71,8 @@ def measure(
         if good:
             besides[name] = {"peak MiB": peak_memory(call, device), "host ms": host_ms(call, device)}
             release(device)
+    # Near the end of the time, few turns and a table rather than none.
+    seconds = min(seconds, max(0.05, deadline.left / (2 * len(calls) or 1)))
     times = interleaved(calls, device, rounds=rounds, seconds=seconds)
     rows = {name: _row(name, shape, device, limits, times.get(name), besides, remarks) for name in names}
     best = best_of(rows, tuple(SDPA))

@@ -114,6 +114,7 @@ def flags(case: Case, args, data: Path, output: Path) -> list[str]:
         "--metrics.enable_tensorboard",
         *("--metrics.log_freq", str(args.log_freq), "--metrics.mixer_freq", "0", "--metrics.histogram_freq", "0"),
         "--metrics.disable_color_printing",
+        *args.flags,
     ]
 
 
@@ -236,6 +237,12 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--conditions", nargs="+", metavar="NAME", help="of the cases, those of these conditions only")
     p.add_argument("--cases", nargs="+", metavar="CASE", help=f"{Case.__doc__} Default: {' '.join(CASES)}")
     p.add_argument("--case-limit", type=float, metavar="S", help="seconds for one case (default: what is left)")
+    p.add_argument(
+        "--flags",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="last: TorchTitan flags for every case, --mixer.backend fft",
+    )
     return p.parse_args(argv)
 
 
@@ -275,7 +282,7 @@ def main(argv=None) -> int:
         raise ValueError("--device cpu: the trainer takes the GPU that is there. Hide it with CUDA_VISIBLE_DEVICES=''.")
     deadline = Deadline(args.time_limit)
     cases, config = settle(args, device.type == "cuda")
-    options = {k: getattr(args, k) for k in ("size", "seq_len", "batch", "ranks", "steps", "log_freq")}
+    options = {k: getattr(args, k) for k in ("size", "seq_len", "batch", "ranks", "steps", "log_freq", "flags")}
     report = Report("training", args.out, device, options)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

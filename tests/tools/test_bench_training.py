@@ -29,13 +29,14 @@ def results(folder):
 @pytest.mark.e2e
 def test_a_real_step(tmp_path, capsys):
     argv = ["--out", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
-    assert bench_training.main(argv) == 0
+    assert bench_training.main([*argv, "--flags", "--mixer.backend", "chunkwise-torch"]) == 0
     contents, (row,), page = results(tmp_path)
     assert "remark" not in row, row
     assert contents["status"] == "complete"
     assert contents["label"] == _bench.CPU_LABEL
     assert _bench.CPU_LABEL in page
-    assert contents["options"] == {"size": "debug", "seq_len": 32, "batch": 2, "ranks": 1, "steps": 2, "log_freq": 1}
+    sizes = {"size": "debug", "seq_len": 32, "batch": 2, "ranks": 1, "steps": 2, "log_freq": 1}
+    assert contents["options"] == {**sizes, "flags": ["--mixer.backend", "chunkwise-torch"]}
     assert row["tokens/s"] > 0
     assert row["ms a step"] == pytest.approx(1e3 * 64 / row["tokens/s"])
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
@@ -44,6 +45,7 @@ def test_a_real_step(tmp_path, capsys):
     assert str(tmp_path) not in json.dumps(contents)
     assert str(REPOSITORY) not in json.dumps(contents)
     assert "--job.config_file train_configs/debug.toml" in row["command"]
+    assert row["command"].endswith("--mixer.backend chunkwise-torch")
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 cases measured; complete: wrote ")
 
 
@@ -149,7 +151,7 @@ def test_the_default_cases_can_be_planned(tmp_path):
     """Every case for a GPU is a configuration that the trainer takes, at its size."""
     from interdomain.tools import launch
 
-    args = SimpleNamespace(seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1)
+    args = SimpleNamespace(seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1, flags=[])
     for text in bench_training.CASES:
         case = Case.parse(text, ("softmax", "interdomain", "s4d"))
         assert str(case) == text
