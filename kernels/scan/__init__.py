@@ -59,6 +59,7 @@ def interdomain_scan(
     mixing: Tensor,
     *,
     initial_state: Tensor | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
     chunk_size: int | None = None,
     recompute: bool = True,
@@ -72,6 +73,9 @@ def interdomain_scan(
             parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
+        documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's
+            document, never falling along T. A state stops at the end of its document; the initial state is that of
+            document 0, which need not be there, and the final one that of the last token's. None: one sequence.
         backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
             `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
             `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
@@ -94,12 +98,13 @@ def interdomain_scan(
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_time(T)
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
+    documents = _numbers(documents, k)
     backend = _choose(backend, chunk_size, (q, k, v), M)
     if ops.implements(backend, k.device):
         save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
-        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save)[:2]
+        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents)[:2]
     with torch.autocast(k.device.type, enabled=False):
-        return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state)
+        return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
 
 
 def linear_scan(
@@ -108,6 +113,7 @@ def linear_scan(
     readout: Tensor,
     *,
     initial_state: Tensor | None = None,
+    documents: Tensor | None = None,
     backend: str = "auto",
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -116,7 +122,7 @@ def linear_scan(
     Args:
         z: [B, T, H, P], dtypes as in `interdomain_scan`.
         log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. backend, chunk_size: as in `interdomain_scan`.
+        initial_state: [B, H, M, P, 2] or None. documents, backend, chunk_size: as in `interdomain_scan`.
     Returns: (y [B, T, H, P] in z's dtype, final_state). Raises: ValueError as there.
     """
     if z.ndim != 4:
@@ -128,11 +134,12 @@ def linear_scan(
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_time(T)
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
+    documents = _numbers(documents, z)
     backend = _choose(backend, chunk_size, (z,), M)
     if ops.implements(backend, z.device):
-        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size or 0, backend)
+        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size or 0, backend, documents)
     with torch.autocast(z.device.type, enabled=False):
-        return _RECORDED[backend][1](z, log_decay, readout, initial_state)
+        return _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
 
 
 def interdomain_step(
@@ -234,6 +241,19 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
             "the heads of k and v (or z); `decay_exponent` builds it"
         )
     return log_decay.shape[1]
+
+
+def _numbers(documents: Tensor | None, k: Tensor) -> Tensor | None:
+    if documents is None:
+        return None
+    if tuple(documents.shape) != tuple(k.shape[:2]) or documents.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"documents is {documents.dtype} of shape {tuple(documents.shape)}; expected int32 or int64 of shape [B, T] = "
+            f"{tuple(k.shape[:2])}: the number of each token's document"
+        )
+    if documents.device != k.device:
+        raise ValueError(f"documents is on {documents.device} and k (or z) on {k.device}; move one of them")
+    return documents.to(torch.int32).contiguous()
 
 
 def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:

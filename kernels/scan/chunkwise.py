@@ -13,6 +13,8 @@ before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once t
 Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
 keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
 and, viewed as M complex ones, take E in a single multiplication.
+Where documents are packed (`Masks`), a state stops at the end of its own: four masks of zeros and ones say which
+scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 Everything is recomputed in the backward: what survives the forward is its inputs.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
@@ -22,13 +24,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, conj_physical
 
+from .documents import Masks
 from .tables import powers
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2])."""
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2]). documents: [B, T] int32, as in `interdomain_scan`."""
     B, T, H, R = k.shape
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
@@ -37,10 +48,11 @@ def scan_forward(
         tab = _tables(log_decay, segment.length)
         z = _load_columns((k, v), segment, log_decay.dtype)
         rows = _load_rows(q, H, segment, log_decay.dtype)
-        S, X = _states(z, X, tab)
-        a = _contract(_scores(rows, z[..., :R, :]), rows, S[..., :R, :], tab)
+        docs = Masks.of(documents, segment, log_decay.dtype)
+        S, X = _states(z, X, tab, docs)
+        a = _contract(_scores(rows, z[..., :R, :], docs), rows, S[..., :R, :], tab, docs)
         b = _scale(a @ weights.mT, conj_physical(tab.E))
-        out = _expand(_kernel(b, tab, rows.shape), b, z[..., R:, :], S[..., R:, :])
+        out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
         _store_rows(o, out, segment)
     return o, _store_state(X)
 
@@ -56,6 +68,8 @@ def scan_backward(
     initial_state: Tensor | None,
     chunk_size: int,
     need_decay: bool = True,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
     B, T, H, R = k.shape
@@ -70,36 +84,46 @@ def scan_backward(
     for segment in _segments(T, chunk_size):
         tab = _tables(log_decay, segment.length)
         z = _load_columns((k, v), segment, dtype)
-        S, X = _states(z, X, tab)
-        segments.append((segment, tab, z, S))
+        docs = Masks.of(documents, segment, dtype)
+        S, X = _states(z, X, tab, docs)
+        segments.append((segment, tab, docs, z, S))
     G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
     while segments:
-        segment, tab, z, S = segments.pop()
+        segment, tab, docs, z, S = segments.pop()
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
         rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
-        scores_k, scores_v = _scores(rows, kT), _scores(d_rows, vT)
-        a, c = _contract(scores_k, rows, Sk, tab), _contract(scores_v, d_rows, Sv, tab)
+        scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
+        a, c = _contract(scores_k, rows, Sk, tab, docs), _contract(scores_v, d_rows, Sv, tab, docs)
         b, e = _scale(a @ weights.mT, conj_physical(tab.E)), _scale(c @ weights, conj_physical(tab.E))
         d_weights.baddbmm_(c.mT, a)
         del a, c
 
-        kernel_b, kernel_e = _kernel(b, tab, d_rows.shape), _kernel(e, tab, rows.shape)
+        kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
+        if need_decay:
+            d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+        b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
         _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
         sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
-        Z, G = _costates(sums, G, tab)
-        _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab), segment)
-        _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab), segment)
+        Z, G = _costates(sums, G, tab, docs)
+        _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
+        _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
         if need_decay:
             position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
             weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
-            d_theta += _decay_gradient_states(z, S, Z, torch.view_as_complex(weighted.unflatten(-1, (-1, 2))), tab)
-            d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+            weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
+            d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_log_decay = torch.view_as_real(d_theta) if need_decay else None
     return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), _store_state(G)
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
     B, T, _, P = z.shape
@@ -108,9 +132,14 @@ def linear_forward(
     for segment in _segments(T, chunk_size):
         tab = _tables(log_decay, segment.length)
         zT = _load_columns((z,), segment, log_decay.dtype)
-        S, X = _states(zT, X, tab)
+        docs = Masks.of(documents, segment, log_decay.dtype)
+        S, X = _states(zT, X, tab, docs)
         w, kernel = _linear_kernel(readout, tab)
-        out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
+        if docs is None:
+            out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
+        else:
+            out = zT @ (kernel[:, None, None] * docs.same).mT
+            out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(zT.shape)
         _store_columns(y, out.view(zT.shape), segment)
     return y, _store_state(X)
 
@@ -124,6 +153,8 @@ def linear_backward(
     initial_state: Tensor | None,
     chunk_size: int,
     need_decay: bool = True,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """-> gradients of (z, log_decay or None, readout, initial_state)."""
     B, T, _, P = z.shape
@@ -136,11 +167,12 @@ def linear_backward(
     for segment in _segments(T, chunk_size):
         tab = _tables(log_decay, segment.length)
         zT = _load_columns((z,), segment, dtype)
-        S, X = _states(zT, X, tab)
-        segments.append((segment, tab, zT, S))
+        docs = Masks.of(documents, segment, dtype)
+        S, X = _states(zT, X, tab, docs)
+        segments.append((segment, tab, docs, zT, S))
     G = _load_state(d_final, B, P, log_decay)
     while segments:
-        segment, tab, zT, S = segments.pop()
+        segment, tab, docs, zT, S = segments.pop()
         w, kernel = _linear_kernel(readout, tab)
         dyT = _load_columns((d_y,), segment, dtype)
         flat_z, flat_dy, E_conj = (
@@ -152,17 +184,23 @@ def linear_backward(
         def per_chunk(x, like=S):
             return torch.view_as_complex(x.view(*like.shape, 2))
 
-        sums = per_chunk(flat_dy @ E_conj)
-        Z, G = _costates(_real(w_conj * sums), G, tab)
-        out = (flat_dy @ kernel).baddbmm_(_real(Z).flatten(1, 3), _real(tab.T).mT)
-        _store_columns(dz, out.view(zT.shape), segment)
+        read_dy = flat_dy if docs is None else (docs.reads * dyT).flatten(1, 3)
+        sums = per_chunk(read_dy @ E_conj)
+        Z, G = _costates(_real(w_conj * sums), G, tab, docs)
         # Scores meet only per-head weights here, so they are summed over batch and chunks before anything else.
-        scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
+        if docs is None:
+            out = (flat_dy @ kernel).baddbmm_(_real(Z).flatten(1, 3), _real(tab.T).mT)
+            scores = (flat_dy.mT @ flat_z).tril_()  # [H, L, L]
+        else:
+            out = dyT @ (kernel[:, None, None] * docs.same)
+            out += docs.writes * (_real(Z).flatten(1, 3) @ _real(tab.T).mT).view(zT.shape)
+            scores = (docs.same * (dyT.mT @ zT)).sum((1, 2)).tril_()
+        _store_columns(dz, out.view(zT.shape), segment)
         c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
         if need_decay:
-            weighted = w_conj * per_chunk(flat_dy @ (tab.position[:, None] * E_conj))
-            d_theta += _decay_gradient_states(zT, S, Z, weighted, tab)
+            weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
+            d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
             c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
             d_theta += (w * conj_physical(c)).sum(1)
     d_log_decay = torch.view_as_real(d_theta) if need_decay else None
@@ -173,24 +211,36 @@ def linear_backward(
 # b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
 
 
-def _scores(rows: Tensor, columns: Tensor) -> Tensor:
+def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
     """tril(q k^T) per chunk, [H, B, N, G L, L]."""
-    scores = rows @ columns
-    scores.unflatten(-2, (-1, columns.shape[-1])).tril_()
+    return _causal(rows @ columns, docs)
+
+
+def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: Masks | None) -> Tensor:
+    """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
+    return _causal((b @ _real(tab.T).mT).view(*rows[:4], -1), docs)
+
+
+def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
+    """Zeros above the diagonal and between documents, in place."""
+    # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 / Lambda.
+    per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
+    if docs is not None:
+        per_head.mul_(docs.same[:, :, :, None])
     return scores
 
 
-def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size) -> Tensor:
-    """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
-    # tril_ writes zeros over what is above the diagonal: those entries hold positive powers of 1 / Lambda.
-    D = (b @ _real(tab.T).mT).view(*rows[:4], -1)
-    D.unflatten(-2, (-1, D.shape[-1])).tril_()
-    return D
+def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
+    """Rows of b [H, B N G L, 2M], zeros where they do not read the state before their chunk."""
+    if docs is None:
+        return b
+    return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
 
 
-def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables") -> Tensor:
+def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
     """Pass 1: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i)."""
     a = scores.flatten(1, 3) @ _real(tab.T)
+    rows = rows if docs is None else rows * docs.of_rows(rows)
     a.view(-1, *rows.shape[-2:-1], a.shape[-1]).baddbmm_(rows.flatten(0, 2), _real(S).flatten(0, 2))
     return _scale(a, tab.E)
 
@@ -202,9 +252,11 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     return out.view(*kernel.shape[:-1], -1)
 
 
-def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables") -> Tensor:
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
     """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
     out = _real(Z).flatten(1, 3) @ _real(tab.T).mT
+    if docs is not None:
+        out = out.view(*Z.shape[:4], -1) * docs.writes
     out = out.view(-1, rows.shape[-1], kernel.shape[-1])
     return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(*rows.shape[:3], *out.shape[1:])
 
@@ -214,23 +266,23 @@ def _outer(rows: Tensor, b: Tensor) -> Tensor:
     return rows.mT @ b.view(*rows.shape[:4], -1)
 
 
-def _states(z: Tensor, X: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
     S' = Lambda^L (S + sum_j T_j z_j), and X' = Lambda^(L-1-r) of the same sum.
     """
-    local = z.flatten(1, 3) @ _real(tab.T)
+    local = (z if docs is None else z * docs.writes).flatten(1, 3) @ _real(tab.T)
     local = torch.view_as_complex(local.view(*z.shape[:4], -1, 2))
     S = torch.empty_like(local)
     current = tab.enter * X
     for n in range(z.shape[2]):
         S[:, :, n] = current
-        total = current + local[:, :, n]
+        total = (current if docs is None else docs.keeps[:, :, n] * current) + local[:, :, n]
         current = tab.carry * total
     return S, tab.leave * total
 
 
-def _costates(sums: Tensor, G: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
+def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
     """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
     sums = torch.view_as_complex(sums.view(*sums.shape[:4], -1, 2))
     Z = torch.empty_like(sums)
@@ -238,7 +290,7 @@ def _costates(sums: Tensor, G: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
     current = enter * G
     for n in reversed(range(sums.shape[2])):
         Z[:, :, n] = current
-        total = current + sums[:, :, n]
+        total = (current if docs is None else docs.keeps[:, :, n] * current) + sums[:, :, n]
         current = carry * total
     return Z, leave * total
 
@@ -251,14 +303,17 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
     return (torch.view_as_complex(b.unflatten(-1, (-1, 2))) * conj_physical(tangent)).sum(1)
 
 
-def _decay_gradient_states(z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables") -> Tensor:
+def _decay_gradient_states(
+    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: Masks | None
+) -> Tensor:
     """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
     Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
     """
     L = z.shape[-1]
+    z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
     tangent = z.flatten(1, 3) @ ((L - tab.position)[:, None] * _real(tab.T))
     tangent = torch.view_as_complex(tangent.view(*z.shape[:4], -1, 2))
-    return ((weighted + L * Z) * conj_physical(S)).sum((1, 2, 3)) + (Z * conj_physical(tangent)).sum((1, 2, 3))
+    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + (Z * conj_physical(tangent)).sum((1, 2, 3))
 
 
 def _linear_kernel(readout: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:

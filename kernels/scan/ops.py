@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import chunkwise, fft
+from .documents import backward_by_document, forward_by_document
 from .triton_support import operand_dtype
 
 
@@ -26,6 +27,7 @@ class Implementation(NamedTuple):
     saves: scan_forward returns a and b~, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes
     them, or None for each, as its last arguments.
     chunk: chunk_size where the caller names none; None if that is for the implementation to choose.
+    documents: takes them by that keyword; one that does not runs every document by itself.
     """
 
     scan_forward: Callable
@@ -34,6 +36,7 @@ class Implementation(NamedTuple):
     linear_backward: Callable
     saves: bool = False
     chunk: int | None = 64
+    documents: bool = True
 
 
 _PLAIN = Implementation(
@@ -45,7 +48,7 @@ def _late(module: str) -> Implementation:
     """Imported when it first runs: a CPU box has no triton."""
 
     def call(name):
-        return lambda *args: getattr(importlib.import_module(module, __package__), name)(*args)
+        return lambda *args, **kw: getattr(importlib.import_module(module, __package__), name)(*args, **kw)
 
     return Implementation(*map(call, Implementation._fields[:4]))
 
@@ -54,7 +57,9 @@ IMPLEMENTATIONS = {
     "chunkwise": _PLAIN,
     "chunkwise-torch": _PLAIN,
     "sequential": _late(".triton_sequential"),
-    "fft": Implementation(fft.scan_forward, fft.scan_backward, fft.linear_forward, fft.linear_backward),
+    "fft": Implementation(
+        fft.scan_forward, fft.scan_backward, fft.linear_forward, fft.linear_backward, documents=False
+    ),
 }
 
 
@@ -96,6 +101,20 @@ def _chunk(chunk_size: int, run: Implementation) -> int | None:
     return chunk_size or run.chunk
 
 
+def _forward(run, forward, tokens, tables, initial_state, chunk_size, documents):
+    args = tokens, tables, initial_state, _chunk(chunk_size, run)
+    if documents is not None and not run.documents:
+        return forward_by_document(forward, *args, documents)
+    return forward(*tokens, *tables, *args[2:], **({} if documents is None else {"documents": documents}))
+
+
+def _backward(run, backward, d_out, d_final, tokens, tables, initial_state, chunk_size, need_decay, documents):
+    args = initial_state, _chunk(chunk_size, run), need_decay
+    if documents is not None and not run.documents:
+        return backward_by_document(backward, d_out, d_final, tokens, tables, *args, documents)
+    return backward(d_out, d_final, *tokens, *tables, *args, **({} if documents is None else {"documents": documents}))
+
+
 def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
@@ -107,18 +126,20 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     "interdomain::scan",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
-    "str backend, bool save=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str backend, bool save=False, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False):
+def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None):
     """-> o, final state, and what `save` keeps for the backward: a and b~. chunk_size 0: the implementation's own."""
     run = implementation(backend, q.device)
     with _without_autocast(q):
-        o, final, *kept = run.scan_forward(q, k, v, log_decay, mixing, initial_state, _chunk(chunk_size, run))
+        o, final, *kept = _forward(
+            run, run.scan_forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents
+        )
     return o, final, *(kept if save else (log_decay.new_empty(0), log_decay.new_empty(0)))
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False):
+def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None):
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     shape, dtype = ((B, Hq, T, 2 * M), operand_dtype(q, k, v)) if save else ((0,), log_decay.dtype)
@@ -130,22 +151,54 @@ def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False
     "interdomain::scan_backward",
     mutates_args=(),
     schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, "
-    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, Tensor? b=None) -> "
+    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, Tensor? b=None, "
+    "Tensor? documents=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def scan_backward(
-    d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay, a=None, b=None
+    d_o,
+    d_final,
+    q,
+    k,
+    v,
+    log_decay,
+    mixing,
+    initial_state,
+    chunk_size,
+    backend,
+    need_decay,
+    a=None,
+    b=None,
+    documents=None,
 ):
     run = implementation(backend, q.device)
-    args = (d_o, d_final, q, k, v, log_decay, mixing, initial_state, _chunk(chunk_size, run), need_decay)
+    backward = functools.partial(run.scan_backward, a=a, b=b) if run.saves else run.scan_backward
+    tokens, tables = (q, k, v), (log_decay, mixing)
     with _without_autocast(q):
-        dq, dk, dv, d_log_decay, d_mixing, d_initial = run.scan_backward(*args, *((a, b) if run.saves else ()))
+        dq, dk, dv, d_log_decay, d_mixing, d_initial = _backward(
+            run, backward, d_o, d_final, tokens, tables, initial_state, chunk_size, need_decay, documents
+        )
     d_initial = d_initial if initial_state is not None else None
     return dq, dk, dv, _or_empty(d_log_decay, log_decay), d_mixing, _or_empty(d_initial, log_decay)
 
 
 @scan_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay, a=None, b=None):
+def _(
+    d_o,
+    d_final,
+    q,
+    k,
+    v,
+    log_decay,
+    mixing,
+    initial_state,
+    chunk_size,
+    backend,
+    need_decay,
+    a=None,
+    b=None,
+    documents=None,
+):
     return (
         *(x.new_empty(x.shape) for x in (q, k, v)),
         log_decay.new_empty(log_decay.shape if need_decay else 0),
@@ -155,25 +208,27 @@ def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backe
 
 
 def _setup_scan(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, save = inputs
+    *tensors, ctx.chunk_size, ctx.backend, save, documents = inputs
     o, _, *kept = output
-    ctx.save_for_backward(*tensors, *(kept if save else ()))
+    ctx.save_for_backward(documents, *tensors, *(kept if save else ()))
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)
     ctx.output = o.shape, o.dtype
 
 
 def _scan_gradient(ctx, d_o, d_final, *_):
-    q, k, v, log_decay, mixing, initial_state, *kept = ctx.saved_tensors
+    documents, q, k, v, log_decay, mixing, initial_state, *kept = ctx.saved_tensors
     if d_o is None:  # only the state was used
         d_o = v.new_zeros(ctx.output[0])
     need_decay = ctx.needs_input_grad[3]
     dq, dk, dv, d_log_decay, d_mixing, d_initial = scan_backward(
-        d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay, *kept
+        *(d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay),
+        *(kept or (None, None)),
+        documents,
     )
     d_log_decay = d_log_decay if need_decay else None
     d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None
+    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None, None
 
 
 scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
@@ -185,17 +240,17 @@ scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
 @torch.library.custom_op(
     "interdomain::linear_scan",
     mutates_args=(),
-    schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, int chunk_size, str backend) -> "
-    "(Tensor, Tensor)",
+    schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, int chunk_size, str backend, "
+    "Tensor? documents=None) -> (Tensor, Tensor)",
 )
-def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend):
+def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend, documents=None):
     run = implementation(backend, z.device)
     with _without_autocast(z):
-        return run.linear_forward(z, log_decay, readout, initial_state, _chunk(chunk_size, run))
+        return _forward(run, run.linear_forward, (z,), (log_decay, readout), initial_state, chunk_size, documents)
 
 
 @linear_scan.register_fake
-def _(z, log_decay, readout, initial_state, chunk_size, backend):
+def _(z, log_decay, readout, initial_state, chunk_size, backend, documents=None):
     B, _, H, P = z.shape
     return z.new_empty(z.shape), log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
 
@@ -204,19 +259,23 @@ def _(z, log_decay, readout, initial_state, chunk_size, backend):
     "interdomain::linear_scan_backward",
     mutates_args=(),
     schema="(Tensor d_y, Tensor? d_final, Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, "
-    "int chunk_size, str backend, bool need_decay) -> (Tensor, Tensor, Tensor, Tensor)",
+    "int chunk_size, str backend, bool need_decay, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def linear_scan_backward(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay):
+def linear_scan_backward(
+    d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay, documents=None
+):
     run = implementation(backend, z.device)
-    args = (d_y, d_final, z, log_decay, readout, initial_state, _chunk(chunk_size, run), need_decay)
+    tables = log_decay, readout
     with _without_autocast(z):
-        dz, d_log_decay, d_readout, d_initial = run.linear_backward(*args)
+        dz, d_log_decay, d_readout, d_initial = _backward(
+            run, run.linear_backward, d_y, d_final, (z,), tables, initial_state, chunk_size, need_decay, documents
+        )
     d_initial = d_initial if initial_state is not None else None
     return dz, _or_empty(d_log_decay, log_decay), d_readout, _or_empty(d_initial, log_decay)
 
 
 @linear_scan_backward.register_fake
-def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay):
+def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay, documents=None):
     return (
         z.new_empty(z.shape),
         log_decay.new_empty(log_decay.shape if need_decay else 0),
@@ -226,22 +285,22 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, n
 
 
 def _setup_linear(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.chunk_size, ctx.backend, documents = inputs
+    ctx.save_for_backward(documents, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _linear_gradient(ctx, d_y, d_final):
-    z, log_decay, readout, initial_state = ctx.saved_tensors
+    documents, z, log_decay, readout, initial_state = ctx.saved_tensors
     if d_y is None:
         d_y = torch.zeros_like(z)
     need_decay = ctx.needs_input_grad[1]
     dz, d_log_decay, d_readout, d_initial = linear_scan_backward(
-        d_y, d_final, z, log_decay, readout, initial_state, ctx.chunk_size, ctx.backend, need_decay
+        d_y, d_final, z, log_decay, readout, initial_state, ctx.chunk_size, ctx.backend, need_decay, documents
     )
     d_log_decay = d_log_decay if need_decay else None
     d_initial = d_initial if initial_state is not None else None
-    return dz, d_log_decay, d_readout, d_initial, None, None
+    return dz, d_log_decay, d_readout, d_initial, None, None, None
 
 
 linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)

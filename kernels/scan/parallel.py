@@ -13,21 +13,29 @@ from .tables import powers
 
 
 def scan_parallel(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = log_decay.dtype
-    X, final = all_states(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, initial_state)
+    X, final = all_states(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, initial_state, documents)
     return query_readout(X, q.to(dtype), mixing).to(v.dtype), final
 
 
 def linear_parallel(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    X, final = all_states(z.to(log_decay.dtype), log_decay, initial_state)
+    X, final = all_states(z.to(log_decay.dtype), log_decay, initial_state, documents)
     return linear_readout(X, readout).to(z.dtype), final
 
 
-def all_states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+def all_states(
+    z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """z [B, T, H, P] -> every state [B, T, H, M, P] (complex), and the last one as real pairs [B, H, M, P, 2]."""
     T, M = z.shape[1], log_decay.shape[1]
     shifts = [1 << s for s in range(max(T - 1, 1).bit_length())]  # 1 is always there: the initial state uses it
@@ -35,11 +43,16 @@ def all_states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None) -> tu
     X = torch.complex(z, torch.zeros_like(z))[:, :, :, None, :].expand(-1, -1, -1, M, -1)
     if initial_state is not None:
         # The state before the first token enters through that token: X_0 = z_0 + Lambda X_init.
-        first = X[:, :1] + table[0] * torch.view_as_complex(initial_state.contiguous())[:, None]
-        X = torch.cat((first, X[:, 1:]), dim=1)
+        carried = table[0] * torch.view_as_complex(initial_state.contiguous())[:, None]
+        if documents is not None:
+            carried = carried * (documents[:, :1] == 0)[..., None, None, None]
+        X = torch.cat((X[:, :1] + carried, X[:, 1:]), dim=1)
     for shift, power in zip(shifts, table, strict=True):
         if shift < T:
-            X = torch.cat((X[:, :shift], X[:, shift:] + power * X[:, :-shift]), dim=1)
+            earlier = power * X[:, :-shift]
+            if documents is not None:  # nothing crosses from one document into another
+                earlier = earlier * (documents[:, shift:] == documents[:, :-shift])[..., None, None, None]
+            X = torch.cat((X[:, :shift], X[:, shift:] + earlier), dim=1)
     return X, torch.view_as_real(X[:, -1]).contiguous()
 
 

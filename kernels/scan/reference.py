@@ -101,7 +101,13 @@ def paper_linear(
 
 
 def scan_reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """backend="reference" of `interdomain_scan`: token by token, one state, no chunk."""
     dtype, R = log_decay.dtype, q.shape[-1]
@@ -113,7 +119,7 @@ def scan_reference(
     X = _initial(initial_state, (B, H, M, z.shape[-1]), Lambda)
     outputs = []
     for t in range(T):
-        X = Lambda * X + z[:, t, :, None, :]  # [B, H, M, P]
+        X = Lambda * _within(documents, t, X) + z[:, t, :, None, :]  # [B, H, M, P]
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
         b = torch.einsum("hnm,bhgm->bhgn", mixing, torch.cat((a.real, a.imag), dim=-1))
         b = torch.complex(b[..., :M], b[..., M:])
@@ -122,7 +128,7 @@ def scan_reference(
 
 
 def linear_reference(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """backend="reference" of `linear_scan`."""
     B, T, H, P = z.shape
@@ -132,9 +138,17 @@ def linear_reference(
     X = _initial(initial_state, (B, H, M, P), Lambda)
     outputs = []
     for t in range(T):
-        X = Lambda * X + z[:, t, :, None, :].to(log_decay.dtype)
+        X = Lambda * _within(documents, t, X) + z[:, t, :, None, :].to(log_decay.dtype)
         outputs.append(torch.einsum("hm,bhmp->bhp", w, X).real)
     return torch.stack(outputs, dim=1).to(z.dtype), torch.view_as_real(X)
+
+
+def _within(documents: Tensor | None, t: int, X: Tensor) -> Tensor:
+    """The state before token t, zero where the token begins a document; the initial state is that of document 0."""
+    if documents is None:
+        return X
+    same = documents[:, t] == (documents[:, t - 1] if t else 0)
+    return torch.where(same[:, None, None, None], X, torch.zeros_like(X))
 
 
 def _decay(log_decay: Tensor) -> Tensor:
