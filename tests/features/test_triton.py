@@ -224,6 +224,6 @@ def test_budget(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["kernel"] for r in reports] == ["forward_kernel", "backward_kernel"] * len(SPILL)
-    # No shared memory: sums over R stay inside a warp.
-    over = [r for r in reports if r["registers"] > REGISTERS or r["spill"] > SPILL[r["shape"]] or r["shared"]]
+    # Shared memory: none, since sums over R stay inside a warp; Triton 3.6 turns the weights around in it, before the loop.
+    over = [r for r in reports if r["registers"] > REGISTERS or r["spill"] > SPILL[r["shape"]] or r["shared"] > 2048]
     assert not over, "\n".join(map(str, over))
