@@ -8,24 +8,26 @@ and calls this.
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from ._cli import user_errors
+from ._supervise import CONTINUE, supervise
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
+# By one start of torchrun, which counts them all, progress or not; the same command begins a new count.
+MAX_RESTARTS = 3
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our own arguments, TorchTitan's flags). The TOML file may stand anywhere."""
     p = argparse.ArgumentParser(
         prog="launch.sh",
-        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--flags] [TORCHTITAN FLAGS]",
+        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--max-restarts N] [--flags] [TORCHTITAN FLAGS]",
         description="Train under TorchTitan on this machine.",
         epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag goes to TorchTitan: --mixer.condition s4d, "
         "--training.local_batch_size 4, ...; --flags lists them all.",
@@ -34,6 +36,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
     p.add_argument("--ranks", type=int, help="processes on this machine (default: the GPUs, or 2 on the CPU)")
+    p.add_argument(
+        "--max-restarts",
+        type=int,
+        default=MAX_RESTARTS,
+        metavar="N",
+        help=f"start the ranks anew from the last whole checkpoint at most N times when one dies (default {MAX_RESTARTS})",
+    )
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
         raise ValueError(
@@ -58,12 +67,13 @@ def titan_arguments(config: str, flags: list[str]) -> list[str]:
     return ["--job.config_file", config, *flags]
 
 
-def torchrun_command(config: str, flags: list[str], ranks: int) -> list[str]:
+def torchrun_command(config: str, flags: list[str], ranks: int, restarts: int = 0) -> list[str]:
     return [
         python_here(),
         *("-m", "torch.distributed.run"),
         "--standalone",
         *("--nproc-per-node", str(ranks)),
+        *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
         *("-m", "torchtitan.train"),
         *titan_arguments(config, flags),
@@ -146,20 +156,24 @@ def main(argv=None) -> int:
         flags = [*flags, "--help"]
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
+    if args.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be 0 or more: got {args.max_restarts}.")
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
     job = job_config(args.config, flags)
 
     from interdomain.titan.plan import make_plan
 
     plan = make_plan(job, world_size=ranks)
-    command = torchrun_command(args.config, flags, ranks)
+    command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(plan.describe())
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         return 0
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
-    code = subprocess.call(command, env=environment(ranks))
+    code = supervise(command, environment(ranks))
+    if code == CONTINUE:
+        return code
     if code:
         print(f"\nthe run ended with exit status {code}; the reason stands above.", file=sys.stderr)
         return code

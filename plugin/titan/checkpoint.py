@@ -127,6 +127,16 @@ class SelfDescribingCheckpoints(CheckpointManager):
         shutil.copyfile(self.tokenizer, folder / TOKENIZER)
         (folder / SIDECAR).write_text(json.dumps({**self.record, "step": step, "tokens": tokens}, indent=2) + "\n")
 
+    def save_now(self, step: int) -> bool:
+        """Have a whole checkpoint of this step on the disk before this returns. False: the run saves none."""
+        if not self.enable or self.load_only:
+            return False
+        if self._step_of(self.saving) == step:
+            self._async_wait()  # its interval's, perhaps still on the way
+        else:
+            self.save(step, last_step=True)
+        return True
+
     def _save_last_step(self, curr_step: int) -> None:
         super()._save_last_step(curr_step)
         self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step

@@ -1,8 +1,8 @@
 """What the plugin changes in TorchTitan's trainer, where it has no hook for it. Everything else goes through TrainSpec.
 
 The configuration is checked before the process group exists, so that nothing is built for a run that cannot be; the
-checkpoint manager is ours; and precision is FSDP2's policy on every topology (see `parallelize`), so the autocast that the
-trainer would put around a single rank is left out.
+checkpoint manager is ours; between steps the run leaves if it was asked to; and precision is FSDP2's policy on every topology
+(see `parallelize`), so the autocast that the trainer would put around a single rank is left out.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from torchtitan.distributed import utils as dist_utils
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
 from .plan import make_plan
+from .preemption import Preemption
 
 
 def install(model_name: str) -> None:
@@ -25,6 +26,7 @@ def install(model_name: str) -> None:
         if getattr(module, "CheckpointManager", None) is CheckpointManager:
             module.CheckpointManager = SelfDescribingCheckpoints
             module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
+            module.Trainer.should_continue_training = _unless_asked(module.Trainer.should_continue_training, model_name)
     dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
 
 
@@ -33,9 +35,29 @@ def _checked_first(init_distributed, model_name: str):
     def checked(trainer):
         if trainer.job_config.model.name == model_name:
             check(trainer.job_config)
+            trainer.preemption = Preemption()
+            trainer.preemption.listen()
         return init_distributed(trainer)
 
     return checked
+
+
+def _unless_asked(should_continue_training, model_name: str):
+    """TorchTitan asks this between any two steps, after what it saves there."""
+
+    @functools.wraps(should_continue_training)
+    def should_continue(trainer):
+        config = trainer.job_config
+        # Its fake modes have one process and no other to agree with.
+        if config.model.name == model_name and config.comm.mode == "default":
+            if not should_continue_training(trainer):
+                trainer.preemption.settle()  # asked or not, the run is at its end
+                return False
+            if trainer.preemption.agreed(config.comm):
+                trainer.preemption.leave(trainer)
+        return should_continue_training(trainer)
+
+    return should_continue
 
 
 @one_paragraph

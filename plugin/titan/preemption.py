@@ -1,0 +1,78 @@
+"""Leaving when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a whole checkpoint.
+
+SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (what `--signal` in SLURM sends before the time limit).
+The same command line continues the run. Every other end of torchrun is the ranks' end at once: they are its children, and
+an orphan would go on writing into the folder of the run that continues.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from .errors import LEFT, tell_launcher
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
+
+
+class Preemption:
+    """What this rank was asked, and what all ranks together make of it at the boundaries between steps."""
+
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
+        self.votes = self.vote = None
+
+    def listen(self) -> None:
+        """From now on the signals are noted and nothing else; a second one changes nothing."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+        _die_with_torchrun(signal.SIGKILL)
+
+    def _note(self, number, frame) -> None:
+        self.asked = self.asked or signal.Signals(number)
+        # torchrun gives up waiting at its third signal: the save must not end with it.
+        _die_with_torchrun(0)
+
+    def agreed(self, comm) -> bool:
+        """Whether any rank had been asked at the boundary before this one: the same answer on all ranks. Collective.
+
+        A boundary's votes are counted while the next step runs, so that no step waits for them.
+        """
+        if self.votes is None:  # gloo: its collectives run beside the device's
+            seconds = max(comm.init_timeout_seconds, comm.train_timeout_seconds)
+            self.votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        before = self.settle()
+        ballot = torch.tensor([self.asked is not None], dtype=torch.int32)
+        self.vote = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.votes, async_op=True), ballot
+        return before
+
+    def settle(self) -> bool:
+        """The outcome of the pending vote; none is pending after it."""
+        if self.vote is None:
+            return False
+        work, ballot = self.vote
+        work.wait()
+        self.vote = None
+        return bool(ballot.item())
+
+    def leave(self, trainer) -> None:
+        """Save, say so, and end this process with exit status 0: torchrun restarts only what fails."""
+        self.settle()
+        saved = trainer.checkpointer.save_now(trainer.step)
+        why = self.asked.name if self.asked else "a signal to another rank"
+        kept = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
+        logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, kept)
+        tell_launcher(LEFT)
+        raise SystemExit(0)
+
+
+def _die_with_torchrun(number: int) -> None:
+    """Ask Linux for this signal when torchrun dies; 0: for none."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))

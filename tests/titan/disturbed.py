@@ -1,0 +1,53 @@
+"""TorchTitan's entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json TORCHTITAN'S FLAGS
+
+PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
+{"flags": more of them, "rank": who, "at": ["step" | "write" | "finish", N], "signal": "SIGKILL", "to": "rank" | "agent"}
+
+step: in training step N. write: before this rank writes its shard of checkpoint N. finish: when all shards of checkpoint N
+are written and its index is not (rank 0). No "at": nothing happens.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+# TorchTitan takes its flags from here when it is imported.
+ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
+sys.argv += ENTRY.get("flags", [])
+
+import torchtitan.train  # noqa: E402
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
+
+
+def disturb():
+    if int(os.environ["RANK"]) == ENTRY["rank"]:
+        pid = os.getpid() if ENTRY.get("to", "rank") == "rank" else os.getppid()
+        for _ in range(ENTRY.get("times", 1)):
+            os.kill(pid, getattr(signal, ENTRY["signal"]))
+
+
+def before(place, name, condition):
+    original = getattr(place, name)
+
+    def disturbed(self, *args, **kwargs):
+        if condition(self):
+            disturb()
+        return original(self, *args, **kwargs)
+
+    setattr(place, name, disturbed)
+
+
+def main():
+    kind, step = ENTRY.get("at", (None, None))
+    if kind == "step":
+        before(torchtitan.train.Trainer, "train_step", lambda trainer: trainer.step == step)
+    elif kind is not None:
+        method = {"write": "write_data", "finish": "finish"}[kind]
+        before(FileSystemWriter, method, lambda writer: str(writer.path).endswith(f"step-{step}"))
+    torchtitan.train.main(torchtitan.train.Trainer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How a run ends for whoever started it: exit statuses, with small processes in torchrun's place."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from interdomain.tools._supervise import CONTINUE, supervise
+
+pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+
+# A stand-in for torchrun: `seen` counts the signals that reach it; `wait` gives them time.
+STAND_IN = """
+import os, signal, sys, time
+seen = []
+def note(number, frame):
+    seen.append(number)
+signal.signal(signal.SIGTERM, note)
+def ask(number, who):
+    os.kill(who, number)
+    time.sleep(0.2)
+def say(word):
+    open(os.environ["INTERDOMAIN_OUTCOME"], "w").write(word)
+def wait():
+    for _ in range(100):
+        if seen:
+            return
+        time.sleep(0.1)
+launcher, me = os.getppid(), os.getpid()
+"""
+
+
+def run(program):
+    return supervise([sys.executable, "-c", STAND_IN + program], dict(os.environ))
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_status_of_a_run_that_nobody_asked_to_leave(status):
+    assert run(f"sys.exit({status})") == status
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_is_passed_on_once_and_the_run_continues_another_time(number, capfd):
+    ask = f"ask(signal.{number}, launcher); "
+    assert run(f"{ask * 3}wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)") == CONTINUE == 75
+    assert "the same command continues it" in capfd.readouterr().err
+
+
+def test_a_signal_that_torchrun_alone_got():
+    assert run("ask(signal.SIGTERM, me); say('left'); sys.exit(1)") == CONTINUE
+
+
+def test_a_signal_that_one_rank_alone_got():
+    assert run("say('left')") == CONTINUE
+
+
+def test_a_signal_before_the_ranks_could_listen():
+    assert run("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)") == CONTINUE
+
+
+def test_a_signal_after_the_last_step_changes_nothing():
+    assert run("ask(signal.SIGTERM, launcher); sys.exit(0)") == 0
+
+
+def test_what_kills_other_processes_does_not_kill_torchrun():
+    """Schedulers that signal every process of a job: the default of SIGUSR1 is to end it."""
+    assert run("ask(signal.SIGUSR1, me); sys.exit(4)") == 4
+
+
+def test_a_decision_is_not_repeated():
+    """torchrun would start the ranks again, to the same end."""
+    assert run("say('stopped'); wait(); sys.exit(1 if seen else 9)") == 1
+
+
+def test_our_own_handlers_come_back():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    run("sys.exit(0)")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before

@@ -1,0 +1,67 @@
+"""torchrun under a scheduler: signals passed on, time to save, and an exit status that says whether to come back."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+SAVING_SECONDS = 600  # torchrun's own 30 would kill ranks in the middle of a large checkpoint
+POLL_SECONDS = 0.5
+
+
+def supervise(command: list[str], environment: dict[str, str]) -> int:
+    """Run torchrun to its end.
+
+    Returns: 0 for a finished run, CONTINUE for one that left on a signal, INTERRUPTED after Ctrl-C, else torchrun's status.
+    """
+    from interdomain.titan.errors import LEFT, OUTCOME, STOPPED
+
+    asked = []
+    with tempfile.TemporaryDirectory(prefix="interdomain-") as folder:
+        outcome = Path(folder) / "outcome"
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_SECONDS), **environment, OUTCOME: str(outcome)}
+        # Ignored when torchrun starts, and so by torchrun: where a scheduler signals every process, it must not die of it.
+        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        process = subprocess.Popen(command, env=environment)
+
+        def pass_on(number, frame):
+            if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
+                process.send_signal(signal.SIGTERM)
+            asked.append(number)
+
+        handlers = {signal.SIGUSR1: before, signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+        for number in handlers:
+            signal.signal(number, pass_on)
+        try:
+            code, said = _wait(process, outcome, STOPPED)
+        except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
+            process.wait()
+            return INTERRUPTED
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    if said == LEFT or (asked and code):
+        print(f"\nthe run left on a signal (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
+        return CONTINUE
+    return code
+
+
+def _wait(process: subprocess.Popen, outcome: Path, stopped: str) -> tuple[int, str]:
+    """(torchrun's exit status, the word that the ranks left). Ends torchrun when a restart would only repeat the end."""
+    ended = False
+    while True:
+        try:
+            code = process.wait(timeout=POLL_SECONDS)
+            return code, _read(outcome)
+        except subprocess.TimeoutExpired:
+            if not ended and _read(outcome) == stopped:
+                process.terminate()
+                ended = True
+
+
+def _read(outcome: Path) -> str:
+    return outcome.read_text() if outcome.is_file() else ""
