@@ -44,6 +44,48 @@ def new_folder(output):
     sync_folder(output.parent)
 
 
+@contextlib.contextmanager
+def kept_folder(output, wait=False):
+    """A hidden sibling of `output`, `.<name>.unfinished`, to build in over several runs; renamed to `output` when the block
+    ends, kept as it is if the block raises or the process dies. One process at a time.
+
+    Args:
+        wait: until another process that builds the same has ended.
+    Raises: FileExistsError if `output` holds anything, before and after building; BlockingIOError if another process
+        builds it and `wait` is false.
+    """
+    output = Path(output)
+    folder = output.with_name(f".{output.name}.unfinished")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        while True:
+            require_empty(output)
+            folder.mkdir(exist_ok=True)
+            lock = _locked(folder, wait=wait)
+            try:
+                stack.enter_context(lock)
+            except BlockingIOError as e:
+                raise BlockingIOError(
+                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
+                ) from e
+            except FileNotFoundError:
+                continue  # renamed away between the two lines
+            except OSError:
+                break  # no locks on this file system: then nothing tells two processes apart
+            # The lock is of the folder, not of its name: another process may have finished and renamed it meanwhile.
+            if folder.exists() and os.stat(folder).st_ino == lock.inode:
+                break
+            stack.close()
+        yield folder
+        sync_folder(folder)
+        try:
+            os.rename(folder, output)
+        except OSError:
+            require_empty(output)
+            raise
+    sync_folder(output.parent)
+
+
 def require_empty(output):
     """Raises FileExistsError unless `output` does not exist or is an empty folder."""
     output = Path(output)
@@ -86,12 +128,21 @@ def sync_folder(folder):
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _locked(folder):
-    """Holds an exclusive lock on a folder. Raises OSError if another process has it, or if there are no locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+class _locked:
+    """Holds an exclusive lock on a folder. Raises BlockingIOError if another process has it, OSError if there are no locks."""
+
+    def __init__(self, folder, wait=False):
+        self.folder, self.wait = folder, wait
+
+    def __enter__(self):
+        self.descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
+            self.inode = os.fstat(self.descriptor).st_ino
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.descriptor)

@@ -84,7 +84,10 @@ ROOMS = {
     "folders": set(),
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
-    "data": {"numpy", "sentencepiece", "torch", "interdomain.folders"},
+    "data": {
+        *("numpy", "sentencepiece", "torch", "interdomain.folders"),
+        *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
+    },
     "model": {
         *("torch", "safetensors", "numpy"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders"),

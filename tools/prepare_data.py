@@ -1,57 +1,73 @@
 """python -m interdomain.tools.prepare_data --input stdlib --output data/stdlib
 
 Turns text into a prepared corpus: shards of token ids in Megatron's .bin/.idx format, split into training and
-validation by document, with the tokenizer and a manifest of checksums. The same text gives the same bytes. The folder
-appears under its name when everything in it is whole; a run that dies leaves a hidden folder beside it, which the next
-one removes.
+validation by document, with the tokenizer and a manifest of checksums. The same text gives the same bytes, with any
+number of worker processes. The folder appears under its name when everything in it is whole; a run that is killed
+leaves a hidden folder beside it, and the same command goes on from there.
 """
 
 import argparse
-import itertools
 import json
+import os
+import shutil
 import sys
+import time
 from pathlib import Path
 
 from tqdm import tqdm
 
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest
 from interdomain.data.documents import describe_inputs, in_validation, list_files, read_documents
-from interdomain.data.indexed import IndexedDatasetWriter, file_sha256
-from interdomain.data.tokenizer import TOKENIZER_FILE, SentencePieceTokenizer, load_tokenizer
-from interdomain.folders import new_folder, write_whole
+from interdomain.data.indexed import file_sha256
+from interdomain.data.pieces import check_files
+from interdomain.data.preparation import JOURNAL, Encoding, Journal, write_splits
+from interdomain.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from interdomain.folders import kept_folder, write_whole
 
 from ._cli import user_errors
 from .train_tokenizer import DEFAULT_VOCAB_SIZE, counted, train_sentencepiece
 
-SPLITS = ("train", "validation")
-BATCH_DOCUMENTS = 64  # encoded at once, by every core
+LOG_SECONDS = 60.0
+BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
     parser.add_argument(
-        "--input", nargs="+", default=["stdlib"], help="stdlib, or files and globs of .txt .py .md .jsonl"
+        "--input",
+        nargs="+",
+        default=["stdlib"],
+        help="stdlib; files, folders and globs of .txt .py .md .jsonl[.gz|.zst] .parquet; hf:NAME[@REVISION][:CONFIG[:SPLIT]]",
     )
-    parser.add_argument("--output", required=True, type=Path, help="the folder to make; it may not exist, or is empty")
+    parser.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")
     parser.add_argument("--tokenizer", type=Path, help="a sentencepiece .model file, or a folder with one")
     parser.add_argument(
         "--vocab-size", type=int, help=f"of a tokenizer trained on the text, default {DEFAULT_VOCAB_SIZE}"
     )
     parser.add_argument("--validation-fraction", type=float, default=0.02, help="of the documents, default %(default)s")
-    parser.add_argument("--text-field", default="text", help="of .jsonl rows, default %(default)s")
+    parser.add_argument("--text-field", default="text", help="of rows, default %(default)s")
     parser.add_argument("--max-bytes", type=int, default=None, help="of text to take, default all")
     parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, help="tokens after which a shard is full")
+    parser.add_argument("--workers", type=int, help="processes that encode, default one for every core that has work")
     parser.add_argument(
         "--skip-existing", action="store_true", help="if the output is this very corpus already: success"
     )
+    parser.add_argument("--restart", action="store_true", help="throw an unfinished preparation away")
+    parser.add_argument(
+        "--verify", type=Path, metavar="CORPUS", help="read a whole corpus against its manifest instead"
+    )
     args = parser.parse_args(argv)
+    if args.verify is not None:
+        return args
+    if args.output is None:
+        raise ValueError("Give --output, the folder to make, or --verify, a corpus to check.")
     if args.tokenizer is not None and args.vocab_size is not None:
         raise ValueError("Give --tokenizer or --vocab-size, not both: a tokenizer file has its vocabulary size.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction is {args.validation_fraction}, it must be at least 0 and below 1.")
     if args.output.name in ("", ".."):
         raise ValueError(f"--output is {args.output}, it must end in the name of the folder to make, like data/stdlib.")
-    for option in ("max_bytes", "shard_tokens"):
+    for option in ("max_bytes", "shard_tokens", "workers"):
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} is {getattr(args, option)}, it must be at least 1.")
     return args
@@ -108,96 +124,179 @@ def check_output(output, request, skip_existing):
     return True
 
 
-class ShardedWriter:
-    """Documents of one split into shards `train-00000`, `train-00001`, ...; a new one begins when the last is full."""
-
-    def __init__(self, folder, split, vocab_size, shard_tokens):
-        self.folder, self.split, self.vocab_size, self.shard_tokens = folder, split, vocab_size, shard_tokens
-        self.shards, self._writer = [], None
-
-    def add_document(self, tokens):
-        if self._writer is None:
-            prefix = self.folder / f"{self.split}-{len(self.shards):05d}"
-            self._writer = IndexedDatasetWriter(prefix, self.vocab_size)
-        self._writer.add_document(tokens)
-        if self._writer.num_tokens >= self.shard_tokens:
-            self.finalize()
-
-    def finalize(self):
-        if self._writer is not None:
-            self.shards.append(self._writer.finalize())
-            self._writer = None
+def is_whole(folder, request):
+    """Whether an earlier run was killed with nothing left to do but to give the folder its name."""
+    whole = (folder / MANIFEST).exists() and not (folder / JOURNAL).exists()
+    return whole and read_manifest(folder)["source"] == request
 
 
-def write_shards(folder, args, tokenizer, size):
-    """Tokenises every document, ended by EOS, into the split it belongs to. Returns {split: [ShardInfo, ...]}."""
-    writers = {s: ShardedWriter(folder, s, tokenizer.vocab_size, args.shard_tokens) for s in SPLITS}
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenising", disable=None) as bar:
-        documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
-        while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
-            rows = tokenizer.encode_batch([document.text for document in batch], add_eos=True)
-            for document, row in zip(batch, rows, strict=True):
-                split = SPLITS[in_validation(document.text, args.validation_fraction)]
-                writers[split].add_document(row)
-    for split, writer in writers.items():
-        writer.finalize()
-        if not writer.shards and (split == "train" or args.validation_fraction > 0):
-            raise ValueError(
-                f"No document of the input falls into the {split} split (--validation-fraction "
-                f"{args.validation_fraction}, by a hash of each document's text). Give more documents or another "
-                "fraction; 0 makes no validation split."
-            )
-    return {split: writer.shards for split, writer in writers.items() if writer.shards}
+def begin(folder, args, request):
+    """The journal of the preparation in `folder`: of the one that is there, or of a new one.
+
+    Raises: ValueError if what is there is another.
+    """
+    journal = None if args.restart else Journal.read(folder)
+    if journal is None:
+        for path in folder.iterdir():
+            path.unlink()
+        journal = Journal.begin(request)
+        journal.write(folder)
+    elif differing := journal.differences(request):
+        raise ValueError(
+            f"{folder} holds an unfinished preparation of another request ({'; '.join(differing)}). Ask for that one to "
+            "finish it, pass --restart to throw it away, or give another --output."
+        )
+    return journal
 
 
-def build(folder, args, request):
-    """Writes a whole corpus into the empty `folder`."""
-    size = sum(path.stat().st_size for _, path in list_files(args.input))
-    size = min(size, args.max_bytes or size)
+def make_tokenizer(folder, args, files):
+    """The path of the corpus's tokenizer in `folder`: the given one, or one trained on the training documents."""
+    path = folder / TOKENIZER_FILE
     if args.tokenizer is not None:
-        model = load_tokenizer(args.tokenizer).path.read_bytes()
-    else:
+        write_whole(path, load_tokenizer(args.tokenizer).path.read_bytes())
+    elif not path.exists():  # there already if an earlier run was killed later on
+        size = total_size(files, args.max_bytes)
         with tqdm(total=size, unit="B", unit_scale=True, desc="training the tokenizer", disable=None) as bar:
             documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
             # Validation text stays unseen by the tokenizer too.
             training = (d for d in documents if not in_validation(d.text, args.validation_fraction))
             model = train_sentencepiece(training, DEFAULT_VOCAB_SIZE if args.vocab_size is None else args.vocab_size)
-    write_whole(folder / TOKENIZER_FILE, model)
-    tokenizer = SentencePieceTokenizer(folder / TOKENIZER_FILE)
+        write_whole(path, model)
+    return path
+
+
+def require_eos(tokenizer):
     if tokenizer.eos_id is None:
         raise ValueError(
-            f"The tokenizer {args.tokenizer} has no EOS token, which ends every document; take one that has it."
+            f"The tokenizer {tokenizer.path} has no EOS token, which ends every document; take one that has it."
         )
-    splits = write_shards(folder, args, tokenizer, size)
+
+
+def total_size(files, max_bytes):
+    """Bytes on the disk, for a progress bar; None if that is not known."""
+    size = sum(file.size for file in files)
+    return (min(size, max_bytes) if max_bytes else size) if all(file.path for file in files) else None
+
+
+class Progress:
+    """A bar over the input with the tokens per second of this run; in a log, where a bar is disabled, a line a minute."""
+
+    def __init__(self, total, done, by_source, workers):
+        self.by_source, self.total, self.first, self.done, self.tokens = by_source, total, done, done, 0
+        self.started = self.said = time.monotonic()
+        said = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
+        self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=said, disable=None)
+
+    def __call__(self, size, source_bytes, tokens):
+        step = source_bytes if self.by_source else size
+        self.tokens, self.done = self.tokens + tokens, self.done + step
+        self.bar.set_postfix_str(f"{self.rate:,.0f} tokens/s", refresh=False)
+        self.bar.update(step)
+        if self.bar.disable and time.monotonic() - self.said >= LOG_SECONDS:
+            self.said = time.monotonic()
+            left = ""
+            if self.total and self.done > self.first:
+                seconds = (self.total - self.done) * (self.said - self.started) / (self.done - self.first)
+                left = f" of {self.total / 1e6:,.0f} MB, {tqdm.format_interval(max(0, seconds))} left"
+            print(f"{self.done / 1e6:,.0f}{left}, {self.rate:,.0f} tokens/s", file=sys.stderr, flush=True)
+
+    @property
+    def rate(self):
+        return self.tokens / max(time.monotonic() - self.started, 1e-9)
+
+
+def build(folder, args, request, files):
+    """Writes a whole corpus into `folder`, from where an earlier run stopped. Returns tokens per second of this run."""
+    if is_whole(folder, request):
+        return ""
+    journal = begin(folder, args, request)
+    path = make_tokenizer(folder, args, files)
+    tokenizer = load_tokenizer(path)
+    require_eos(tokenizer)
+    size = total_size(files, args.max_bytes)
+    workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), (size or 2**60) // BYTES_PER_WORKER))
+    if done := tuple(journal.after) != (0, 0):
+        tqdm.write(f"continuing after {journal.source_bytes:,} bytes of text", file=sys.stderr)
+    by_source = args.max_bytes is not None
+    progress = Progress(size, journal.source_bytes if by_source else journal.size, by_source, workers)
+    with progress.bar:
+        splits = write_splits(
+            folder,
+            journal,
+            files,
+            Encoding(str(path), args.text_field, args.validation_fraction),
+            shard_tokens=args.shard_tokens,
+            workers=workers,
+            max_bytes=args.max_bytes,
+            report=progress,
+        )
+    for split in ("train", "validation"):
+        if split not in splits and (split == "train" or args.validation_fraction > 0):
+            raise ValueError(
+                f"No document of the input falls into the {split} split (--validation-fraction "
+                f"{args.validation_fraction}, by a hash of each document's text). Give more documents or another "
+                "fraction; 0 makes no validation split."
+            )
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "tokenizer": {"file": TOKENIZER_FILE, "sha256": file_sha256(folder / TOKENIZER_FILE)},
+        "tokenizer": {"file": path.name, "sha256": file_sha256(path)},
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "source": request,
-        "splits": {split: [shard.to_dict() for shard in shards] for split, shards in splits.items()},
+        "totals": {
+            split: {count: sum(shard[count] for shard in shards) for count in ("documents", "tokens")}
+            for split, shards in splits.items()
+        },
+        "splits": splits,
     }
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    for leftover in (*folder.glob("*.partial"), folder / JOURNAL):
+        leftover.unlink(missing_ok=True)
+    return "" if done else f", {progress.rate:,.0f} tokens/s"
+
+
+def verify(folder):
+    """Reads every byte of a corpus against its manifest. Raises ValueError, FileNotFoundError naming what is wrong."""
+    manifest = read_manifest(folder)
+    for split, shards in tqdm(manifest["splits"].items(), desc="verifying", unit="split", disable=None):
+        corpus = TokenCorpus(folder, split, verify=True)
+        assert len(corpus.shards) == len(shards)
+    return describe(folder, "verified")
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse_arguments(argv)
+    if args.verify is not None:
+        print(verify(args.verify))
+        return 0
+    files = list_files(args.input)
     request = build_request(args)
     if check_output(args.output, request, args.skip_existing):
         print(describe(args.output, "kept"))
         return 0
+    check_files(files, args.text_field)
+    if args.tokenizer is not None:
+        require_eos(load_tokenizer(args.tokenizer))
     try:
-        with new_folder(args.output) as folder:
-            build(folder, args, request)
+        with kept_folder(args.output, wait=args.skip_existing) as folder:
+            try:
+                rate = build(folder, args, request, files)
+            except BaseException:
+                if (journal := Journal.read(folder)) is None or journal.splits is None:
+                    shutil.rmtree(folder)  # nothing that could be continued
+                raise
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last notes in the journal", file=sys.stderr)
+        return 130
     except FileExistsError:
         # Another run may have finished the same corpus meanwhile.
         if not check_output(args.output, request, args.skip_existing):
             raise
         print(describe(args.output, "kept"))
         return 0
-    print(describe(args.output, "wrote"))
+    print(describe(args.output, "wrote")[:-1] + f"{rate})")
     return 0
 
 

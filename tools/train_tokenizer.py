@@ -74,7 +74,7 @@ def train_sentencepiece(documents, vocab_size):
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
     parser.add_argument(
-        "--input", nargs="+", default=["stdlib"], help="stdlib, or files and globs of .txt .py .md .jsonl"
+        "--input", nargs="+", default=["stdlib"], help="as of prepare_data"
     )
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
@@ -90,7 +90,7 @@ def main(argv=None) -> int:
         raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
-    size = sum(path.stat().st_size for _, path in list_files(args.input))
+    size = sum(file.size for file in list_files(args.input))
     with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
         model = train_sentencepiece(documents, args.vocab_size)

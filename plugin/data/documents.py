@@ -1,20 +1,24 @@
 """Where documents come from: `for document in read_documents(["stdlib"]): document.text`.
 
-A source is `stdlib` (the sources of Python's standard library, which every machine has) or local text and JSON-lines
-files. Documents come in one fixed order, and which split one belongs to is a function of its text alone
-(`in_validation`).
+A source is `stdlib` (the sources of Python's standard library, which every machine has), local files, globs or folders
+of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents come in one fixed order, cut into
+pieces that any process can read by itself (`interdomain.data.pieces`). Which split a document belongs to is a function
+of its text alone (`in_validation`).
 """
 
 import glob
 import hashlib
-import json
 import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 STDLIB = "stdlib"
+HUGGING_FACE = "hf:"
 TEXT_SUFFIXES = (".txt", ".py", ".md")
+LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")  # the last two: C4's names for lines
+PARQUET_SUFFIX = ".parquet"
+SUFFIXES = (*TEXT_SUFFIXES, *LINE_SUFFIXES, PARQUET_SUFFIX)
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the
 # next.
 STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
@@ -23,9 +27,23 @@ STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "
 
 @dataclass(frozen=True)
 class Document:
-    name: str
     text: str
-    source_bytes: int  # for progress and --max-bytes: what it takes in its file
+    source_bytes: int  # for progress and --max-bytes: what it takes in its file, decompressed
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of the input, or one Hugging Face dataset (then `path` is None and `name` is its `hf:` name)."""
+
+    name: str
+    path: Path | None
+    kind: str  # text, lines, parquet or hugging face
+    from_stdlib: bool = False
+
+    @property
+    def size(self):
+        """Bytes on the disk; 0 for a dataset that is not on it."""
+        return self.path.stat().st_size if self.path else 0
 
 
 def in_validation(text, fraction):
@@ -51,35 +69,59 @@ def stdlib_files():
     return sorted(files)
 
 
-def list_files(inputs):
-    """(name, path) of every file of `inputs` in reading order: as given, each glob sorted.
+def _kind(path):
+    name = path.name.lower()
+    if name.endswith(LINE_SUFFIXES):
+        return "lines"
+    if name.endswith(PARQUET_SUFFIX):
+        return "parquet"
+    return "text" if name.endswith(TEXT_SUFFIXES) else None
 
-    Raises: FileNotFoundError for a file or glob without files, ValueError for a kind of file that is not read.
+
+def _matches(item):
+    """(name, path) of the files that one path, glob or folder names. A folder gives every file in it that can be read."""
+    if glob.has_magic(item) and not Path(item).exists():
+        paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
+        return [(path.name, path) for path in paths if not path.is_dir()]
+    path = Path(item)
+    if not path.is_dir():
+        return [(path.name, path)] if path.exists() else []
+    inside = [p for p in path.rglob("*") if _kind(p) and p.is_file()]
+    hidden = [p for p in inside if any(part.startswith(".") for part in p.relative_to(path).parts)]
+    return sorted((p.relative_to(path).as_posix(), p) for p in inside if p not in hidden)
+
+
+def list_files(inputs):
+    """The SourceFiles of `inputs` in reading order: as given, each glob and folder sorted.
+
+    Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read.
     """
     files = []
-    for item in inputs:
+    for item in map(str, inputs):
         if item == STDLIB:
-            files += stdlib_files()
+            files += [SourceFile(name, path, "text", from_stdlib=True) for name, path in stdlib_files()]
             continue
-        found = sorted(glob.glob(item, recursive=True)) if glob.has_magic(item) else [item]
-        found = [Path(path) for path in found if not (glob.has_magic(item) and Path(path).is_dir())]
-        if not found or not found[0].exists():
+        if item.startswith(HUGGING_FACE):
+            files.append(SourceFile(item, None, "hugging face"))
+            continue
+        found = _matches(item)
+        if not found:
             raise FileNotFoundError(
-                f"No file matches the input {item}; give {STDLIB}, or paths or quoted globs of "
-                f"{', '.join(TEXT_SUFFIXES)} and .jsonl files."
+                f"No file matches the input {item}; give {STDLIB}, or paths, folders or quoted globs of "
+                f"{', '.join(SUFFIXES)} files, or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
             )
-        for path in found:
-            if path.is_dir() or path.suffix not in (*TEXT_SUFFIXES, ".jsonl"):
+        for name, path in found:
+            kind = _kind(path)
+            if kind is None:
                 raise ValueError(
-                    f"{path} is {'a folder' if path.is_dir() else 'not a kind of file that is read'}; inputs are "
-                    f"{STDLIB} and {', '.join(TEXT_SUFFIXES)} and .jsonl files. For a folder give a glob like "
-                    f"'{path}/**/*.txt'."
+                    f"{path} is not a kind of file that is read; inputs are {STDLIB}, files, folders and globs of "
+                    f"{', '.join(SUFFIXES)}, and {HUGGING_FACE}NAME."
                 )
-            files.append((path.name, path))
+            files.append(SourceFile(name, path, kind))
     if not files:
         raise FileNotFoundError(
-            f"The inputs {', '.join(inputs)} hold no files. A Python without its standard library's sources (zipped or "
-            "stripped) cannot give the embedded corpus; give text files instead."
+            f"The inputs {', '.join(map(str, inputs))} hold no files. A Python without its standard library's sources "
+            "(zipped or stripped) cannot give the embedded corpus; give text files instead."
         )
     return files
 
@@ -87,64 +129,32 @@ def list_files(inputs):
 def describe_inputs(inputs):
     """What a manifest records of the inputs: names and sizes, no folders, so that it is the same on every machine."""
     described = []
-    for item in inputs:
+    for item in map(str, inputs):
         if item == STDLIB:
             described.append({"stdlib": platform.python_version()})
+        elif item.startswith(HUGGING_FACE):
+            described.append({"dataset": item.removeprefix(HUGGING_FACE)})
         else:
-            described += [{"file": name, "bytes": path.stat().st_size} for name, path in list_files([item])]
+            described += [{"file": file.name, "bytes": file.size} for file in list_files([item])]
     return described
 
 
 def read_documents(inputs, text_field="text", max_bytes=None):
-    """Documents in a fixed order: a text file is one, a row of a .jsonl file is one. Empty ones are left out.
+    """Documents in a fixed order: a text file is one, so is a row of any other. Empty ones are left out.
 
     Args:
-        text_field: where a JSON row keeps its text.
+        text_field: the column, or the field of a JSON row, that holds the text.
         max_bytes: stop before the document that would exceed this many bytes of source; None for all.
     Raises: ValueError naming file and line for text that is not UTF-8 or rows that hold no text. Files of the standard
         library that are not UTF-8 are left out.
     """
+    from interdomain.data.pieces import cut, read_piece
+
     total = 0
-    for name, path, from_stdlib in [(*file, item == STDLIB) for item in inputs for file in list_files([item])]:
-        documents = _json_rows(path, text_field) if path.suffix == ".jsonl" else _text_file(name, path, from_stdlib)
-        for document in documents:
+    for piece in cut(list_files(inputs), text_field):
+        for document in read_piece(piece, text_field):
             total += document.source_bytes
             if max_bytes is not None and total > max_bytes:
                 return
             if document.text:
                 yield document
-
-
-def _text_file(name, path, skip_undecodable):
-    data = path.read_bytes()
-    try:
-        # From bytes: reading in text mode would turn CRLF into LF.
-        yield Document(name, data.decode(), len(data))
-    except UnicodeDecodeError as e:
-        if not skip_undecodable:
-            raise ValueError(f"{path} is not UTF-8 (byte {e.start}: {e.reason}); convert it, or leave it out.") from e
-
-
-def _json_rows(path, text_field):
-    with open(path, "rb") as f:  # binary: lines end at \n only, not at U+2028
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{path}, line {number}, is not JSON ({e}); repair it or leave the file out.") from e
-            text = row.get(text_field) if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(
-                    f"{path}, line {number}, has no text under {text_field!r} (it has: {fields}); name the right field "
-                    "with --text-field."
-                )
-            try:
-                text.encode()
-            except UnicodeEncodeError as e:
-                raise ValueError(
-                    f"{path}, line {number}, has half a surrogate pair in its text; repair the row."
-                ) from e
-            yield Document(f"{path.name}:{number}", text, len(line))

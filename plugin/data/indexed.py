@@ -183,25 +183,52 @@ class IndexedDatasetWriter:
 
     Args:
         vocab_size: decides the dtype (u16 below 65,500, else i32) and refuses ids outside it.
-    Raises: FileExistsError if the shard is there already; OSError (a full disk, ...), after removing what was written.
+        resume: what `save` returned to a writer that was killed since: goes on from there.
+    Raises: FileExistsError if the shard is there already; OSError (a full disk, ...), after removing what was written,
+        but for what was saved; ValueError if there is less than was saved.
     """
 
-    def __init__(self, prefix, vocab_size):
+    def __init__(self, prefix, vocab_size, resume=None):
         self.prefix, self.vocab_size, self.dtype = Path(prefix), vocab_size, token_dtype(vocab_size)
         self._final = [self.prefix.with_name(self.prefix.name + s) for s in (".bin", ".idx")]
         self._partial = [path.with_name(path.name + ".partial") for path in self._final]
+        self.lengths_path = self.prefix.with_name(self.prefix.name + ".lengths.partial")
+        self._bin, self._saved = None, (0, 0)
+        self._lengths = array("i")
+        self._bin_sha256 = hashlib.sha256()
+        self.num_tokens = 0  # so far
+        if resume is not None:
+            self._resume(*resume)
+            return
         for path in self._final:
             if path.exists():
                 raise FileExistsError(
                     errno.EEXIST,
                     f"{path} exists already, and shards are never overwritten; remove it, or write to another prefix",
                 )
-        self._lengths = array("i")
-        self._bin_sha256 = hashlib.sha256()
-        self.num_tokens = 0  # so far
-        self._bin = None
         with self._cleared_up_on_error():
             self._bin = open(self._partial[0], "wb")  # noqa: SIM115 (closed by finalize or abort)
+
+    def _resume(self, documents, tokens):
+        # Killed between its renames and its owner's note of them: back under the temporary names.
+        for final, partial in zip(self._final, self._partial, strict=True):
+            if final.exists():
+                os.replace(final, partial)
+        try:
+            lengths = np.fromfile(self.lengths_path, "<i4", documents)
+            self._bin = open(self._partial[0], "r+b")  # noqa: SIM115
+            left = tokens * self.dtype.itemsize
+            while left and (data := self._bin.read(min(left, 1 << 24))):
+                self._bin_sha256.update(data)
+                left -= len(data)
+        except FileNotFoundError as e:
+            raise ValueError(f"Shard {self.prefix} cannot be continued: {e.filename} is missing.") from e
+        if left or len(lengths) != documents or int(lengths.sum(dtype=np.int64)) != tokens:
+            raise ValueError(f"Shard {self.prefix} cannot be continued: it holds less than {tokens:,} tokens.")
+        self._bin.truncate()
+        os.truncate(self.lengths_path, 4 * documents)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.num_tokens, self._saved = tokens, (documents, tokens)
 
     def __enter__(self):
         return self
@@ -215,11 +242,19 @@ class IndexedDatasetWriter:
     def add_document(self, tokens):
         """Appends one document (one Megatron sequence). Ids are integers in [0, vocab_size), at least one."""
         tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        self.add_documents(tokens, [tokens.size])
+
+    def add_documents(self, tokens, lengths):
+        """Appends documents that lie back to back in `tokens`, `lengths` tokens each."""
+        tokens, lengths = np.asarray(tokens), np.asarray(lengths, np.int32)
+        if not len(lengths):
+            return
+        if tokens.ndim != 1 or lengths.min() < 1 or tokens.dtype.kind not in "iu":
             raise ValueError(
                 f"A document is a non-empty row of integer ids, got shape {tokens.shape} of {tokens.dtype}; leave "
                 "empty documents out, or end each with the end-of-text id."
             )
+        assert int(lengths.sum(dtype=np.int64)) == tokens.size
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
@@ -230,11 +265,22 @@ class IndexedDatasetWriter:
         with self._cleared_up_on_error():
             self._bin.write(data)
         self._bin_sha256.update(data)
-        self._lengths.append(tokens.size)
+        self._lengths.frombytes(lengths.tobytes())
         self.num_tokens += tokens.size
 
+    def save(self):
+        """Brings what is written so far to the disk; returns (documents, tokens), to resume from."""
+        with self._cleared_up_on_error():
+            sync(self._bin)
+            with open(self.lengths_path, "ab") as f:
+                f.truncate(4 * self._saved[0])
+                f.write(np.frombuffer(self._lengths, np.int32)[self._saved[0] :].astype("<i4").tobytes())
+                sync(f)
+        self._saved = (len(self._lengths), self.num_tokens)
+        return self._saved
+
     def finalize(self):
-        """Makes the shard whole and returns its ShardInfo."""
+        """Makes the shard whole and returns its ShardInfo. What `save` wrote beside it is the caller's to remove."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
@@ -267,14 +313,18 @@ class IndexedDatasetWriter:
             idx_sha256=hashlib.sha256(index).hexdigest(),
         )
 
-    def abort(self):
-        """Removes everything that was written."""
+    def close(self):
+        """Leaves the files as they are, for a writer that resumes."""
         if self._bin is not None:
-            # Closing flushes, and on a full disk that fails once more; the file is about to go.
+            # Closing flushes, and on a full disk that fails once more; what was saved is on the disk.
             with contextlib.suppress(OSError):
                 self._bin.close()
         self._bin = None
-        for path in self._partial:
+
+    def abort(self):
+        """Removes everything that was written."""
+        self.close()
+        for path in (*self._partial, self.lengths_path):
             path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -282,9 +332,18 @@ class IndexedDatasetWriter:
         try:
             yield
         except OSError as e:
-            self.abort()
+            documents, tokens = self._saved
+            if documents:
+                self.close()
+            else:
+                self.abort()
+            kept = (
+                f"Its first {tokens:,} tokens are kept, and can be continued."
+                if documents
+                else ("Nothing of it was kept.")
+            )
             raise OSError(
                 e.errno,
-                f"Writing shard {self.prefix} failed after {self.num_tokens:,} tokens: {e.strerror}. Nothing of it was "
-                "kept. Check the free space and the permissions of the folder, or write to another one",
+                f"Writing shard {self.prefix} failed after {self.num_tokens:,} tokens: {e.strerror}. {kept} Check the "
+                "free space and the permissions of the folder, or write to another one",
             ) from e

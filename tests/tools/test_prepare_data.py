@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -162,8 +161,10 @@ def test_bad_rows(tmp_path, corpus, capsys, content, message):
     [
         (["--input", "{}/no.txt"], "No file matches the input"),
         (["--input", "{}/*.md"], "No file matches the input"),
-        (["--input", "{}"], "is a folder"),
-        (["--input", "{}/x.parquet"], "not a kind of file that is read"),
+        (["--input", "{}/sub"], "No file matches the input"),
+        (["--input", "{}/bad.model"], "not a kind of file that is read"),
+        (["--input", "{}/x.parquet"], "x.parquet is not a whole Parquet file"),
+        (["--workers", "0"], "must be at least 1"),
         (["--input", "{}/latin.txt"], "latin.txt is not UTF-8 (byte 1"),
         (["--input", "{}/short.txt", "--validation-fraction", "0"], "cannot be trained on this text"),
         (["--vocab-size", "100"], "too small"),
@@ -180,6 +181,7 @@ def test_bad_rows(tmp_path, corpus, capsys, content, message):
     ],
 )
 def test_bad_requests(tmp_path, capsys, options, message):
+    (tmp_path / "sub").mkdir()
     (tmp_path / "x.parquet").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"a\xff")
     (tmp_path / "short.txt").write_text("short")
@@ -219,55 +221,16 @@ def test_skip_existing_takes_only_the_same_and_whole(tmp_path, capsys):
 
 
 def test_full_disk(tmp_path, capsys, monkeypatch):
-    calls = []
+    def add_documents(self, tokens, lengths):
+        with self._cleared_up_on_error():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def add_document(self, tokens):
-        calls.append(len(tokens))
-        if len(calls) == 10:
-            with self._cleared_up_on_error():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        original(self, tokens)
-
-    original = IndexedDatasetWriter.add_document
-    monkeypatch.setattr(IndexedDatasetWriter, "add_document", add_document)
+    monkeypatch.setattr(IndexedDatasetWriter, "add_documents", add_documents)
     prepare(tmp_path / "out", expect=2)
     message = error(capsys)
     assert "No space left on device" in message
     assert "free space" in message
     assert os.listdir(tmp_path) == []
-
-
-def test_a_killed_preparation_leaves_nothing_that_looks_whole(tmp_path):
-    """Killed for real, in the middle; the next run clears up and succeeds, and one that still lives is left alone."""
-    code = (
-        "import sys, time; from interdomain.tools import prepare_data as p; real = p.write_whole\n"
-        "def write_whole(path, data):\n"
-        "    if path.name == 'manifest.json':\n        print('now', flush=True); time.sleep(60)\n"
-        "    real(path, data)\n"
-        "p.write_whole = write_whole; p.main(sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", code, *SMALL, "--output", str(tmp_path / "out")]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)]
-    try:
-        for process in processes:
-            assert process.stdout.readline() == b"now\n"
-        assert len(os.listdir(tmp_path)) == 2
-        processes[0].send_signal(signal.SIGKILL)
-        processes[0].wait()
-        (left,) = tmp_path.glob(f".out.partial-{processes[0].pid}-*")
-        assert (left / "train-00000.idx").exists()
-        with pytest.raises(FileNotFoundError, match="not a prepared corpus"):
-            TokenCorpus(left)
-        assert not (tmp_path / "out").exists()
-        prepare(tmp_path / "out")
-        assert len(os.listdir(tmp_path)) == 2  # the corpus, and the folder of the process that still lives
-        assert not left.exists()
-        TokenCorpus(tmp_path / "out", verify=True)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()
 
 
 def test_two_at_once(tmp_path):
