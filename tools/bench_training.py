@@ -21,6 +21,7 @@ import torch
 from . import launch
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, say, without_paths
 from ._cli import user_errors
+from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
 
 # Imported where they are used: a machine that lacks one still gets the other parts.
@@ -184,15 +185,10 @@ def explain(problem: str, log: str) -> str:
     return without_paths(f"{problem}: {said[-1] if said else 'no word'}")[:300]
 
 
-def scalars(output: Path) -> dict[str, dict[int, float]]:
-    """{tag: {step: value}} of the run's TensorBoard events; empty if it wrote none."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    runs = sorted({path.parent for path in output.rglob("events.out.tfevents.*")})
-    if not runs:
-        return {}
-    events = EventAccumulator(str(runs[-1]), size_guidance={"scalars": 0}).Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+def scalars(output: Path) -> Curves:
+    """The curves of the run's TensorBoard events; empty if it wrote none."""
+    folder = output / FOLDER
+    return read_curves(folder) if any(folder.glob(EVENTS)) else {}
 
 
 def figures(seen: dict[str, dict[int, float]], args) -> dict:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ._cli import user_errors
+from ._curves import EVENTS, read_curves
 from ._supervise import CONTINUE, supervise
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
@@ -115,15 +116,10 @@ def check_data(job) -> str:
 
 
 def perplexities(folder: Path) -> list[tuple[int, float]]:
-    """(step, validation perplexity) from a run's newest TensorBoard events."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    runs = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-    if not runs:
+    """(step, validation perplexity) from a run's TensorBoard folder, all its restarts together."""
+    if not any(folder.glob(EVENTS)):
         return []
-    events = EventAccumulator(str(runs[-1])).Reload()
-    tag = "validation_metrics/perplexity"
-    return [(e.step, e.value) for e in events.Scalars(tag)] if tag in events.Tags()["scalars"] else []
+    return sorted(read_curves(folder).get("validation_metrics/perplexity", {}).items())
 
 
 def next_steps(config: str, flags: list[str], job, plan) -> str:

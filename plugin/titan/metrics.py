@@ -1,38 +1,77 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
+import copy
 import math
+import re
 import time
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.metrics import LoggerContainer, MetricsProcessor, TensorBoardLogger
+from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
 from torchtitan.tools.logging import logger
 
+from interdomain.model.initialize import clean_name
 from interdomain.scan.tables import decay_exponent
 
 from .plan import make_plan
+from .run_log import RunLog
+
+# Parameter groups whose gradient norms are drawn: the first pattern that a name matches.
+GROUPS = {
+    "dynamics": re.compile(r"\.attention\.ssm\."),
+    "mixer": re.compile(r"\.attention\."),  # projections, convolutions, feature maps, input norms
+    "feed_forward": re.compile(r"\.feed_forward\."),
+    "embeddings": re.compile(r"^(tok_embeddings|output)\."),  # and the head
+    "norms": re.compile(""),  # of the blocks, and the last
+}
 
 
 class InterdomainMetrics(MetricsProcessor):
     def __init__(self, job_config, parallel_dims, tag=None) -> None:
-        super().__init__(job_config, parallel_dims, tag)
+        # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
+        without_tensorboard = copy.copy(job_config)
+        without_tensorboard.metrics = copy.copy(job_config.metrics)
+        without_tensorboard.metrics.enable_tensorboard = False
+        super().__init__(without_tensorboard, parallel_dims, tag)
+        self.job_config = job_config
         self.plan = make_plan(job_config, parallel_dims.world_size)
+        self.run_log = _run_log(job_config, self.plan)
+        if self.run_log:
+            if not isinstance(self.logger, LoggerContainer):
+                self.logger = LoggerContainer()
+            self.logger.add_logger(self.run_log)
+        self.spikes = SpikeSign()
+        self.first_step: int | None = None  # of this start
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.last_logged: int | None = None
 
+    def should_log(self, step: int) -> bool:
+        if self.first_step is None:  # the trainer asks after every step: here the checkpoint has been loaded
+            self.first_step = step
+            if self.run_log:
+                self.run_log.begin(step)
+        return super().should_log(step)
+
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
-        extra = dict(extra_metrics or {})
-        extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
-        extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
         config = self.job_config.metrics
+        model = self.model_parts[0]
+        extra = dict(extra_metrics or {})
+        # TorchTitan adds up what each rank counted, and a checkpoint holds one rank's count: wrong on other ranks.
+        extra["n_tokens_seen"] = step * self.plan.tokens_per_step
+        extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
+        extra["loss_metrics/spike"] = self.spikes(global_avg_loss)
+        extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
+        extra |= gradient_norms(model, grad_norm, self.job_config.training.max_norm)
         if self._due(step, config.mixer_freq):
-            extra |= life_signs(self.model_parts[0])
+            extra |= life_signs(model)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         if self._due(step, config.histogram_freq):
             self._log_histograms(step)
         self.last_logged = step
         self._log_progress(step)
-        self._flush()
+        if self.run_log:
+            self.run_log.flush()
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
         extra = {
@@ -42,7 +81,8 @@ class InterdomainMetrics(MetricsProcessor):
         }
         super().log_validation(loss, step, extra)
         logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
-        self._flush()
+        if self.run_log:
+            self.run_log.flush()
 
     def _due(self, step: int, freq: int) -> bool:
         """Whether a multiple of `freq` has come since the last logged step, or this is the first. The same on every rank."""
@@ -71,18 +111,62 @@ class InterdomainMetrics(MetricsProcessor):
         for name, log_decay, dt in dynamics(self.model_parts[0]):  # every rank: the parameters are sharded
             values[f"{name}/log10_timescale_tokens"] = -torch.log10(-log_decay[..., 0])
             values[f"{name}/log10_dt"] = torch.log10(dt)
-        for writer in self._writers():
+        if self.run_log:
             for name, value in values.items():
-                writer.add_histogram(name, value, step)
+                self.run_log.histogram(name, value, step)
 
-    def _writers(self) -> list:
-        """TensorBoard's writers on this rank: none on most."""
-        loggers = self.logger._loggers if isinstance(self.logger, LoggerContainer) else []
-        return [each.writer for each in loggers if isinstance(each, TensorBoardLogger)]
 
-    def _flush(self) -> None:
-        for writer in self._writers():
-            writer.flush()  # a run that ends early must not take its last two minutes of metrics with it
+def _run_log(job_config, plan) -> RunLog | None:
+    """The TensorBoard log of this rank: rank 0's, or every rank's in a folder of its own."""
+    config, rank = job_config.metrics, torch.distributed.get_rank()
+    if not config.enable_tensorboard or (rank and not config.save_for_all_ranks):
+        return None
+    folder = Path(job_config.job.dump_folder) / config.save_tb_folder
+    return RunLog(folder / f"rank_{rank}" if config.save_for_all_ranks else folder, plan, job_config)
+
+
+class SpikeSign:
+    """How many standard deviations the loss rose further, from one log to the next, than it has lately."""
+
+    MEMORY = 50  # logged losses
+    FIRST = 10  # the mean and deviation of fewer say little: 0 until then
+
+    def __init__(self) -> None:
+        self.last, self.n, self.mean, self.variance = None, 0, 0.0, 0.0
+
+    def __call__(self, loss: float) -> float:
+        deviation = 0.0 if self.last is None else loss - self.last - self.mean
+        sign = deviation / math.sqrt(self.variance) if self.n >= self.FIRST and self.variance else 0.0
+        if not math.isfinite(loss):
+            return loss - loss  # not a number
+        if self.last is not None:
+            self.n += 1
+            weight = 1 / min(self.n, self.MEMORY)
+            self.mean += weight * deviation
+            self.variance = (1 - weight) * (self.variance + weight * deviation**2)
+        self.last = loss
+        return sign
+
+
+@torch.no_grad()
+def gradient_norms(model, total: float, max_norm: float) -> dict[str, float]:
+    """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
+
+    total: the norm of all, before clipping.
+    """
+    groups: dict[str, list] = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            group = next(group for group, pattern in GROUPS.items() if pattern.search(clean_name(name)))
+            groups.setdefault(group, []).append(p.grad)
+    norms = torch.stack([_whole_norm(gradients) for gradients in groups.values()])
+    norms = norms / min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ scaled them
+    return {f"grad_norm/{group}": norm for group, norm in zip(groups, norms.tolist(), strict=True)}
+
+
+def _whole_norm(gradients: list) -> torch.Tensor:
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def perplexity(loss: float) -> float:

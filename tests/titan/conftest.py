@@ -127,7 +127,7 @@ def two(tmp_path_factory, corpus):
     """On two ranks."""
     runs = Runs(2, tmp_path_factory.mktemp("two"), corpus)
     local = {"training__local_batch_size": 4}
-    runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED)
+    runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
     runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2)
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}
@@ -142,9 +142,11 @@ def two(tmp_path_factory, corpus):
 
 
 def half(runs, folder, step=3, whole=True):
-    """`folder` with the checkpoint of step 3 of a run on two ranks, and nothing after it. Not whole: without its index."""
+    """`folder` with the checkpoint of step 3 of a run on two ranks that was killed at step 6: with its TensorBoard events,
+    and no checkpoint after it. Not whole: without its index."""
     copy = folder / "checkpoint" / f"step-{step}"
     shutil.copytree(runs.folder / "interdomain" / "checkpoint" / "step-3", copy)
+    shutil.copytree(runs.folder / "interdomain" / "tb", folder / "tb")
     if not whole:
         (copy / ".metadata").unlink()
     return folder
@@ -157,7 +159,8 @@ def one(tmp_path_factory, corpus, two):
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
     runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
-    runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS)
+    drawn = {"metrics__enable_tensorboard": True}
+    runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS, **drawn)
     other_rate = half(two, runs.folder / "other rate")
     runs.add("other rate", folder=other_rate, optimizer__lr=2e-4, training__steps=4, **WITH_CHECKPOINTS)
     started = half(two, runs.folder / "started", step=5, whole=False)

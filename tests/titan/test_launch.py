@@ -28,8 +28,7 @@ def stock(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="session")
 def events(stock):
-    (run,) = (stock[1] / "tb").iterdir()
-    return EventAccumulator(str(run), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    return EventAccumulator(str(stock[1] / "tb"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
 
 
 def scalars(events, tag):

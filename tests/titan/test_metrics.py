@@ -1,12 +1,13 @@
 """The mixer's life signs against their definition, and the steps at which they are due."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from interdomain.model import Transformer, build_config
-from interdomain.titan.metrics import InterdomainMetrics, life_signs, perplexity
+from interdomain.titan.metrics import GROUPS, InterdomainMetrics, SpikeSign, gradient_norms, life_signs, perplexity
 
 
 def test_life_signs_at_the_start():
@@ -45,3 +46,43 @@ def test_frequencies_need_not_be_multiples_of_the_logs(log_freq, freq, expected)
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
     assert perplexity(2.0) == pytest.approx(7.389056)
     assert torch.isfinite(torch.tensor(perplexity(1e6), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("fixture", "name"), [("one", "interdomain"), ("two", "interdomain"), ("four", "hybrid")])
+def test_gradient_norms_by_group_make_up_the_norm_of_all(request, fixture, name):
+    """On one rank, sharded, and sharded and replicated; before clipping, which is at 1 here and below some of the norms."""
+    groups = {f"grad_norm/{group}" for group in GROUPS}
+    clipped = 0
+    reference = request.getfixturevalue("one").seen("interdomain")["log"]
+    for step, log in request.getfixturevalue(fixture).seen(name)["log"].items():
+        assert groups <= log.keys()
+        assert math.hypot(*(log[group] for group in groups)) == pytest.approx(log["grad_norm"], rel=1e-4)
+        assert all(log[group] == pytest.approx(reference[step][group], rel=1e-3) for group in groups)
+        clipped += log["grad_norm"] > 1
+    assert clipped
+
+
+def test_gradient_norms_are_of_their_group():
+    model = Transformer(build_config("debug", n_basis=4, vocab_size=64))
+    for name, p in model.named_parameters():
+        p.grad = torch.full_like(p, 2.0 if ".ssm." in name else 1.0)
+    norms = gradient_norms(model, total=2.0, max_norm=1.0)  # clipping halved them
+    sizes = dict.fromkeys(GROUPS, 0)
+    for name, p in model.named_parameters():
+        part = name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
+        part = "ssm" if ".ssm." in name else part
+        group = {"ssm": "dynamics", "attention": "mixer", "tok_embeddings": "embeddings", "output": "embeddings"}
+        sizes[group.get(part, part if part == "feed_forward" else "norms")] += p.numel() * (4 if part == "ssm" else 1)
+    assert norms == {f"grad_norm/{group}": pytest.approx(2 * n**0.5, rel=1e-4) for group, n in sizes.items()}
+
+
+def test_spikes_stand_out_of_a_falling_noisy_loss():
+    sign, generator = SpikeSign(), torch.Generator().manual_seed(0)
+    noise = 0.05 * torch.randn(200, generator=generator)
+    falling = [7 * math.exp(-i / 60) + 3 + noise[i].item() for i in range(200)]
+    signs = [sign(loss) for loss in falling]
+    assert signs[:11] == [0.0] * 11
+    assert max(signs) < 4
+    assert sign(falling[-1] + 1.0) > 5
+    assert math.isnan(sign(math.nan))
+    assert math.isfinite(sign(falling[-1]))  # a loss that is no number does not spoil the mean

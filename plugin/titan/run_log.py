@@ -1,0 +1,107 @@
+"""A run's TensorBoard folder: one curve across restarts, the same by tokens, hyperparameters, and a prepared layout."""
+
+import json
+import time
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from torchtitan.components.metrics import BaseLogger
+from torchtitan.tools.logging import logger
+
+from interdomain.model import condition_of
+
+from .layout import BY_TOKENS, LAYOUT, TOKENS
+
+EVENTS = "events.out.tfevents.*"
+
+
+class RunLog(BaseLogger):
+    """Writes into `folder`, to which every restart of the run appends.
+
+    Steps that a restart runs again replace the old ones: each file says with which step it begins (`purge_step`), and
+    TensorBoard drops what earlier files hold from there on. `folder/tokens` holds a few curves again with the number of
+    tokens in place of the step; a folder of its own, for what a file drops, it drops from every curve of its folder.
+    """
+
+    def __init__(self, folder: Path, plan, job_config) -> None:
+        self.folder, self.plan, self.job_config = folder, plan, job_config
+        self.steps = self.tokens = None  # writers
+
+    def begin(self, first_step: int) -> None:
+        """Open the files of a start whose first step is `first_step` (1: a run from the beginning)."""
+        if first_step == 1:
+            set_aside(self.folder)
+        per_step = self.plan.tokens_per_step
+        self.steps = SummaryWriter(self.folder, max_queue=1000, purge_step=first_step)
+        self.tokens = SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=(first_step - 1) * per_step + 1)
+        logger.info("TensorBoard: %s, from step %d", self.folder, first_step)
+        self._describe(first_step)
+
+    def log(self, metrics: dict, step: int) -> None:
+        if "throughput(tps)" in metrics:  # of one rank
+            metrics = {**metrics, "throughput/all_ranks(tps)": metrics["throughput(tps)"] * self.plan.world_size}
+        for tag, value in metrics.items():
+            self.steps.add_scalar(tag, value, step)
+        for tag, by_tokens in BY_TOKENS.items():
+            if tag in metrics:
+                self.tokens.add_scalar(by_tokens, metrics[tag], step * self.plan.tokens_per_step)
+
+    def histogram(self, tag: str, values, step: int) -> None:
+        self.steps.add_histogram(tag, values, step)
+
+    def flush(self) -> None:
+        """A run that ends early must not take its last two minutes of metrics with it."""
+        self.steps.flush()
+        self.tokens.flush()
+
+    def close(self) -> None:
+        if self.steps is not None:  # a run may end before its first step
+            self.steps.close()
+            self.tokens.close()
+
+    def _describe(self, step: int) -> None:
+        self.steps.add_custom_scalars(LAYOUT)
+        # Not add_hparams: it would open a run of its own, with the time as its name, at every restart.
+        curves = dict.fromkeys(("loss_metrics/global_avg_loss", "validation_metrics/loss"))
+        experiment, session, _ = hparams(hyperparameters(self.plan, self.job_config), curves)
+        self.steps.file_writer.add_summary(experiment)
+        self.steps.file_writer.add_summary(session)
+        configuration = json.dumps(self.job_config.to_dict(), indent=2, default=str)
+        for tag, text in (("plan", self.plan.describe()), ("configuration", configuration)):
+            self.steps.add_text(f"run/{tag}", f"```\n{text}\n```", step)
+        self.flush()
+
+
+def hyperparameters(plan, job_config) -> dict:
+    """What runs of a study differ in, one row of TensorBoard's table."""
+    optimizer = job_config.optimizer
+    return {
+        "model": plan.size,
+        "condition": condition_of(plan.config),
+        "parameters": plan.n_params,
+        "tokens": plan.tokens,
+        "tokens_per_step": plan.tokens_per_step,
+        "seq_len": plan.seq_len,
+        "warmup_steps": plan.warmup_steps,
+        "lr": optimizer.lr,
+        "ssm_lr": min(optimizer.lr, optimizer.ssm_lr),
+        "weight_decay": optimizer.weight_decay,
+        "max_norm": job_config.training.max_norm,
+        "seed": plan.seed,
+        "ranks": plan.world_size,
+    }
+
+
+def set_aside(folder: Path) -> None:
+    """Move another run's events out of the way, to `folder/earlier-TIME`: TensorBoard shows them as a run beside this."""
+    files = sorted(folder.glob(EVENTS))
+    if not files:
+        return
+    began = time.strftime("%Y%m%d-%H%M%S", time.localtime(files[0].stat().st_mtime))
+    aside = folder / f"earlier-{began}"
+    for source, target in ((folder, aside), (folder / TOKENS, aside / TOKENS)):
+        target.mkdir(parents=True, exist_ok=True)
+        for file in sorted(source.glob(EVENTS)):
+            file.rename(target / file.name)
+    logger.info("TensorBoard: events of an earlier run moved to %s", aside)

@@ -1,0 +1,149 @@
+"""One TensorBoard folder per run: what TensorBoard's own readers make of restarts, and what a folder says about its run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.data import server_ingester
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.util.grpc_util import ChannelCredsType
+from torchtitan.config import ConfigManager
+
+from interdomain.titan.layout import LAYOUT
+from interdomain.titan.plan import make_plan
+from interdomain.titan.run_log import RunLog, hyperparameters
+from interdomain.tools._curves import read_curves, read_events
+
+from .conftest import flags
+
+LOSS, BY_TOKENS = "loss_metrics/global_avg_loss", "by_tokens/loss"
+SPIKE = "loss_metrics/spike"
+
+
+@pytest.fixture(scope="module")
+def job():
+    return ConfigManager().parse_args(flags("corpus", "folder"))
+
+
+@pytest.fixture
+def start(tmp_path, job, monkeypatch):
+    """start(first, last, value): a start of the run that logs `value` as the loss of each step, and is killed."""
+    clock = iter(range(1_700_000_000, 1_800_000_000))
+    # SummaryWriter names its file by the second; TensorBoard reads a folder's files in the order of their names.
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
+
+    def start(first, last, value):
+        log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
+        log.begin(first)
+        for step in range(first, last + 1):
+            log.log({LOSS: value, **({SPIKE: value} if step == 6 else {})}, step)
+        log.flush()
+
+    return start
+
+
+def python_reader(folder):
+    """TensorBoard as it reads where its fast reader has no build (aarch64)."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    multiplexer.Reload()
+    return MultiplexerDataProvider(multiplexer, str(folder)), lambda: None
+
+
+def fast_reader(folder):
+    """The reader that TensorBoard prefers where it has one: a process that it asks over gRPC."""
+    try:
+        binary = server_ingester.get_server_binary()
+    except server_ingester.NoDataServerError:
+        pytest.skip("no tensorboard-data-server for this machine")
+    server = server_ingester.SubprocessServerDataIngester(
+        server_binary=binary,
+        logdir=str(folder),
+        reload_interval=0,
+        channel_creds_type=ChannelCredsType.LOCAL,
+    )
+    server.start()
+    return server.data_provider, server._stdin_handle.close
+
+
+@pytest.fixture(params=[python_reader, fast_reader])
+def shown(request, tmp_path):
+    """shown(): {run: {tag: {step: value}}} as TensorBoard would draw it."""
+    ends = []
+
+    def shown():
+        provider, end = request.param(tmp_path)
+        ends.append(end)
+        runs = provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000)
+        drawn = {}
+        for run, tags in runs.items():
+            for tag, points in tags.items():
+                assert [p.step for p in points] == sorted({p.step for p in points}), f"{run} {tag}: a zigzag"
+                drawn.setdefault(run, {})[tag] = {p.step: p.value for p in points}
+        return drawn
+
+    yield shown
+    for end in ends:
+        end()
+
+
+def test_steps_run_again_replace_the_old_ones(start, shown):
+    start(1, 6, 1.0)
+    start(4, 8, 2.0)
+    start(6, 7, 3.0)
+    drawn = shown()
+    losses = [1.0] * 3 + [2.0] * 2 + [3.0] * 2
+    assert drawn["tb"][LOSS] == dict(zip(range(1, 8), losses, strict=True))
+    assert drawn["tb"][SPIKE] == {6: 3.0}
+    assert drawn["tb/tokens"][BY_TOKENS] == {512 * step: loss for step, loss in drawn["tb"][LOSS].items()}
+
+
+def test_a_run_from_the_beginning_does_not_mix_with_what_was_there(start, shown, tmp_path):
+    start(1, 6, 1.0)
+    start(1, 4, 2.0)
+    (earlier,) = (tmp_path / "tb").glob("earlier-*")
+    start(3, 5, 3.0)
+    drawn = shown()
+    assert drawn["tb"][LOSS] == {1: 2.0, 2: 2.0, 3: 3.0, 4: 3.0, 5: 3.0}
+    assert drawn[f"tb/{earlier.name}"][LOSS] == dict.fromkeys(range(1, 7), 1.0)
+    assert list(drawn[f"tb/{earlier.name}/tokens"][BY_TOKENS]) == [512 * step for step in range(1, 7)]
+
+
+def test_the_folder_says_what_the_run_is(start, job, tmp_path):
+    start(1, 2, 1.0)
+    start(2, 3, 1.0)
+    events = read_events(tmp_path / "tb")
+    text = events.Tensors("run/configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert json.loads(text.strip("`\n")) == json.loads(json.dumps(job.to_dict(), default=str))
+    plan = events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "6 of 512 tokens" in plan
+    content = events.PluginTagToContent("hparams")
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= content.keys()
+    assert hyperparameters(make_plan(job, 1), job)["condition"] == "interdomain"
+    assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == ["tokens"]  # no sub-runs
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(LAYOUT)
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path, job):
+    log = RunLog(tmp_path / "tb", SimpleNamespace(), job)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(one, two):
+    """Events to step 6 and a checkpoint of step 3: the real trainer runs steps 4 to 6 again and says so."""
+    before, after = (read_curves(folder / "tb") for folder in (two.folder / "interdomain", one.folder / "after two"))
+    assert list(after[LOSS]) == list(before[LOSS]) == list(range(1, 7))
+    assert after["n_tokens_seen"] == before["n_tokens_seen"] == {step: 512 * step for step in range(1, 7)}
+    assert [after[LOSS][step] == before[LOSS][step] for step in (1, 2, 3)] == [True] * 3  # the old points
+    assert after[LOSS] == pytest.approx(before[LOSS], rel=1e-5)
+    restarts = sorted((one.folder / "after two" / "tb").glob("events*"))
+    assert len(restarts) == 2
+    again = read_events(restarts[1]).Scalars(LOSS)
+    assert [event.step for event in again] == [4, 5, 6]
+    merged = read_events(one.folder / "after two" / "tb").Scalars(LOSS)
+    assert [event.wall_time for event in merged[3:]] == [event.wall_time for event in again]

@@ -1,0 +1,49 @@
+"""A run's curves: read from its TensorBoard folder as one, whatever number of restarts wrote it."""
+
+import json
+import logging
+from pathlib import Path
+
+EVENTS = "events.out.tfevents.*"
+FOLDER = "tb"  # of a run's dump folder (metrics.save_tb_folder)
+
+Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
+
+
+def events_folder(run: Path) -> Path:
+    """The folder with a run's events: `run` itself, its `tb`, or the only one below it. Raises: FileNotFoundError."""
+    for folder in (run, run / FOLDER):
+        if any(folder.glob(EVENTS)):
+            return folder
+    below = sorted({file.parent for file in run.rglob(EVENTS)}) if run.is_dir() else []
+    if len(below) == 1:
+        return below[0]
+    if below:
+        raise FileNotFoundError(f"{run} holds several runs: name one of {', '.join(map(str, below))}.")
+    what = "holds no TensorBoard events" if run.is_dir() else "is no folder"
+    raise FileNotFoundError(
+        f"{run} {what}. Give a run's folder (job.dump_folder) that was trained with metrics.enable_tensorboard = true."
+    )
+
+
+def read_events(folder: Path):
+    """TensorBoard's accumulator over all files of `folder`, nothing sampled away, steps that were run again once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns of every restart
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}).Reload()
+
+
+def read_curves(folder: Path) -> Curves:
+    """Every scalar of a folder of events, by step."""
+    events = read_events(folder)
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def read_configuration(folder: Path) -> dict:
+    """The configuration of a run's last start, by section; empty if it was not written."""
+    events, tag = read_events(folder), "run/configuration/text_summary"
+    if tag not in events.Tags()["tensors"]:
+        return {}
+    text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+    return json.loads(text.strip("`\n"))  # fenced, for TensorBoard draws Markdown
