@@ -1,0 +1,235 @@
+"""python -m interdomain.tools.compare_runs outputs/125M outputs/125M-again
+
+Compare two runs step by step, and name the first that differs: exit status 0 if none does, 1 if one does. A run is its folder
+(read as one curve, whatever number of restarts wrote it) or a curve that --save-curve stored, as JSON or CSV.
+"""
+
+import argparse
+import csv
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ._cli import user_errors
+from ._curves import events_folder, read_configuration, read_curves
+
+COLUMNS = {  # as they are compared, stored and printed
+    "loss": "loss_metrics/global_avg_loss",
+    "grad_norm": "grad_norm",
+    "validation_loss": "validation_metrics/loss",
+}
+NOT_COMPARED = ("job.dump_folder", "job.description")  # settings in which runs that are the same may differ
+AROUND = 3  # steps of the table before and after the first difference
+
+
+@dataclass
+class Run:
+    """A run's curves {column: {step: value}} and its configuration {section.field: value}, empty where it is not stored."""
+
+    name: str
+    curves: dict[str, dict[int, float]]
+    configuration: dict[str, object] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        loss = self.curves["loss"]
+        return f"{self.name} (loss at {len(loss):,} steps, {min(loss):,} to {max(loss):,})"
+
+
+def read_run(path: Path) -> Run:
+    """A run's folder, or a stored curve (.json, .csv). Raises: FileNotFoundError, ValueError."""
+    if path.suffix in (".json", ".csv"):
+        run = (_read_json if path.suffix == ".json" else _read_csv)(path)
+    else:
+        folder = events_folder(path)
+        every = read_curves(folder)
+        curves = {column: every[tag] for column, tag in COLUMNS.items() if tag in every}
+        run = Run(str(path), curves, _flat(read_configuration(folder)))
+    if not run.curves.get("loss"):
+        raise ValueError(f"{path} holds no loss: not one step was logged.")
+    return run
+
+
+def save_curve(run: Run, path: Path) -> None:
+    """JSON keeps the configuration too; CSV is a table: step, loss, grad_norm, validation_loss."""
+    if path.suffix == ".json":
+        stored = {"run": run.name, "configuration": run.configuration, "curves": run.curves}
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["step", *run.curves])
+            for step in sorted(set().union(*run.curves.values())):
+                table.writerow([step, *(curve.get(step, "") for curve in run.curves.values())])
+    else:
+        raise ValueError(f"--save-curve {path}: the file's name must end in .json or .csv.")
+
+
+def _read_json(path: Path) -> Run:
+    try:
+        stored = json.loads(path.read_text())
+        curves = {
+            column: {int(step): float(value) for step, value in curve.items()}
+            for column, curve in stored["curves"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} is no stored curve ({type(e).__name__}: {e}). --save-curve {path} writes one.") from e
+    return Run(str(path), curves, stored.get("configuration", {}))
+
+
+def _read_csv(path: Path) -> Run:
+    curves: dict[str, dict[int, float]] = {}
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            try:
+                step = int(row.pop("step"))
+                for column, value in row.items():
+                    if value:
+                        curves.setdefault(column, {})[step] = float(value)
+            except (ValueError, KeyError, TypeError) as e:
+                raise ValueError(
+                    f"{path} is no stored curve ({type(e).__name__}: {e}): its columns must be step, loss and, if it "
+                    "has them, grad_norm and validation_loss, all numbers."
+                ) from e
+    return Run(str(path), curves)
+
+
+def _flat(configuration: dict, prefix: str = "") -> dict[str, object]:
+    flat = {}
+    for name, value in configuration.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def relative(a: float, b: float) -> float:
+    """|a - b| over the larger of the two; 0 where both are the same infinity, or both no number."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.inf
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+@dataclass
+class Comparison:
+    """Of the columns and steps that both runs have."""
+
+    columns: list[str]
+    steps: list[int]
+    first: int | None  # the first step that differs, or None
+    differing: dict[str, float]  # {column: relative difference} there
+
+
+def compare(a: Run, b: Run, tolerance: float) -> Comparison:
+    """Raises: ValueError where the runs share no step."""
+    columns = [column for column in COLUMNS if column in a.curves and column in b.curves]
+    shared = {column: a.curves[column].keys() & b.curves[column].keys() for column in columns}
+    steps = sorted(shared["loss"])
+    if not steps:
+        raise ValueError(f"no step is logged in both: {a.describe()}; {b.describe()}.")
+    for step in sorted(set().union(*shared.values())):
+        apart = {c: relative(a.curves[c][step], b.curves[c][step]) for c in columns if step in shared[c]}
+        differing = {column: size for column, size in apart.items() if size > tolerance}
+        if differing:
+            return Comparison(columns, steps, step, differing)
+    return Comparison(columns, steps, None, {})
+
+
+def settings_that_differ(a: Run, b: Run) -> str:
+    if not (a.configuration and b.configuration):
+        without = " and ".join(run.name for run in (a, b) if not run.configuration)
+        return f"configuration: not stored with {without}"
+    names = sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED})
+    missing = "(not there)"
+    pairs = [(name, a.configuration.get(name, missing), b.configuration.get(name, missing)) for name in names]
+    rows = [(name, str(x), str(y)) for name, x, y in pairs if x != y]
+    if not rows:
+        return "configuration: the same"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"configuration: {len(rows)} setting(s) differ", *(line.rstrip() for line in lines)])
+
+
+def table(a: Run, b: Run, found: Comparison) -> str:
+    """The steps around the first difference, both runs side by side."""
+    steps = sorted({*found.steps, found.first})
+    at = steps.index(found.first)
+    header = f"{'step':>10}"
+    for column in found.columns:
+        header += f"{column + ' A':>20}{column + ' B':>20}{'relative':>10}"
+    lines = [header]
+    for step in steps[max(0, at - AROUND) : at + AROUND + 1]:
+        line = f"{'> ' if step == found.first else ''}{step:,}".rjust(10)
+        for column in found.columns:
+            pair = [run.curves[column].get(step) for run in (a, b)]
+            line += "".join(f"{'' if value is None else f'{value:.7g}':>20}" for value in pair)
+            line += f"{'' if None in pair else f'{relative(*pair):.1e}':>10}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def only_in_one(a: Run, b: Run) -> list[str]:
+    """What could not be compared, one line each."""
+    lines = []
+    for here, there in ((a, b), (b, a)):
+        alone = sorted(here.curves["loss"].keys() - there.curves["loss"].keys())
+        if alone:
+            lines.append(f"{len(alone):,} step(s) from {alone[0]:,} to {alone[-1]:,} are logged in {here.name} only")
+    return lines
+
+
+def parse(argv) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m interdomain.tools.compare_runs", description=__doc__.split("\n\n")[1], allow_abbrev=False
+    )
+    p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json, .csv)")
+    p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
+    p.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="relative difference up to which two values count as the same (default 0: to the bit, of a float32)",
+    )
+    p.add_argument("--save-curve", type=Path, metavar="FILE", help="store RUN_A's curve, as .json or .csv")
+    args = p.parse_args(argv)
+    if not args.tolerance >= 0:
+        raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
+    if args.run_b is None and args.save_curve is None:
+        raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.")
+    return args
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    a = read_run(args.run_a)
+    if args.save_curve:
+        save_curve(a, args.save_curve)
+    if args.run_b is None:
+        print(f"wrote {args.save_curve} ({len(a.curves['loss']):,} steps: {', '.join(a.curves)})")
+        return 0
+    b = read_run(args.run_b)
+    found = compare(a, b, args.tolerance)
+    print(f"A  {a.describe()}\nB  {b.describe()}")
+    print(settings_that_differ(a, b))
+    for line in only_in_one(a, b):
+        print(line)
+    how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
+    said = f"at {len(found.steps):,} step(s), {found.steps[0]:,} to {found.steps[-1]:,}"
+    if found.first is None:
+        print(f"the same {how} {said} ({', '.join(found.columns)})")
+        return 0
+    print(f"\n{table(a, b, found)}\n")
+    what = ", ".join(f"{column} by {size:.1e}" for column, size in found.differing.items())
+    before = [step for step in found.steps if step < found.first]
+    print(f"the first step that differs is {found.first:,}: {what}; the same {how} at the {len(before):,} before it")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
