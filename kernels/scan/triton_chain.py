@@ -34,25 +34,30 @@ def segment_powers_kernel(p_theta, p_powers, N, length, last, BLOCK: tl.constexp
     tl.store(p_powers + 2 * o_n + 1, (b_re * tl.sin(b_im)).to(tl.float32), mask=m_n)
 
 
-@triton.jit(do_not_specialize=["S", "H", "P"])
+@triton.jit(do_not_specialize=["S", "H", "P", "T", "length"])
 def chain_kernel(
     p_local,
     p_start,
     p_powers,
     p_out,
+    p_n,
     S,
     H,
     P,
+    T,
+    length,
     M: tl.constexpr,
     BS: tl.constexpr,
     BE: tl.constexpr,
     HAS_START: tl.constexpr,
     REVERSE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """States before every segment: X_0 = start, X_(s+1) = Lambda^length X_s + local_s.
 
     REVERSE: costates after every segment, X_(S-1) = start and X_(s-1) = conj(Lambda)^n X_s + local_s, n = length but for
     the last segment, which has `last` tokens.
+    DOCUMENTS: p_n [B, T] holds numbers of documents; a segment in which one ends passes nothing on from before it.
     Grid: B H ceil(M P / BE) programs; each takes BE numbers of the state through time, BS segments at once: log2(BS)
     steps instead of BS. Tiles: powers and states [BS, BE], complex. Bytes per segment: its state read once, written once.
     p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_powers [2, H, M, 2], from the kernel above.
@@ -91,6 +96,13 @@ def chain_kernel(
         if REVERSE:
             b_pr = tl.where((o_s == 0)[:, None], b_lr[None, :], b_pr)
             b_pi = tl.where((o_s == 0)[:, None], b_li[None, :], b_pi)
+        if DOCUMENTS:
+            m_s = o_s < S - 1
+            p_t = p_n + i_bh // H * T + i_s * length
+            n_before = tl.load(p_t - 1, mask=m_s & (i_s > 0), other=0)
+            n_last = tl.load(p_n + i_bh // H * T + tl.minimum((i_s + 1) * length, T) - 1, mask=m_s, other=0)
+            b_pr = tl.where((n_before == n_last)[:, None], b_pr, 0.0)
+            b_pi = tl.where((n_before == n_last)[:, None], b_pi, 0.0)
         b_pr, b_pi, b_ur, b_ui = tl.associative_scan((b_pr, b_pi, b_ur, b_ui), 0, compose)
         b_ur += b_pr * b_xr[None, :] - b_pi * b_xi[None, :]
         b_ui += b_pr * b_xi[None, :] + b_pi * b_xr[None, :]

@@ -43,13 +43,14 @@ def scan_forward(
     initial_state: Tensor | None,
     chunk_size: int | None,
     *,
+    documents: Tensor | None = None,
     parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a and b~ [B, Hq, T, 2M] for the backward)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, parallel)
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
@@ -73,6 +74,7 @@ def scan_backward(
     a: Tensor | None = None,
     b: Tensor | None = None,
     *,
+    documents: Tensor | None = None,
     parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
@@ -83,7 +85,7 @@ def scan_backward(
         q, k, v, d_o = (launch.aligned(x) for x in (q, k, v, d_o))
         H, R, D = *k.shape[2:], v.shape[3]
         keys, values = (0, R + D), (R, R + D)
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, parallel)
+        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         if a is None or b is None:
             a = launch.contract(plan, tab, span, q, k, states, keys)
@@ -115,13 +117,14 @@ def linear_forward(
     initial_state: Tensor | None,
     chunk_size: int | None,
     *,
+    documents: Tensor | None = None,
     parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
         B, _, H, P = z.shape
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, parallel)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         y = launch.padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
@@ -139,13 +142,14 @@ def linear_backward(
     chunk_size: int | None,
     need_decay: bool,
     *,
+    documents: Tensor | None = None,
     parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
         H, P = z.shape[2:]
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, parallel)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = Constant.build(readout, log_decay, plan, tab)
         dz = launch.padded_empty(z)
@@ -160,14 +164,14 @@ def linear_backward(
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, parallel: bool
+    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, documents: Tensor | None, parallel: bool
 ) -> tuple[Plan, Tables, Span]:
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = launch.make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
-    return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks)
+    return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks, documents)
 
 
 def _states(

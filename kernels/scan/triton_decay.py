@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .triton_passes import scale_columns, stacked_index
+from .triton_passes import documents_of, scale_columns, stacked_index
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
@@ -17,6 +17,7 @@ def decay_kernel(
     p_x,
     p_g,
     p_out,
+    p_n,
     T,
     S,
     chunks,
@@ -39,6 +40,7 @@ def decay_kernel(
     HAS_STATE: tl.constexpr,
     HAS_COSTATE: tl.constexpr,
     LINEAR: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """g = sum_i e~_i x_i + Q dX/dtheta, the part of dL/dtheta that (e; q, k) carries, or backwards (b; do, v).
 
@@ -101,9 +103,18 @@ def decay_kernel(
         # The integer weights multiply fp32 numbers, before those are rounded to the operands' dtype.
         b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         # b_p * (i - j), spelled so that no [L, L] tile of weights stays in registers.
-        b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p * b_i[:, None] - b_p * b_i[None, :], 0.0).to(DTYPE)
+        b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p * b_i[:, None] - b_p * b_i[None, :], 0.0)
         b_x = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION) * (b_i + 1.0)[:, None]
         b_x = tl.dot(b_q, b_d.to(DTYPE), b_x, input_precision=PRECISION)
+        if DOCUMENTS:
+            b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
+            b_p = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
+            b_x = tl.where((b_n == n_before)[:, None], b_x, 0.0)
+            b_s = tl.where(n_before == n_last, b_s, 0.0)
+            b_d = tl.where(n_before == n_last, b_d, 0.0)
+            m_k = (m_t & (b_n == n_last))[:, None] & m_r[None, :]
+            b_k = tl.load(p_kt + i_t * stride_kt, mask=m_k, other=0.0).to(DTYPE)
+        b_p = b_p.to(DTYPE)
         b_x = tl.dot(b_p, b_t, b_x, input_precision=PRECISION)
         b_xr, b_xi = tl.split(tl.permute(tl.reshape(b_x, [L, 2, BM]), (0, 2, 1)))
         p_bc = p_bt if LINEAR else p_bt + i_t * (2 * M)

@@ -11,9 +11,10 @@ import triton
 from torch import Tensor
 
 from .tables import powers
+from .triton_adjoint import adjoint_kernel
 from .triton_chain import chain_kernel, segment_powers_kernel
 from .triton_decay import decay_kernel
-from .triton_passes import adjoint_kernel, contract_kernel, expand_kernel, mix_kernel
+from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_tables import tables_kernel
 
 
@@ -59,11 +60,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 class Span(NamedTuple):
-    """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter."""
+    """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter.
+
+    documents: numbers of packed documents, [B, T] int32, or None.
+    """
 
     T: int
     segments: int
     chunks: int
+    documents: Tensor | None = None
 
 
 class Tables(NamedTuple):
@@ -136,11 +141,12 @@ def contract(
     else:
         out = torch.empty(B, Hq, T, N, dtype=plan.dtype, device=q.device)
     contract_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
-        q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), out, _or_dummy(final, tab),
+        q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), out, _or_dummy(final, tab), _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(q), *_strides(k),
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
+        DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out.sum((0, 2, 3)) if total else out
@@ -185,11 +191,12 @@ def expand(
     BD = _block(min(_power_of_two(D), 64), numbers // N)
     expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
         rows, v, scores, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), v if out is None else out, _or_dummy(final, tab),
+        _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(v), *_strides(v if out is None else out),
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
-        OUTPUT=out is not None, LINEAR=linear,
+        OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -218,12 +225,12 @@ def adjoint(
     BD = _block(min(_power_of_two(D), 64), numbers // N)
     adjoint_kernel[(B * H * span.segments * triton.cdiv(D, BD),)](
         rows, d_o, scores, tab.t_conj, tab.E, tab.step, _or_dummy(costate, tab), d_o if out is None else out,
-        _or_dummy(initial, tab),
+        _or_dummy(initial, tab), _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, H, channels[1], channels[0],
         *_strides(d_o), *_strides(d_o if out is None else out),
         D=D, G=Hq // H, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=costate is not None, STORE_STATE=0 if initial is None else (2 if out is None else 1),
-        OUTPUT=out is not None, LINEAR=linear,
+        OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -250,10 +257,12 @@ def decay(
     out = torch.empty(B, H, Hq // H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
     decay_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
         rows, q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab), out,
+        _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(q), *_strides(k),
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, HAS_COSTATE=costate is not None, LINEAR=linear,
+        DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     g_re, g_im = out.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
@@ -277,8 +286,10 @@ def chain(
     out = torch.empty_like(local)
     BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else start.contiguous(), steps, out, S, H, P,
-        M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse, num_warps=4,
+        local, out if start is None else start.contiguous(), steps, out,
+        steps if span.documents is None else span.documents, S, H, P, span.T, length,
+        M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse,
+        DOCUMENTS=span.documents is not None, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -1,4 +1,5 @@
-"""The passes of the chunkwise scan as Triton kernels: contract (pass 1), mix (W), expand (pass 2), adjoint (pass 3).
+"""The passes of the chunkwise scan as Triton kernels: contract (pass 1), mix (W), expand (pass 2); pass 3 and the decay's
+gradient, which follow the same conventions, have files of their own.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
 P channels of a state row, M basis functions, L chunk length, S segments of time that run side by side.
@@ -13,6 +14,7 @@ Programs are numbered along one grid axis (the others end at 65,535). Notation a
     p_step    enter = Lambda^(r+1) and carry = Lambda^L, each as (Re | Im)           [H, 2, 2M]       fp32
     p_a, p_b  a (or c), and b~ = E b (or e~ = E e), rows (Re | Im)                   [B, Hq, T, 2M]   operand dtype
     p_x, p_g  states before, costates after each segment; real pairs, unit gain      [B, H, S, M, P, 2] fp32
+    p_n       numbers of packed documents, read if DOCUMENTS                         [B, T] int32
 
 Complex numbers are stacked (Re | Im) along one axis: a complex product is then one real matrix product, and the halves
 are split in registers where they meet E or a power of Lambda.
@@ -41,6 +43,19 @@ def state_offsets(o_n, o_p, P, M: tl.constexpr):
     once, and its addresses kept in registers, one per number of the state, all through the loop.
     """
     return tl.cast(o_n % M, tl.int64) * (2 * P) + 2 * o_p + o_n // M
+
+
+@triton.jit
+def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
+    """Numbers of a chunk's tokens [L], of the token before the chunk (0 before the first) and of its last token.
+
+    They do not fall along T, so that two equal numbers are one document and all between them is, too.
+    """
+    i_t = i_c * L
+    o_t = i_t + tl.arange(0, L)
+    p_n += i_b * T
+    b_n = tl.load(p_n + o_t, mask=o_t < T, other=-1)
+    return b_n, tl.load(p_n + i_t - 1, mask=i_t > 0, other=0), tl.load(p_n + tl.minimum(i_t + L, T) - 1)
 
 
 @triton.jit
@@ -77,6 +92,7 @@ def contract_kernel(
     p_x,
     p_a,
     p_y,
+    p_n,
     T,
     S,
     chunks,
@@ -100,6 +116,7 @@ def contract_kernel(
     STORE_STATE: tl.constexpr,
     SUM: tl.constexpr,
     CONJ: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """Pass 1: a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), for (q, k) and, backwards, (do, v).
 
@@ -151,12 +168,25 @@ def contract_kernel(
         p_f = p_step + i_h * (4 * M) + tl.where(i_c == start, 0, 2 * M) + o_m
         b_s = scale_columns(b_s, tl.load(p_f)[None, :], tl.load(p_f + M)[None, :], BR, BM)
         b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
+        m_p = o_l[:, None] >= o_l[None, :]
         b_a = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION)
+        if DOCUMENTS:
+            b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
+            m_p = m_p & (b_n[:, None] == b_n[None, :])
+            b_a = tl.where((b_n == n_before)[:, None], b_a, 0.0)
+            b_s = tl.where(n_before == n_last, b_s, 0.0)
+            # The tokens of the last document, loaded once more: no product takes the transpose of what was computed.
+            m_k = (m_t & (b_n == n_last))[:, None] & m_r[None, :]
+            b_k = tl.load(p_kt + i_t * stride_kt, mask=m_k, other=0.0).to(DTYPE)
+        b_p = tl.where(m_p, b_p, 0.0).to(DTYPE)
         b_a = tl.dot(b_p, b_t, b_a, input_precision=PRECISION)
         if SUM:
             b_sum += b_a
         else:
+            if DOCUMENTS:
+                # Always 0, which the compiler cannot know: E is read again, and its 64 registers are free until here.
+                b_er = tl.load(p_em + i_c // T)
+                b_ei = tl.load(p_em + i_c // T + M)
             b_a = scale_columns(b_a, b_er, b_ei, L, BM, 2 * CONJ)
             tl.store(p_at + i_t * (2 * M), b_a.to(p_a.dtype.element_ty), mask=m_t[:, None])
         b_s = tl.dot(tl.trans(b_k), b_t, b_s, input_precision=PRECISION)
@@ -234,6 +264,7 @@ def expand_kernel(
     p_x,
     p_o,
     p_y,
+    p_n,
     T,
     S,
     chunks,
@@ -256,6 +287,7 @@ def expand_kernel(
     STORE_STATE: tl.constexpr,
     OUTPUT: tl.constexpr,
     LINEAR: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """Pass 2: o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S); dq likewise from (e~, k).
 
@@ -308,14 +340,23 @@ def expand_kernel(
         b_re = tl.where(i_c == start, b_fr, b_cr)[:, None]
         b_im = tl.where(i_c == start, b_fi, b_ci)[:, None]
         b_s = scale_rows(b_s, b_re, -b_im, M, BD)  # the rows hold the conjugate
+        if DOCUMENTS:
+            b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
         if OUTPUT:
             if not LINEAR:
                 b_b = tl.load(p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
                 b_p = tl.dot(b_b, b_tt, input_precision=PRECISION)
                 b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
             b_o = tl.dot(b_b, b_s.to(DTYPE), input_precision=PRECISION)
-            b_o = tl.dot(b_p, b_v, b_o, input_precision=PRECISION)
+            b_d = b_p
+            if DOCUMENTS:
+                b_d = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
+                b_o = tl.where((b_n == n_before)[:, None], b_o, 0.0)
+            b_o = tl.dot(b_d, b_v, b_o, input_precision=PRECISION)
             tl.store(p_ot + i_t * stride_ot, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+        if DOCUMENTS:
+            b_s = tl.where(n_before == n_last, b_s, 0.0)
+            b_v = tl.where((b_n == n_last)[:, None], b_v, 0.0)
         b_s = tl.dot(b_tt, b_v, b_s, input_precision=PRECISION)
 
     if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
@@ -325,114 +366,3 @@ def expand_kernel(
             i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
             p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
             tl.store(p_yt, b_s, mask=m_d[None, :])
-
-
-@triton.jit(do_not_specialize=["T", "S", "chunks", "H", "P", "first"])
-def adjoint_kernel(
-    p_b,
-    p_do,
-    p_d,
-    p_tc,
-    p_e,
-    p_step,
-    p_g,
-    p_dv,
-    p_y,
-    T,
-    S,
-    chunks,
-    H,
-    P,
-    first,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    D: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    BD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    STORE_STATE: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    LINEAR: tl.constexpr,
-):
-    """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
-
-    Z, the costate, collects b~_i do_i^T of later tokens and is the conjugate of the gradient of the state.
-    Grid: B H S ceil(D / BD) programs; each adds up the G query heads of its state head. Tiles: costate [2M, BD] fp32 as
-    (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed scores [L, L]. Bytes per token and query head: b~
-    and the scores once per block of D, do once; dv once per state head.
-    p_g: gradient of the state after each segment. STORE_STATE: 1, the gradient of the initial state goes to p_y
-    [B, H, M, P, 2]; 2, the gradient of the state before every segment, from zero after it, to p_y [B, H, S, M, P, 2].
-    LINEAR, OUTPUT: as in `expand_kernel` (without OUTPUT p_b is still read).
-    """
-    DTYPE = p_tc.dtype.element_ty
-    ND: tl.constexpr = (D + BD - 1) // BD
-    i_p = tl.program_id(0)
-    i_d = i_p % ND
-    i_s = i_p // ND % S
-    i_bh = (i_p // (ND * S)).to(tl.int64)
-    i_b = i_bh // H
-    i_h = i_bh % H
-    o_l = tl.arange(0, L)
-    o_d = i_d * BD + tl.arange(0, BD)
-    o_m = tl.arange(0, M)
-    o_n = tl.arange(0, 2 * M)
-    m_d = o_d < D
-    start = i_s * chunks
-    stop = tl.minimum(start + chunks, tl.cdiv(T, L))
-
-    b_tc = tl.load(p_tc + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
-    p_f = p_step + i_h * (4 * M) + o_m
-    b_cr = tl.load(p_f + 2 * M)
-    b_ci = tl.load(p_f + 3 * M)
-    # The costate enters the last chunk, n tokens long, with Lambda^(n-1-r).
-    p_l = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
-    b_lr = tl.load(p_l)
-    b_li = tl.load(p_l + M)
-    b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
-    b_z = tl.zeros([2 * M, BD], dtype=tl.float32)
-    if HAS_STATE:
-        o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
-        b_z = b_sign * tl.load(p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
-
-    p_dt = p_do + i_b * stride_db + i_h * G * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
-    p_vt = p_dv + i_b * stride_vb + i_h * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
-    p_bt = p_b + i_bh * G * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
-    if LINEAR:
-        b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
-        b_p = tl.load(p_d + (i_h * L + o_l)[None, :] * L + o_l[:, None])
-    for i in range(0, stop - start):
-        i_c = stop - 1 - i
-        i_t = tl.cast(i_c, tl.int64) * L
-        m_t = i_c * L + o_l < T
-        b_re = tl.where(i == 0, b_lr, b_cr)[:, None]
-        b_im = tl.where(i == 0, b_li, b_ci)[:, None]
-        b_z = scale_rows(b_z, b_re, b_im, M, BD)
-        if OUTPUT:
-            b_dv = tl.dot(b_tc, b_z.to(DTYPE), input_precision=PRECISION)
-        for i_g in range(0, G):
-            p_dg = p_dt + i_t * stride_dt + i_g * stride_dh
-            b_do = tl.load(p_dg, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
-            if not LINEAR:
-                b_b = tl.load(p_bt + (tl.cast(i_g, tl.int64) * T + i_t) * (2 * M), mask=m_t[:, None], other=0.0)
-            if OUTPUT:
-                if not LINEAR:
-                    b_p = tl.dot(b_tc, tl.trans(b_b), input_precision=PRECISION)
-                    b_p = tl.where(o_l[:, None] <= o_l[None, :], b_p, 0.0).to(DTYPE)
-                b_dv = tl.dot(b_p, b_do, b_dv, input_precision=PRECISION)
-            b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
-        if OUTPUT:
-            tl.store(p_vt + i_t * stride_vt, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
-
-    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
-        if (STORE_STATE == 2) | (i_s == 0):
-            b_z = b_sign * scale_rows(b_z, tl.load(p_f)[:, None], tl.load(p_f + M)[:, None], M, BD)
-            i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
-            p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
-            tl.store(p_yt, b_z, mask=m_d[None, :])

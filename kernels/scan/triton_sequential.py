@@ -30,7 +30,8 @@ import triton
 from torch import Tensor
 
 from .tables import powers
-from .triton_recurrence import contract_scan_kernel, expand_scan_kernel, reverse_scan_kernel
+from .triton_recurrence import contract_scan_kernel, expand_scan_kernel
+from .triton_reverse import reverse_scan_kernel
 
 ANCHOR = 4
 SEGMENT = 4 * ANCHOR  # three anchors in registers, written out in reverse_scan_kernel
@@ -38,7 +39,15 @@ BLOCK = 8  # basis functions per program of contract, channels per program of th
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2]). chunk_size is not used: there are no chunks."""
     B, T, H, R = k.shape
@@ -47,8 +56,8 @@ def scan_forward(
     before = _contiguous(initial_state)
     after = decay.new_empty(B, H, M, R + D, 2)
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
-    a = _contract(q, k, decay, _from(before, 0), _from(after, 0))
-    _expand(_mix(a, mixing.mT), v, decay, _from(before, R), o, _from(after, R))
+    a = _contract(q, k, decay, _from(before, 0), _from(after, 0), documents=documents)
+    _expand(_mix(a, mixing.mT), v, decay, _from(before, R), o, _from(after, R), documents=documents)
     return o, after
 
 
@@ -63,6 +72,8 @@ def scan_backward(
     initial_state: Tensor | None,
     chunk_size: int,
     need_decay: bool = True,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (q, k, v, log_decay, mixing, initial_state); None for a log_decay or state that needs none."""
     B, _, H, R = k.shape
@@ -72,34 +83,39 @@ def scan_backward(
     d_before = None if before is None else decay.new_empty(B, Hq, M, P, 2)
     checkpoints_k = _checkpoints(k, decay)
     checkpoints_v = _checkpoints(v, decay) if need_decay else None
-    a = _contract(q, k, decay, _from(before, 0), None, checkpoints_k)
-    c = _contract(d_o, v, decay, _from(before, R), None, checkpoints_v)
+    a = _contract(q, k, decay, _from(before, 0), None, checkpoints_k, documents)
+    c = _contract(d_o, v, decay, _from(before, R), None, checkpoints_v, documents)
     sign = torch.cat((a.new_ones(M), -a.new_ones(M)))  # J
     d_mixing = sign[:, None] * (c.view(H, -1, 2 * M).mT @ a.view(H, -1, 2 * M))
     e = _mix(c, sign[:, None] * mixing * sign)
     del c
+    run = dict(need_decay=need_decay, documents=documents)
     dq, dk, d_theta, _ = _reverse(
-        e, q, k, decay, checkpoints_k, _from(d_after, 0), _from(d_before, 0), query=True, need_decay=need_decay
+        e, q, k, decay, checkpoints_k, _from(d_after, 0), _from(d_before, 0), query=True, **run
     )
     del e, checkpoints_k
     b = _mix(a, mixing.mT)
     del a
-    _, dv, d_theta_v, _ = _reverse(
-        b, d_o, v, decay, checkpoints_v, _from(d_after, R), _from(d_before, R), need_decay=need_decay
-    )
+    _, dv, d_theta_v, _ = _reverse(b, d_o, v, decay, checkpoints_v, _from(d_after, R), _from(d_before, R), **run)
     d_log_decay = d_theta + d_theta_v if need_decay else None
     return dq, dk, dv, d_log_decay, d_mixing, None if before is None else _sum_heads(d_before, H, 1)
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
     B, _, H, P = z.shape
     decay = _decay_table(log_decay)
     after = decay.new_empty(B, H, log_decay.shape[1], P, 2)
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    _expand(_constant(readout), z, decay, _contiguous(initial_state), y, after)
+    _expand(_constant(readout), z, decay, _contiguous(initial_state), y, after, documents=documents)
     return y, after
 
 
@@ -112,13 +128,15 @@ def linear_backward(
     initial_state: Tensor | None,
     chunk_size: int,
     need_decay: bool = True,
+    *,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (z, log_decay, readout, initial_state); None as in `scan_backward`."""
     decay = _decay_table(log_decay)
     before = _contiguous(initial_state)
     d_before = None if before is None else torch.empty_like(before)
     checkpoints = _checkpoints(z, decay)
-    _expand(None, z, decay, before, None, None, checkpoints)
+    _expand(None, z, decay, before, None, None, checkpoints, documents)
     _, dz, d_log_decay, d_w = _reverse(
         _constant(readout),
         d_y,
@@ -129,6 +147,7 @@ def linear_backward(
         d_before,
         need_decay=need_decay,
         need_readout=True,
+        documents=documents,
     )
     return dz, d_log_decay, d_w, d_before
 
@@ -136,7 +155,7 @@ def linear_backward(
 # The launches. States are [B, H, M, P, 2], cut at the side's first channel (`_from`) but never copied.
 
 
-def _contract(q, k, decay, before, after, checkpoints=None) -> Tensor:
+def _contract(q, k, decay, before, after, checkpoints=None, documents=None) -> Tensor:
     """X_t q_t for every token, [Hq, B, T, 2M]."""
     (B, T, H, C), Hq, M = k.shape, q.shape[2], decay.shape[2]
     q, k = _rows(q), _rows(k)
@@ -144,17 +163,18 @@ def _contract(q, k, decay, before, after, checkpoints=None) -> Tensor:
     width = triton.next_power_of_2(C)
     with _device(q):
         contract_scan_kernel[(B * Hq * triton.cdiv(M, BLOCK),)](
-            *(q, k, decay, before, a, after, checkpoints),
+            *(q, k, decay, before, a, after, checkpoints, documents),
             *(T, Hq, Hq // H, _channels(before, after)),
             *(*q.stride()[:3], *k.stride()[:3], a.stride(1), a.stride(0)),
             **dict(C=C, M=M, BC=width, BM=BLOCK, K=SEGMENT),
             **dict(HAS_STATE=before is not None, STORE_STATE=after is not None, CHECKPOINT=checkpoints is not None),
+            DOCUMENTS=documents is not None,
             num_warps=contract_warps(width),
         )
     return a
 
 
-def _expand(b, v, decay, before, o, after, checkpoints=None) -> None:
+def _expand(b, v, decay, before, o, after, checkpoints=None, documents=None) -> None:
     """Re(b_t^T X_t) for every token into o; or, with checkpoints, the states alone."""
     (B, T, H, C), M = v.shape, decay.shape[2]
     v = _rows(v)
@@ -162,16 +182,19 @@ def _expand(b, v, decay, before, o, after, checkpoints=None) -> None:
     width = triton.next_power_of_2(M)
     with _device(v):
         expand_scan_kernel[(B * Hq * triton.cdiv(C, BLOCK),)](
-            *(b, v, decay, before, o, after, checkpoints),
+            *(b, v, decay, before, o, after, checkpoints, documents),
             *(T, Hq, Hq // H, _channels(before, after)),
             *(*_weight_strides(b), *v.stride()[:3], *((0, 0, 0) if o is None else o.stride()[:3])),
             **dict(C=C, M=M, BC=BLOCK, BM=width, K=SEGMENT),
             **dict(HAS_STATE=before is not None, STORE_STATE=after is not None, CHECKPOINT=checkpoints is not None),
+            DOCUMENTS=documents is not None,
             num_warps=expand_warps(width),
         )
 
 
-def _reverse(e, q, k, decay, checkpoints, d_after, d_before, *, query=False, need_decay=False, need_readout=False):
+def _reverse(
+    e, q, k, decay, checkpoints, d_after, d_before, *, query=False, need_decay=False, need_readout=False, documents=None
+):
     """-> (dq or None, dk, gradient of log_decay or None, gradient of w or None); fills d_before, one slice per query head."""
     (B, T, H, C), Hq, M = k.shape, q.shape[2], decay.shape[2]
     q, k = _rows(q), _rows(k)
@@ -184,12 +207,12 @@ def _reverse(e, q, k, decay, checkpoints, d_after, d_before, *, query=False, nee
     d_w = decay.new_empty(B, Hq, blocks, 2, M) if need_readout else None
     with _device(q):
         reverse_scan_kernel[(B * Hq * blocks,)](
-            *(e, q, k, decay, checkpoints, d_after, dq, dk, d_before, d_theta, d_w),
+            *(e, q, k, decay, checkpoints, d_after, dq, dk, d_before, d_theta, d_w, documents),
             *(T, triton.cdiv(T, SEGMENT), Hq, Hq // H, _channels(d_after, d_before)),
             *(*_weight_strides(e), *q.stride()[:3], *k.stride()[:3]),
             **dict(C=C, M=M, BC=BLOCK, BM=width, K=SEGMENT, ANCHOR=ANCHOR),
             **dict(HAS_COSTATE=d_after is not None, STORE_COSTATE=d_before is not None),
-            **dict(QUERY=query, DECAY=need_decay, READOUT=need_readout),
+            **dict(QUERY=query, DECAY=need_decay, READOUT=need_readout, DOCUMENTS=documents is not None),
             num_warps=reverse_warps(width),
         )
     if need_decay:

@@ -18,6 +18,7 @@ from interdomain import scan
 from interdomain.scan import ops
 
 from .common import Case, error, exact, gradients, op_inputs, run_op
+from .test_documents import one_by_one, packed
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -161,6 +162,26 @@ def test_parallel(case, chunk_size, linear):
         case = dataclasses.replace(case, G=1)
     for dtype in DTYPES:
         check(case, dtype, linear, backend="parallel", chunk_size=chunk_size)
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize("how", ["one segment", "three segments", "parallel"])
+def test_documents(how, linear, kernels, monkeypatch):
+    """Documents that end within chunks, with them, and with segments (every 32 tokens of three)."""
+    if how == "three segments":
+        monkeypatch.setattr(kernels, "segment_count", lambda *args: 3)
+    backend = "parallel" if how == "parallel" else "chunkwise"
+    case = Case(T=70, B=2, H=1, G=1 if linear else 2, R=16, D=17)
+    documents = packed(case.T)
+    for dtype in DTYPES if how == "one segment" else DTYPES[:1]:
+        inputs, cotangents, _ = problem(case, dtype, linear)
+        expected = one_by_one(inputs, cotangents, documents, linear)
+        inputs, cotangents = to_device(inputs, cotangents)
+        settings = dict(backend=backend, chunk_size=16, documents=documents.to(DEVICE))
+        got = run_op(inputs, cotangents, linear, **settings)
+        errors = {n: error(got[n].cpu(), expected[n], "rms") for n in expected}
+        assert all(e < TOLERANCES[dtype] for e in errors.values()), errors
 
 
 @on_kernels

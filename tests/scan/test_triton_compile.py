@@ -22,7 +22,7 @@ SPILL = {"bf16": 256, "fp32": 512}
 @pytest.mark.parametrize(
     ("capability", "dtype", "shapes"),
     [
-        (90, "bf16", ["64x64x64", "64x64x64:linear"]),  # R x D x M
+        (90, "bf16", ["64x64x64", "64x64x64:linear", "64x64x64:documents"]),  # R x D x M
         (90, "bf16", ["96x96x64"]),
         (90, "fp32", ["64x64x64"]),
         (80, "bf16", ["64x64x64"]),

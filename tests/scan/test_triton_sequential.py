@@ -30,6 +30,7 @@ from .common import (
     run_query,
 )
 from .common import run_linear as run_linear_case
+from .test_documents import one_by_one, packed
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -84,10 +85,10 @@ def kernels(monkeypatch):
     yield triton_sequential
 
 
-def run(inputs, cotangents, linear=False):
+def run(inputs, cotangents, linear=False, **kw):
     """On DEVICE: outputs and gradients, brought back."""
     inputs = {n: x.detach().to(DEVICE).requires_grad_() for n, x in inputs.items()}
-    results = run_op(inputs, tuple(x.to(DEVICE) for x in cotangents), linear, backend="sequential")
+    results = run_op(inputs, tuple(x.to(DEVICE) for x in cotangents), linear, backend="sequential", **kw)
     return {n: x.cpu() for n, x in results.items()}
 
 
@@ -116,6 +117,17 @@ def test_query_readout(case):
 @pytest.mark.parametrize("case", LINEAR, ids=str)
 def test_linear_readout(case):
     check(case, torch.float32, True)
+
+
+@on_kernels
+@linear_or_query
+def test_documents(linear):
+    """Documents that end anywhere between the anchors, every four tokens, and the checkpoints, every sixteen."""
+    case = Case(T=50, B=2, H=1, G=1 if linear else 2, R=7, D=5)
+    inputs, cotangents, _ = problem(case, torch.float32, linear)
+    documents = packed(case.T, ((0, 1, 5, 16, 18, 31, 47, 48, 49), (0, 13, 22)))
+    got = run(inputs, cotangents, linear, documents=documents.to(DEVICE))
+    assert_agree(got, one_by_one(inputs, cotangents, documents, linear), "float32")
 
 
 @on_kernels

@@ -1,8 +1,8 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
-`sequential/64x64x64:G2` or `step/64x64x64:linear` those of the others; TRITON_INTERPRET must be unset. The launches are
-recorded, not described a second time: what is compiled is what runs.
+`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents;
+TRITON_INTERPRET must be unset. The launches are recorded, not described a second time: what is compiled is what runs.
 """
 
 import json
@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from interdomain.scan import triton_chunkwise, triton_launch, triton_sequential, triton_step
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -55,14 +55,14 @@ class Recorder:
             self.launches.append(launch)
 
 
-def launches(capability, dtype, R, D, M, G=1, linear=False):
+def launches(capability, dtype, R, D, M, G=1, linear=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel", "decay_kernel")
     for name in (*passes, "tables_kernel", "segment_powers_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
-    _forward_and_backward(triton_chunkwise, 1024, dtype, R, D, M, G, linear)  # two segments
+    _forward_and_backward(triton_chunkwise, 1024, dtype, R, D, M, G, linear, **kw)  # two segments
     return found
 
 
@@ -71,26 +71,27 @@ def _record(module, name, found):
     setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, found))
 
 
-def _forward_and_backward(module, T, dtype, R, D, M, G, linear):
+def _forward_and_backward(module, T, dtype, R, D, M, G, linear, documents=False):
     B, H = 2, 2
+    kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if documents else {}
     theta, state = torch.zeros(H, M, 2), torch.zeros(B, H, M, R + D, 2)
     if linear:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
-        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None)
-        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, None, True)
+        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None, **kw)
+        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, None, True, **kw)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state, None)
-        module.scan_forward(*inputs)
-        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True)
+        module.scan_forward(*inputs, **kw)
+        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True, **kw)
 
 
-def launches_sequential(capability, dtype, R, D, M, G=1, linear=False):
+def launches_sequential(capability, dtype, R, D, M, G=1, linear=False, **kw):
     """The same for the recurrence, whose tiles do not depend on the capability."""
     found = []
     for name in ("contract_scan_kernel", "expand_scan_kernel", "reverse_scan_kernel"):
         _record(triton_sequential, name, found)
-    _forward_and_backward(triton_sequential, 40, dtype, R, D, M, G, linear)
+    _forward_and_backward(triton_sequential, 40, dtype, R, D, M, G, linear, **kw)
     return found
 
 
@@ -149,7 +150,9 @@ def main(argv=None) -> int:
         R, D, M = map(int, sizes.split("x"))
         G = int(kind[1:]) if kind.startswith("G") else 1
         find = FAMILIES[family or "chunkwise"]
-        for launch in find(int(capability), DTYPES[dtype], R, D, M, G, kind == "linear"):
+        kinds = kind.split("+")
+        options = {"documents": True} if "documents" in kinds else {}
+        for launch in find(int(capability), DTYPES[dtype], R, D, M, G, "linear" in kinds, **options):
             print(json.dumps({"shape": shape, **report(launch, int(capability))}), flush=True)
     return 0
 
