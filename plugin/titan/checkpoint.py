@@ -1,9 +1,10 @@
 """Self-describing checkpoints: every `step-N` carries the model's configuration and the tokenizer that it was trained with.
 
 step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
-step-N/tokenizer.model    the tokenizer
+step-N/tokenizer.model    the tokenizer (tokenizer.json or tiktoken.json where it is one)
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
+step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it
 """
 
 import contextlib
@@ -29,10 +30,12 @@ from torchtitan.components.checkpoint import (
 from torchtitan.tools.logging import logger
 
 import interdomain
+from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, condition_of
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, TOKENIZER, SafeReader
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION
 
 from .errors import one_paragraph, stop
+from .whole import altered_entry, fault, is_finished, read_whole
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -52,7 +55,7 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
             "planned_steps": plan.steps,
             "data_fingerprint": dataset_fingerprint,
         },
-        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {
             "interdomain": interdomain.__version__,
             "torch": torch.__version__,
@@ -62,16 +65,25 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
     SelfDescribingCheckpoints.record, SelfDescribingCheckpoints.tokenizer = record, Path(tokenizer.path)
 
 
+class Unreadable(Exception):
+    """A checkpoint that passed the check of its files and cannot be read, or not as it was saved. The same on all ranks."""
+
+
 class SelfDescribingCheckpoints(CheckpointManager):
     """TorchTitan's manager, with a record beside every save, a check before every load, and plain words when a disk fills.
 
-    `record` and `tokenizer` are set by `describe_run` before the trainer builds its manager.
+    A checkpoint that does not read back whole is skipped for the one before it. `record` and `tokenizer` are set by
+    `describe_run` before the trainer builds its manager.
     """
 
     record: dict
     tokenizer: Path
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
+
+    def __init__(self, *args, checkpoint_config, **kwargs) -> None:
+        self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
+        super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
 
     # Saving
 
@@ -106,17 +118,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _begin(self, folder: Path) -> None:
         """Make the folder on rank 0, and tell every rank if that failed."""
-        error = [None]
-        if dist.get_rank() == 0:
-            try:
-                self._write_record(folder)
-            except OSError as e:
-                error = [e]
-        dist.broadcast_object_list(error)
-        if error[0] is not None:
-            raise error[0]
+        _on_rank_0(lambda: self._write_record(folder))
 
     def _write_record(self, folder: Path) -> None:
+        if is_finished(folder) and fault(folder):
+            _set_aside(folder)
         if folder.exists():  # an older checkpoint of this step, or the remains of one: unmarked before it is removed
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
@@ -124,8 +130,9 @@ class SelfDescribingCheckpoints(CheckpointManager):
         step = self.states[TRAIN_STATE].step
         first, tokens = self.resumed
         tokens += (step - first) * self.record["run"]["tokens_per_step"]
-        shutil.copyfile(self.tokenizer, folder / TOKENIZER)
-        (folder / SIDECAR).write_text(json.dumps({**self.record, "step": step, "tokens": tokens}, indent=2) + "\n")
+        shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
+        record = {**self.record, "step": step, "tokens": tokens}
+        write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
 
     def save_now(self, step: int) -> bool:
         """Have a whole checkpoint of this step on the disk before this returns. False: the run saves none."""
@@ -174,48 +181,99 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return int(match.group(1)) if match else None
 
     def _is_whole(self, step: int) -> bool:
-        return os.path.isfile(os.path.join(self._create_checkpoint_id(step), METADATA))
+        return fault(Path(self._create_checkpoint_id(step))) is None
 
     # Loading
 
     def load(self, step: int = -1) -> bool:
         if not self.enable:
             return super().load(step)
-        fresh = self._find_load_step() == -1
-        self._check_choice(step, fresh)
-        if not (fresh and self.initial_load_path and os.path.isdir(self.folder)):
-            return super().load(step)
+        skipped: dict[int, str] = {}  # step -> what is wrong with it
+        while True:
+            chosen = self._choose(step, skipped)
+            if chosen is None:
+                return self._load_initial()
+            try:
+                loaded = super().load(chosen)
+            except Unreadable as e:
+                if step != -1:
+                    stop(f"{e}. Choose another step with checkpoint.load_step, or -1 for the latest that is whole.")
+                skipped[chosen] = str(e)
+                continue
+            _on_rank_0(lambda: [_set_aside(Path(self._create_checkpoint_id(other))) for other in skipped])
+            return loaded
+
+    def _load_initial(self) -> bool:
+        if not self.initial_load_path:
+            return False
         # TorchTitan ignores initial_load_path where the checkpoint folder exists, even one without a whole checkpoint.
         folder, self.folder = self.folder, os.path.join(self.folder, "none")
         try:
-            return super().load(step)
+            return super().load(-1)
+        except Unreadable as e:
+            stop(f"{e}. Give another checkpoint.initial_load_path.")
         finally:
             self.folder = folder
 
     @one_paragraph
-    def _check_choice(self, step: int, fresh: bool) -> None:
-        if step != -1 and not self._is_whole(step):
-            whole = ", ".join(str(s) for s in self._steps() if self._is_whole(s)) or "none"
+    def _choose(self, step: int, skipped: dict[int, str]) -> int | None:
+        """The step that all ranks load: the one asked for, or the latest that is whole. None: there is nothing to load.
+
+        Rank 0 looks; `skipped` comes back on all ranks with the damaged ones that are newer.
+        """
+        chosen, found = _on_rank_0(lambda: self._look(step, dict(skipped)))
+        skipped |= found
+        return chosen
+
+    def _look(self, step: int, skipped: dict[int, str]) -> tuple[int | None, dict[int, str]]:
+        if step != -1:
+            if reason := fault(Path(self._create_checkpoint_id(step))):
+                whole = ", ".join(str(s) for s in self._steps() if self._is_whole(s)) or "none"
+                raise ValueError(
+                    f"checkpoint.load_step = {step}, but {self.folder} has no whole checkpoint of that step; it has: "
+                    f"{whole}. ({reason}) Choose one of these, or -1 for the latest."
+                )
+            return step, skipped
+        for candidate in reversed(self._steps()):
+            folder = Path(self._create_checkpoint_id(candidate))
+            if not is_finished(folder):
+                logger.warning("SKIPPED: %s has no %s: the save of it was cut short.", folder, METADATA)
+                continue
+            reason = skipped.get(candidate) or fault(folder)
+            if reason is None:
+                return candidate, skipped
+            logger.warning("SKIPPED: %s The checkpoint before it is used, and this one renamed.", reason)
+            skipped[candidate] = reason
+        if skipped:  # progress was saved once: starting over is not for a program to decide
             raise ValueError(
-                f"checkpoint.load_step = {step}, but {self.folder} has no whole checkpoint of that step; it has: {whole}. "
-                "Choose one of these, or -1 for the latest."
+                f"no checkpoint in {self.folder} reads back whole: {' '.join(skipped.values())} Restore one of them, or "
+                "move them away to start from the beginning."
             )
-        if fresh and self.initial_load_path and not os.path.isdir(self.initial_load_path):
+        if self.initial_load_path and not os.path.isdir(self.initial_load_path):
             raise FileNotFoundError(
                 f"checkpoint.initial_load_path = {self.initial_load_path} is not a folder. Give a checkpoint "
                 "(a folder step-N), or one that python -m interdomain.tools.convert --to-checkpoint wrote."
             )
+        return None, skipped
 
     def dcp_load(self, state_dict, checkpoint_id, *args, **kwargs):
         folder = Path(checkpoint_id)
-        record = self._check(folder)
+        index, record = self._check(folder)
+        if self.checksums:
+            self._check_bytes(folder, index)
         try:
             super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
         except CheckpointException as e:
             causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in e.failures.items())
-            stop(f"{folder} could not be read ({causes}). Choose another step with checkpoint.load_step.")
+            raise Unreadable(f"{folder} could not be read ({causes})") from None
         if TRAIN_STATE in state_dict:
             self._continue_counting(record)
+
+    def _check_bytes(self, folder: Path, index) -> None:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, altered_entry(folder, index, dist.get_rank(), len(found)))
+        if reason := next(filter(None, found), None):
+            raise Unreadable(reason)
 
     def _continue_counting(self, record: dict) -> None:
         """TorchTitan restores one rank's count of tokens, and sums the ranks': give each its share of the true count."""
@@ -234,19 +292,15 @@ class SelfDescribingCheckpoints(CheckpointManager):
             )
 
     @one_paragraph
-    def _check(self, folder: Path) -> dict:
+    def _check(self, folder: Path) -> tuple:
         """Refuse a damaged or another model's checkpoint before a byte of it is read into this one.
 
-        Returns: the checkpoint's record, empty if it has none.
+        Returns: the checkpoint's index, and its record, empty if it has none.
         """
-        if not (folder / METADATA).is_file():
-            raise ValueError(
-                f"{folder} is not a whole checkpoint: it has no {METADATA}, which is written last. Choose another "
-                "checkpoint.load_step or checkpoint.initial_load_path."
-            )
-        index = SafeReader(folder).read_metadata()
-        _check_files(folder, index)
-        record = json.loads((folder / SIDECAR).read_text()) if (folder / SIDECAR).is_file() else {}
+        try:
+            index, record = read_whole(folder)
+        except ValueError as e:
+            raise ValueError(f"{e} Choose another checkpoint.load_step or checkpoint.initial_load_path.") from e
         differences = _other_switches(record["model"], self.record["model"]) if record else []
         differences += self._other_tensors(index.state_dict_metadata)
         if differences:
@@ -256,7 +310,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 f"{folder} is a checkpoint of another model{said}: {'; '.join(differences[:3])}{more}. Set model.flavor "
                 "and [mixer] to those of the checkpoint, or give this run a folder of its own with --job.dump_folder."
             )
-        return record
+        return index, record
 
     def _other_tensors(self, found: dict) -> list[str]:
         """What differs between the tensors of a checkpoint and those of this model, in words."""
@@ -281,19 +335,30 @@ def _other_switches(there: dict, here: dict) -> list[str]:
     return [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]
 
 
-def _check_files(folder: Path, index) -> None:
-    """Every shard that the index names must be there, as long as the index says."""
-    ends: dict[str, int] = {}
-    for place in index.storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in sorted(ends.items()):
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size is None or size < end:
-            found = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
-            raise ValueError(
-                f"{folder} is damaged: its shard {name} {found}. Copy the whole folder again, or choose another step "
-                "with checkpoint.load_step."
-            )
+def _on_rank_0(act):
+    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
+    outcome = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except (OSError, ValueError) as e:
+            outcome[1] = e
+    dist.broadcast_object_list(outcome)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a damaged checkpoint, so that neither retention nor a later save of its step touches or mixes with it."""
+    aside = folder.with_name(f"{folder.name}.damaged")
+    n = 1
+    while aside.exists():
+        n += 1
+        aside = folder.with_name(f"{folder.name}.damaged-{n}")
+    folder.rename(aside)
+    logger.warning("renamed %s to %s; remove it when you have looked at it.", folder, aside)
 
 
 def _disk_full(error: BaseException) -> str | None:

@@ -133,9 +133,13 @@ class ActivationCheckpoint:
 
 @dataclass
 class Checkpoint:
-    """[checkpoint]: the last one can be continued from, as every other."""
+    """[checkpoint]: the last one can be continued from, as every other; one that does not read back whole is skipped."""
 
     last_save_model_only: bool = False
+
+    checksums: bool = True
+    """Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
+    only its index and the lengths of its files."""
 
 
 @dataclass

@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, AsyncMode
 
 from interdomain.model import build_config, meta_model
+from interdomain.model.distributed_checkpoint import write_tensors
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 
 from .conftest import refusal
@@ -29,6 +31,7 @@ def manager(folder, config=None):
         MODEL: SimpleNamespace(state_dict=meta_model(config).state_dict),
         TRAIN_STATE: SimpleNamespace(step=5, ntokens_seen=0),
     }
+    this.checksums = True
     this.record = {"model": config.to_dict(), "run": {"tokens_per_step": 512}}
     this.close = lambda: None  # called when it is collected
     return this
@@ -36,10 +39,9 @@ def manager(folder, config=None):
 
 def step_folder(folder, step, whole=True):
     path = folder / f"step-{step}"
-    path.mkdir()
-    (path / "__0_0.distcp").write_bytes(b"shard")
-    if whole:
-        (path / ".metadata").write_bytes(b"index")
+    write_tensors(path, {"w": torch.arange(1000.0) + step, "b": torch.ones(3)})
+    if not whole:
+        (path / ".metadata").unlink()
     return path
 
 
@@ -64,7 +66,7 @@ def test_retention_counts_whole_steps_and_unmarks_before_it_removes(tmp_path, mo
     assert marked == [("step-1", False), ("step-2", False), ("step-3", False)]
 
 
-def test_a_step_that_is_not_there(tmp_path, capsys):
+def test_a_step_that_is_not_there(tmp_path, alone, capsys):
     for step, whole in ((3, True), (6, True), (7, False)):
         step_folder(tmp_path, step, whole)
     for step in (5, 7):
@@ -73,7 +75,7 @@ def test_a_step_that_is_not_there(tmp_path, capsys):
         assert "it has: 3, 6" in error
 
 
-def test_an_initial_checkpoint_that_is_not_there(tmp_path, capsys):
+def test_an_initial_checkpoint_that_is_not_there(tmp_path, alone, capsys):
     this = manager(tmp_path)
     this.initial_load_path = str(tmp_path / "nowhere")
     assert "nowhere is not a folder" in refusal(capsys, this.load)
@@ -87,7 +89,7 @@ class TestRealCheckpoint:
         return shutil.copytree(folder, tmp_path / "step-3")
 
     def test_its_own_model_passes(self, real):
-        assert manager(real.parent)._check(real)["tokens"] == 1536
+        assert manager(real.parent)._check(real)[1]["tokens"] == 1536
 
     def test_a_longer_context_is_the_same_model(self, real):
         config = build_config("debug", vocab_size=512, max_seq_len=128)
@@ -112,7 +114,7 @@ class TestRealCheckpoint:
 
     def test_without_a_record_the_tensors_speak(self, real, capsys):
         (real / "interdomain.json").unlink()
-        assert manager(real.parent)._check(real) == {}
+        assert manager(real.parent)._check(real)[1] == {}
         config = build_config("debug", vocab_size=640)
         error = refusal(capsys, manager(real.parent, config)._check, real)
         assert "tok_embeddings.weight is [512, 128] there and [640, 128] here" in error

@@ -1,0 +1,242 @@
+"""A checkpoint that does not read back whole is skipped, loudly, for the one before it; real saves of a small module."""
+
+import logging
+
+import pytest
+import torch
+from torchtitan.components.checkpoint import AsyncMode
+
+from interdomain.model import build_config
+from interdomain.titan import checkpoint
+from interdomain.titan.checkpoint import SelfDescribingCheckpoints
+from interdomain.titan.settings import read_job_config
+
+from .conftest import TINY, refusal
+
+
+class State:
+    """An optimizer, a loader, a schedule: one number each, equal to the step."""
+
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Trainer(State):
+    step = ntokens_seen = 0
+
+    def state_dict(self):
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+class Run:
+    """A manager and what it saves: the weights of step N are all N."""
+
+    def __init__(self, folder, tokenizer, **settings):
+        config = read_job_config(["--job.config_file", str(TINY)]).checkpoint
+        config.enable, config.interval = True, 1
+        for name, value in settings.items():
+            setattr(config, name, value)
+        self.model, self.trainer = torch.nn.Linear(300, 7), Trainer()
+        self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
+        self.manager = SelfDescribingCheckpoints(
+            **self.others,
+            model_parts=[self.model],
+            states={"train_state": self.trainer},
+            checkpoint_config=config,
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+        self.manager.record = {
+            **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
+            "run": {"tokens_per_step": 512},
+        }
+        self.manager.tokenizer = tokenizer
+
+    def set(self, step):
+        self.trainer.step = step
+        for state in self.others.values():
+            state.value = step
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.fill_(step)
+
+    def save(self, step):
+        self.set(step)
+        self.manager.save(step)
+        return self
+
+    def load(self, step=-1):
+        loaded = self.manager.load(step)
+        self.manager.close()
+        (weights,) = {value for p in self.model.parameters() for value in p.unique().tolist()} if loaded else (None,)
+        assert not loaded or {state.value for state in self.others.values()} == {weights} == {self.trainer.step}
+        return weights
+
+
+@pytest.fixture
+def new(alone, tmp_path):
+    """A run in the folder, as a process that starts makes it."""
+    (tmp_path / "tokenizer.model").write_bytes(b"tokenizer")
+    return lambda **settings: Run(tmp_path / "run", tmp_path / "tokenizer.model", **settings)
+
+
+@pytest.fixture
+def folder(new, tmp_path):
+    """Checkpoints of steps 1, 2 and 3."""
+    run = new()
+    for step in (1, 2, 3):
+        run.save(step)
+    run.manager.close()
+    return tmp_path / "run" / "checkpoint"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def shorten(path, by):
+    with open(path, "ab") as f:
+        f.truncate(path.stat().st_size - by)
+
+
+def alter(path, at):
+    data = bytearray(path.read_bytes())
+    place = int(at * len(data))
+    data[place : place + 16] = bytes(255 - byte for byte in data[place : place + 16])
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "index cut": (lambda f: shorten(f / ".metadata", 50), ".metadata is damaged"),
+    "index of garbage": (lambda f: (f / ".metadata").write_bytes(b"\x80\x04garbage"), ".metadata is damaged"),
+    "index empty": (lambda f: (f / ".metadata").write_bytes(b""), ".metadata is damaged"),
+    "shard gone": (lambda f: (f / "__0_0.distcp").unlink(), "its shard __0_0.distcp is missing"),
+    "shard short": (lambda f: shorten(f / "__0_0.distcp", 1), "its shard __0_0.distcp has"),
+    "shard empty": (lambda f: (f / "__0_0.distcp").write_bytes(b""), "its shard __0_0.distcp has 0 bytes"),
+    "shard altered": (lambda f: alter(f / "__0_0.distcp", 0.5), "do not match their checksum"),
+    "record cut": (lambda f: shorten(f / "interdomain.json", 10), "interdomain.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_one_before_is_loaded(new, folder, caplog, kind):
+    damage, said = DAMAGE[kind]
+    damage(folder / "step-3")
+    with caplog.at_level(logging.WARNING):
+        assert new().load() == 2
+    assert said in caplog.text
+    assert f"SKIPPED: {folder / 'step-3'}" in caplog.text
+    assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
+
+
+def test_a_save_that_was_cut_short_is_left_where_it_is(new, folder, caplog):
+    (folder / "step-3" / ".metadata").unlink()
+    assert new().load() == 2
+    assert f"SKIPPED: {folder / 'step-3'} has no .metadata" in caplog.text
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_several_in_a_row(new, folder):
+    DAMAGE["shard short"][0](folder / "step-3")
+    DAMAGE["shard altered"][0](folder / "step-2")
+    assert new().load() == 1
+    assert names(folder) == ["step-1", "step-2.damaged", "step-3.damaged"]
+
+
+def test_what_only_reading_finds(new, folder, caplog):
+    """Without checksums, the first bytes of an entry: torch cannot read it at all."""
+    alter(folder / "step-3" / "__0_0.distcp", 0)
+    assert new(checksums=False).load() == 2
+    assert "could not be read (rank 0: " in caplog.text
+    assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
+
+
+def test_the_step_is_saved_again_apart_from_what_was_there(new, folder):
+    alter(folder / "step-3" / "__0_0.distcp", 0.5)
+    damaged = (folder / "step-3" / "__0_0.distcp").read_bytes()
+    run = new()
+    run.manager.load()
+    run.save(3).manager.close()
+    assert (folder / "step-3.damaged" / "__0_0.distcp").read_bytes() == damaged
+    assert new().load() == 3
+    shorten(folder / "step-3" / "__0_0.distcp", 1)  # and once more: nothing that was set aside is overwritten
+    assert new().load() == 2
+    assert names(folder) == ["step-1", "step-2", "step-3.damaged", "step-3.damaged-2"]
+
+
+def test_a_damaged_step_that_was_not_looked_at_is_set_aside_by_the_next_save(new, folder):
+    shorten(folder / "step-3" / "__0_0.distcp", 1)
+    assert new().load(1) == 1
+    new().save(3).manager.close()
+    assert names(folder) == ["step-1", "step-2", "step-3", "step-3.damaged"]
+
+
+def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
+    shorten(folder / "step-3" / "__0_0.distcp", 1)
+    error = refusal(capsys, new().load, 3)
+    assert "checkpoint.load_step = 3, but" in error
+    assert "it has: 1, 2." in error
+    assert "its shard __0_0.distcp has" in error
+    alter(folder / "step-2" / "__0_0.distcp", 0.5)
+    assert "do not match their checksum" in refusal(capsys, new().load, 2)
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_run_does_not_start_over_where_it_had_come_far(new, folder, capsys):
+    for step in (1, 2, 3):
+        shorten(folder / f"step-{step}" / "__0_0.distcp", 1)
+    for _ in range(2):  # nor at the second try
+        error = refusal(capsys, new().load)
+        assert f"no checkpoint in {folder} reads back whole" in error
+        assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_the_first_save_that_was_cut_short_is_no_progress(new, folder):
+    for step in (1, 2, 3):
+        (folder / f"step-{step}" / ".metadata").unlink()
+    assert new().load() is None
+
+
+def test_retention_does_not_count_the_damaged(new, folder):
+    shorten(folder / "step-2" / "__0_0.distcp", 1)
+    shorten(folder / "step-3" / ".metadata", 20)
+    run = new(keep_latest_k=2)
+    run.save(4).manager.close()
+    assert names(folder) == ["step-1", "step-4"]
+
+
+def test_an_asynchronous_save_is_whole_before_it_counts(new, folder, monkeypatch):
+    """Neither its index nor the word of the manager before the data are on the disk."""
+    run = new(async_mode="async")
+    assert run.manager.async_mode == AsyncMode.ASYNC
+    run.save(4)
+    assert run.manager.save_now(4)  # waits for what is pending, and saves nothing twice
+    assert run.manager.save_future is None
+    run.manager.close()
+    assert new().load() == 4
+
+
+def test_now_means_on_the_disk(new, folder):
+    run = new(interval=100)
+    run.set(7)
+    assert run.manager.save_now(7)
+    run.manager.close()
+    assert new().load() == 7
+    assert new(load_only=True).manager.save_now(8) is False
+
+
+def test_all_ranks_hear_what_rank_0_met(alone):
+    def fail():
+        raise PermissionError("no")
+
+    with pytest.raises(PermissionError, match="no"):
+        checkpoint._on_rank_0(fail)
