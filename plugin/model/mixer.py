@@ -79,20 +79,21 @@ class InterdomainMixer(nn.Module):
         rope: tuple[Tensor, Tensor],
         dynamics: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
+        packing: Tensor | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and returns the state after the last token."""
         log_decay, readout = self.ssm() if dynamics is None else dynamics
         past = None if state is None else state.conv
-        k, v, conv = self._inputs(x, rope, past)
+        k, v, conv = self._inputs(x, rope, past, packing)
         q = None
         if self.config.query_readout:
-            q = self._features("q", x, past, conv, rope=rope, mapped=True)
+            q = self._features("q", x, past, conv, packing, rope=rope, mapped=True)
 
         initial = None if state is None else state.ssm
         if state is not None and x.shape[1] == 1:
             o, final = self._step(q, k, v, log_decay, readout, initial)
         else:
-            o, final = self._scan(q, k, v, log_decay, readout, initial)
+            o, final = self._scan(q, k, v, log_decay, readout, initial, packing)
         if self.config.normalize:
             o = _divided(o)
 
@@ -101,11 +102,18 @@ class InterdomainMixer(nn.Module):
             o = torch.sigmoid(self.wg(x)) * o
         return self.wo(o), None if state is None else MixerState(conv=conv, ssm=final)
 
-    def _inputs(self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None) -> tuple[Tensor, Tensor, dict]:
+    @staticmethod
+    def packing(documents: Tensor) -> Tensor:
+        """What the mixer needs to know of packed documents: the number of each token's, [B, T] int32."""
+        return documents
+
+    def _inputs(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict]:
         """The two halves of z, k and v (dual input) or the paper's a and b, each [B, T, G, R]; and their `conv` of a state."""
         conv = {}
-        k = self._features("k", x, past, conv, rope=rope, mapped=self.config.dual_input, norm=self.k_norm)
-        v = self._features("v", x, past, conv, norm=self.v_norm)
+        k = self._features("k", x, past, conv, documents, rope=rope, mapped=self.config.dual_input, norm=self.k_norm)
+        v = self._features("v", x, past, conv, documents, norm=self.v_norm)
         if self.config.normalize:  # the ones channel: its coefficients are eta of paper eq. matrix
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
         return k, v, conv
@@ -116,6 +124,7 @@ class InterdomainMixer(nn.Module):
         x: Tensor,
         past: dict | None,
         conv: dict,
+        documents: Tensor | None,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
         mapped: bool = False,
@@ -135,6 +144,7 @@ class InterdomainMixer(nn.Module):
             self.head_dim,
             conv=None if short is None else (short.weight, short.bias),
             past=before,
+            documents=None if short is None else documents,
             rope=rope if self.config.rope else None,
             silu=mapped and self.feature_map is None,
             norm=None if norm is None else (norm.weight, norm.bias),
@@ -143,14 +153,11 @@ class InterdomainMixer(nn.Module):
         )
         return self.feature_map(y) if mapped and self.feature_map is not None else y
 
-    def _scan(self, q, k, v, log_decay, readout, initial):
-        run = self.execution
+    def _scan(self, q, k, v, log_decay, readout, initial, documents):
+        run = dict(initial_state=initial, documents=documents, backend=self.execution.backend)
         if q is None:
-            z = torch.cat([k, v], dim=-1)
-            return linear_scan(z, log_decay, readout, initial_state=initial, backend=run.backend)
-        return interdomain_scan(
-            q, k, v, log_decay, readout, initial_state=initial, backend=run.backend, recompute=run.recompute
-        )
+            return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
+        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)
 
     def _step(self, q, k, v, log_decay, readout, initial):
         if q is None:

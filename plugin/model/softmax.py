@@ -29,8 +29,19 @@ class SoftmaxMixer(nn.Module):
         kv = torch.zeros(batch, 0, self.wk.out_features // self.head_dim, self.head_dim, dtype=dtype, device=device)
         return KVCache(k=kv, v=kv)
 
+    @staticmethod
+    def packing(documents: Tensor) -> Tensor:
+        """Which keys each query attends to, where documents [B, T] are packed: [B, 1, T, T] bool, the same in all layers."""
+        same = documents[:, :, None] == documents[:, None]
+        return same.tril()[:, None]
+
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], dynamics: tuple[()] = (), state: KVCache | None = None
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        dynamics: tuple[()] = (),
+        state: KVCache | None = None,
+        packing: Tensor | None = None,
     ) -> tuple[Tensor, KVCache | None]:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and returns the longer one."""
         B, T, _ = x.shape
@@ -39,7 +50,7 @@ class SoftmaxMixer(nn.Module):
             for proj in (self.wq, self.wk)
         )
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        mask = None
+        mask = packing
         if state is not None:
             seen = state.k.shape[1]
             k, v = torch.cat([state.k.to(k.dtype), k], dim=1), torch.cat([state.v.to(v.dtype), v], dim=1)

@@ -34,9 +34,9 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope, dynamics, state=None):
+    def forward(self, x: Tensor, rope, dynamics, state=None, packing=None):
         """x [B, T, dim] -> [B, T, dim], or (that, new state) when a state is given."""
-        mixed, new_state = self.attention(self.attention_norm(x), rope, dynamics, state)
+        mixed, new_state = self.attention(self.attention_norm(x), rope, dynamics, state, packing)
         x = x + mixed
         x = x + self.feed_forward(self.ffn_norm(x))
         return x if state is None else (x, new_state)
@@ -57,12 +57,26 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, state: ModelState | None = None) -> Tensor | tuple[Tensor, ModelState]:
-        """Without a state: logits of whole sequences (training). With one: (logits, the state after the last token)."""
-        T = tokens.shape[1]
-        positions = torch.arange(T, device=tokens.device)
-        if state is not None:
-            positions = state.position[:, None] + positions
+    def forward(
+        self, tokens: Tensor, state: ModelState | None = None, positions: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ModelState]:
+        """Without a state: logits of whole sequences (training). With one: (logits, the state after the last token).
+
+        positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
+        document come before it. Nothing is carried from one document into another: not state, convolution or attention.
+        """
+        T, packing = tokens.shape[1], None
+        if positions is None:
+            positions = torch.arange(T, device=tokens.device)
+            if state is not None:
+                positions = state.position[:, None] + positions
+        elif state is not None:
+            raise ValueError(
+                "positions are for whole sequences of packed documents; a state knows its own: leave one out."
+            )
+        else:
+            documents = (positions == 0).cumsum(1, dtype=torch.int32)
+            packing = next(iter(self.layers.values())).attention.packing(documents)
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
@@ -70,7 +84,7 @@ class Transformer(nn.Module):
         new_layers = []
         for i, layer in enumerate(self.layers.values()):
             if state is None:
-                h = layer(h, rope, dynamics[i])
+                h = layer(h, rope, dynamics[i], packing=packing)
             else:
                 h, new_layer = layer(h, rope, dynamics[i], state.layers[i])
                 new_layers.append(new_layer)
