@@ -11,7 +11,6 @@ pass.
 import argparse
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def to_folder(args) -> str:
             )
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
-        shutil.copyfile(tokenizer.path, folder / pretrained.TOKENIZER)
+        tokenizer.write(folder)
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
     size = sum(f.stat().st_size for f in args.output.iterdir())
@@ -129,11 +128,11 @@ def to_checkpoint(args) -> str:
         "step": 0,
         "tokens": 0,
         "run": {"started_from": facts},
-        "tokenizer": {"file": checkpoints.TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
     with new_folder(args.output) as folder:
-        shutil.copyfile(tokenizer.path, folder / checkpoints.TOKENIZER)
+        tokenizer.write(folder)
         (folder / checkpoints.SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
         # Training keeps its master weights in float32.
         tensors = {name: tensor.float() for name, tensor in tensors.items()}

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest
 from interdomain.data.documents import describe_inputs, in_validation, list_files, read_documents
-from interdomain.data.indexed import file_sha256
 from interdomain.data.pieces import check_files
 from interdomain.data.preparation import JOURNAL, Encoding, Journal, write_splits
 from interdomain.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -40,7 +39,10 @@ def parse_arguments(argv):
         help="stdlib; files, folders and globs of .txt .py .md .jsonl[.gz|.zst] .parquet; hf:NAME[@REVISION][:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")
-    parser.add_argument("--tokenizer", type=Path, help="a sentencepiece .model file, or a folder with one")
+    parser.add_argument(
+        "--tokenizer",
+        help="a sentencepiece .model, a Hugging Face tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder",
+    )
     parser.add_argument(
         "--vocab-size", type=int, help=f"of a tokenizer trained on the text, default {DEFAULT_VOCAB_SIZE}"
     )
@@ -150,11 +152,11 @@ def begin(folder, args, request):
 
 
 def make_tokenizer(folder, args, files):
-    """The path of the corpus's tokenizer in `folder`: the given one, or one trained on the training documents."""
-    path = folder / TOKENIZER_FILE
+    """The corpus's tokenizer, in `folder`: the given one, or one trained on the training documents."""
     if args.tokenizer is not None:
-        write_whole(path, load_tokenizer(args.tokenizer).path.read_bytes())
-    elif not path.exists():  # there already if an earlier run was killed later on
+        return load_tokenizer(load_tokenizer(args.tokenizer).write(folder))
+    path = folder / TOKENIZER_FILE
+    if not path.exists():  # there already if an earlier run was killed later on
         size = total_size(files, args.max_bytes)
         with tqdm(total=size, unit="B", unit_scale=True, desc="training the tokenizer", disable=None) as bar:
             documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
@@ -162,7 +164,7 @@ def make_tokenizer(folder, args, files):
             training = (d for d in documents if not in_validation(d.text, args.validation_fraction))
             model = train_sentencepiece(training, DEFAULT_VOCAB_SIZE if args.vocab_size is None else args.vocab_size)
         write_whole(path, model)
-    return path
+    return load_tokenizer(path)
 
 
 def require_eos(tokenizer):
@@ -210,8 +212,7 @@ def build(folder, args, request, files):
     if is_whole(folder, request):
         return ""
     journal = begin(folder, args, request)
-    path = make_tokenizer(folder, args, files)
-    tokenizer = load_tokenizer(path)
+    tokenizer = make_tokenizer(folder, args, files)
     require_eos(tokenizer)
     size = total_size(files, args.max_bytes)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), (size or 2**60) // BYTES_PER_WORKER))
@@ -224,7 +225,7 @@ def build(folder, args, request, files):
             folder,
             journal,
             files,
-            Encoding(str(path), args.text_field, args.validation_fraction),
+            Encoding(str(tokenizer.path), args.text_field, args.validation_fraction),
             shard_tokens=args.shard_tokens,
             workers=workers,
             max_bytes=args.max_bytes,
@@ -240,7 +241,7 @@ def build(folder, args, request, files):
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "tokenizer": {"file": path.name, "sha256": file_sha256(path)},
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "source": request,

@@ -24,7 +24,7 @@ import numpy as np
 from interdomain.data.documents import in_validation
 from interdomain.data.indexed import IndexedDatasetWriter, token_dtype
 from interdomain.data.pieces import PIECE_BYTES, READ_BYTES, cut, read_piece
-from interdomain.data.tokenizer import load_tokenizer
+from interdomain.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from interdomain.folders import write_whole
 
 SPLITS = ("train", "validation")
@@ -231,7 +231,7 @@ class Journal:
                 prefix = f"{split}-{len(state['shards']):05d}"
                 wanted |= {prefix + s for s in (".bin", ".idx", ".bin.partial", ".idx.partial", ".lengths.partial")}
         for path in folder.iterdir():
-            if path.name not in wanted and not path.name.startswith("tokenizer."):
+            if path.name not in wanted and path.name not in TOKENIZER_FILES:
                 path.unlink()
 
 

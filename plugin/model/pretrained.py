@@ -2,7 +2,7 @@
 
     config.json                       the model's configuration, ids of control tokens, facts about the run
     model.safetensors                 the weights; or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    tokenizer.model                   the tokenizer that the model was trained with
+    tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, tokenizer.json)
 
 Nothing in it is ever unpickled. A folder is written under another name and renamed when it is whole.
 """
@@ -89,7 +89,7 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
         "interdomain": config.to_dict(),
-        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256},
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "facts": facts,
     }
     (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n")

@@ -4,11 +4,14 @@ The loader's whole state is one number, the samples that all ranks together have
 and its order. It is the same on every rank, so a run continues with the same batches on any number of ranks.
 """
 
+from pathlib import Path
+
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from interdomain.data import PackedDataset
+from interdomain.data.indexed import file_sha256
 
 from .checkpoint import describe_run
 from .errors import one_paragraph
@@ -78,11 +81,23 @@ def build_tokenizer(job_config) -> TitanTokenizer:
     return TitanTokenizer(open_tokenizer(job_config))
 
 
+def _with_own_file(tokenizer, job_config):
+    """The tokenizer from the one file, under its own name, that checkpoints copy: a corpus holds it, other places may not."""
+    if tokenizer.path.name == tokenizer.file and file_sha256(tokenizer.path) == tokenizer.sha256:
+        return tokenizer
+    folder = Path(job_config.job.dump_folder) / "tokenizer"
+    if torch.distributed.get_rank() == 0:  # which saves
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.write(folder)
+    tokenizer.path = folder / tokenizer.file
+    return tokenizer
+
+
 @one_paragraph
 def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config) -> PackedLoader:
     dataset = open_dataset(job_config, "train")
     plan = make_plan(job_config, torch.distributed.get_world_size())
-    describe_run(plan, dataset.fingerprint, tokenizer.tokenizer)
+    describe_run(plan, dataset.fingerprint, _with_own_file(tokenizer.tokenizer, job_config))
     return PackedLoader(
         dataset,
         local_batch=job_config.training.local_batch_size,

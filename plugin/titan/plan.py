@@ -169,7 +169,7 @@ def open_tokenizer(job_config):
     if bare and not data.tokenizer:
         raise ValueError(
             f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
-            "sentencepiece .model file that made the shards."
+            "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = load_tokenizer(data.tokenizer or data.corpus)
     if not bare:
