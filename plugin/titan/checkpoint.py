@@ -131,7 +131,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         first, tokens = self.resumed
         tokens += (step - first) * self.record["run"]["tokens_per_step"]
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
-        record = {**self.record, "step": step, "tokens": tokens}
+        record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
 
     def save_now(self, step: int) -> bool:
@@ -281,6 +281,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         per_step = self.record["run"]["tokens_per_step"]
         tokens = record.get("tokens", trainer.step * per_step)
         self.resumed = (trainer.step, tokens)
+        self.states[OPTIMIZER].guard.skipped = record.get("skipped_steps", 0)
         share, rest = divmod(tokens, dist.get_world_size())  # every rank reads data: there is no other parallelism
         trainer.ntokens_seen = share + (dist.get_rank() < rest)
         then = record.get("run", {}).get("tokens_per_step", per_step)

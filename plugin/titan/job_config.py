@@ -110,10 +110,14 @@ class LRScheduler:
 
 @dataclass
 class Training:
-    """[training]: the run's length in tokens."""
+    """[training]: the run's length in tokens, and when to give up on it."""
 
     tokens: int = 0
     """Train on this many tokens, rounded up to whole steps; 0: use steps."""
+
+    max_skipped_steps: int = 10
+    """Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
+    weights nor optimizer state; looked at every metrics.log_freq steps."""
 
 
 @dataclass

@@ -63,6 +63,7 @@ class InterdomainMetrics(MetricsProcessor):
         extra["loss_metrics/spike"] = self.spikes(global_avg_loss)
         extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
         extra |= gradient_norms(model, grad_norm, self.job_config.training.max_norm)
+        extra |= self.optimizers.guard.scalars()
         if self._due(step, config.mixer_freq):
             extra |= life_signs(model)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
@@ -72,6 +73,8 @@ class InterdomainMetrics(MetricsProcessor):
         self._log_progress(step)
         if self.run_log:
             self.run_log.flush()
+        limit = self.job_config.training.max_skipped_steps
+        self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
         extra = {

@@ -10,6 +10,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from interdomain.model.initialize import clean_name
 
+from .guard import Guard
+
 # Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
 SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
@@ -18,10 +20,12 @@ class GroupedOptimizers(OptimizersContainer):
     """Group 0 is `main` (torchtitan logs its learning rate as "lr"), group 1 `ssm`, left out where a model has none.
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
+    A step that is not finite on any rank leaves weights and state as they are (`guard`).
     """
 
     def __init__(self, model_parts, optimizer_cls, kwargs, *, ssm_lr: float, ssm_weight_decay: float) -> None:
         self.model_parts = model_parts
+        self.guard = Guard()
         self.optimizers = []
         everything = []
         for model in model_parts:
@@ -40,6 +44,13 @@ class GroupedOptimizers(OptimizersContainer):
     def step(self, *args, **kwargs) -> None:
         # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
         self.rates = {group["name"]: group["lr"] for group in self.optimizers[0].param_groups}
+        skip = self.guard.verdict()
+        if not self.optimizers[0].defaults["fused"]:
+            if skip is not None and skip.item():  # only the fused implementation can decide on the device
+                return
+        else:
+            for optimizer in self.optimizers:
+                optimizer.found_inf = skip
         super().step(*args, **kwargs)
 
     def load_state_dict(self, state_dict) -> None:

@@ -24,6 +24,7 @@ POSITIVE = (
     "training.local_batch_size",
     "training.seq_len",
     "training.gc_freq",
+    "training.max_skipped_steps",
     "metrics.log_freq",
     "checkpoint.interval",
     "comm.init_timeout_seconds",

@@ -1,8 +1,9 @@
 """What the plugin changes in TorchTitan's trainer, where it has no hook for it. Everything else goes through TrainSpec.
 
 The configuration is checked before the process group exists, so that nothing is built for a run that cannot be; the
-checkpoint manager is ours; between steps the run leaves if it was asked to; and precision is FSDP2's policy on every topology
-(see `parallelize`), so the autocast that the trainer would put around a single rank is left out.
+checkpoint manager is ours; between steps the run leaves if it was asked to; the optimizer sees the loss and the gradient norm,
+which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy on every topology (see `parallelize`), so
+the autocast that the trainer would put around a single rank is left out.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
+from .guard import seeing_loss, seeing_norm
 from .plan import make_plan
 from .preemption import Preemption
 
@@ -27,6 +29,8 @@ def install(model_name: str) -> None:
             module.CheckpointManager = SelfDescribingCheckpoints
             module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
             module.Trainer.should_continue_training = _unless_asked(module.Trainer.should_continue_training, model_name)
+            module.Trainer.forward_backward_step = seeing_loss(module.Trainer.forward_backward_step)
+    dist_utils.clip_grad_norm_ = seeing_norm(dist_utils.clip_grad_norm_)
     dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
 
 

@@ -65,9 +65,10 @@ class Runs:
     def __init__(self, ranks, folder, corpus):
         self.ranks, self.folder, self.corpus, self.jobs = ranks, folder, corpus, []
 
-    def add(self, name, *, probes=(), folder=None, **settings):
+    def add(self, name, *, probes=(), folder=None, spoil=None, stops=False, **settings):
         arguments = flags(self.corpus, folder or self.folder / name, **settings)
-        self.jobs.append({"name": name, "args": arguments, "probes": list(probes)})
+        job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops}
+        self.jobs.append(job)
 
     def start(self):
         jobs = self.folder / "jobs.json"
@@ -128,6 +129,10 @@ def two(tmp_path_factory, corpus):
     runs = Runs(2, tmp_path_factory.mktemp("two"), corpus)
     local = {"training__local_batch_size": 4}
     runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
+    spoil = {"rank": 1, 2: "loss", 3: "gradient", 5: "both"}
+    runs.add("spoiled", **local, **WITH_CHECKPOINTS, spoil=spoil, probes=["states"])
+    limit = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
+    runs.add("given up", **local, **limit, spoil={"rank": 1, 3: "loss", 4: "loss"}, stops=True, probes=["states"])
     runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2)
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}

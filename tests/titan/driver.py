@@ -9,11 +9,15 @@ OUTPUT/NAME.rankN.pt:
     calls         runs of the scan's forward implementation by step        dtypes       of what the scan and Delta, A, C saw
     compiled      keyword arguments of every torch.compile of a block     peak_flops   what utilisation is measured by
     gradients     whole gradients of the first step, as the optimizer gets them
+    states        {step: sha256 over weights and optimizer state after it}
+
+"spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -25,6 +29,7 @@ from torchtitan.tools.logging import init_logger
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
+from interdomain.titan import errors
 
 
 def whole(tensor):
@@ -32,14 +37,14 @@ def whole(tensor):
 
 
 def digest(tensor):
-    return hashlib.sha256(whole(tensor).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 class Watch:
     """Stands between the trainer and what it calls, and writes down what passes."""
 
-    def __init__(self, probes):
-        self.probes = probes
+    def __init__(self, probes, spoil=None):
+        self.probes, self.spoil = probes, spoil or {}
         self.seen = {"log": {}, "validation": {}, "samples": [], "calls": {}, "dtypes": {}, "gradients": {}}
         self.seen["compiled"] = []
 
@@ -51,6 +56,8 @@ class Watch:
         self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
         self.replace(stack, trainer.dataloader.dataset, "read_batch", lambda read: lambda g: self.samples(read(g)))
         self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
+        if self.spoil:
+            self.replace(stack, trainer, "loss_fn", self.spoiled)
         if "scan" in self.probes:
             chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
             watched = {name: self.counted(getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")}
@@ -88,7 +95,25 @@ class Watch:
         if "gradients" in self.probes and self.trainer.step == 1:
             named = self.trainer.model_parts[0].named_parameters()
             self.seen["gradients"] = {clean_name(name): whole(p.grad) for name, p in named}
-        return step(*args, **kwargs)
+        result = step(*args, **kwargs)
+        if "states" in self.probes:
+            named = dict(self.trainer.model_parts[0].named_parameters()) | self.trainer.optimizers.state_dict()
+            tensors = {name: digest(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+            whole_of_it = json.dumps(tensors, sort_keys=True).encode()
+            self.seen.setdefault("states", {})[self.trainer.step] = hashlib.sha256(whole_of_it).hexdigest()
+        return result
+
+    def spoiled(self, loss_fn):
+        def spoiled_loss(pred, labels):
+            what = self.spoil.get(str(self.trainer.step))
+            if what is None or torch.distributed.get_rank() != self.spoil["rank"]:
+                return loss_fn(pred, labels)
+            if what == "gradient":
+                pred.register_hook(lambda gradient: gradient * math.inf)
+            loss = loss_fn(pred, labels)
+            return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
+
+        return spoiled_loss
 
     def counted(self, forward):
         def run(*args):
@@ -107,13 +132,15 @@ class Watch:
 
 
 def run(job):
-    watch = Watch(job.get("probes", []))
+    watch = Watch(job.get("probes", []), job.get("spoil"))
     config = ConfigManager().parse_args(job["args"])
     with contextlib.ExitStack() as stack:
         watch.replace(stack, torch, "compile", watch.compilation)
         trainer = torchtitan.train.Trainer(config)
         watch.attach(trainer, stack)
-        trainer.train()
+        with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
+            trainer.train()
+            assert not job.get("stops")
     trainer.close()
     torch._dynamo.reset()
     return watch.seen
@@ -125,6 +152,7 @@ def main(jobs, output):
     torchtitan.train.time = type(
         "time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None}
     )
+    errors.GRACE_SECONDS = 0
     for job in json.loads(Path(jobs).read_text()):
         seen = run(job)
         rank = torch.distributed.get_rank()

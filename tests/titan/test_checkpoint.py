@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import MODEL, TRAIN_STATE, AsyncMode
+from torchtitan.components.checkpoint import MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode
 
 from interdomain.model import build_config, meta_model
 from interdomain.model.distributed_checkpoint import write_tensors
@@ -29,6 +29,7 @@ def manager(folder, config=None):
     this.async_mode, this.save_future = AsyncMode.ASYNC, None
     this.states = {
         MODEL: SimpleNamespace(state_dict=meta_model(config).state_dict),
+        OPTIMIZER: SimpleNamespace(guard=SimpleNamespace(skipped=4)),
         TRAIN_STATE: SimpleNamespace(step=5, ntokens_seen=0),
     }
     this.checksums = True
@@ -184,4 +185,4 @@ def test_a_step_is_saved_anew_from_nothing(tmp_path, alone):
     this._begin(old)
     assert sorted(path.name for path in old.iterdir()) == ["interdomain.json", "tokenizer.model"]
     record = json.loads((old / "interdomain.json").read_text())
-    assert (record["step"], record["tokens"]) == (5, 1000 + 2 * 512)
+    assert (record["step"], record["tokens"], record["skipped_steps"]) == (5, 1000 + 2 * 512, 4)

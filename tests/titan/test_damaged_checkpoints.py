@@ -9,6 +9,7 @@ from torchtitan.components.checkpoint import AsyncMode
 from interdomain.model import build_config
 from interdomain.titan import checkpoint
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
+from interdomain.titan.guard import Guard
 from interdomain.titan.settings import read_job_config
 
 from .conftest import TINY, refusal
@@ -47,6 +48,7 @@ class Run:
             setattr(config, name, value)
         self.model, self.trainer = torch.nn.Linear(300, 7), Trainer()
         self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
+        self.others["optimizers"].guard = Guard()
         self.manager = SelfDescribingCheckpoints(
             **self.others,
             model_parts=[self.model],

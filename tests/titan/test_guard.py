@@ -1,0 +1,95 @@
+"""A step that is not finite on one rank of two: skipped on both, counted, and the end of the run when it repeats."""
+
+import math
+
+import pytest
+import torch
+
+from interdomain.titan import guard
+
+pytestmark = pytest.mark.e2e
+
+SPOILED = {2, 3, 5}  # the loss alone, the gradient alone, both; always on rank 1
+
+
+def test_such_a_step_changes_neither_weights_nor_state_on_any_rank(two):
+    for rank in (0, 1):
+        states = two.seen("spoiled", rank)["states"]
+        changed = {step for step in range(2, 7) if states[step] != states[step - 1]}
+        assert changed == {4, 6}
+        assert states == two.seen("spoiled", 0)["states"]
+
+
+def test_it_is_seen_in_the_loss_or_in_the_norm(two):
+    log = two.seen("spoiled")["log"]
+    finite = {step: (math.isfinite(log[step]["loss"]), math.isfinite(log[step]["grad_norm"])) for step in log}
+    both = (True, True)
+    assert finite == {1: both, 2: (False, True), 3: (True, False), 4: both, 5: (False, False), 6: both}
+
+
+def test_it_is_counted(two):
+    log = two.seen("spoiled")["log"]
+    assert [log[step]["skipped_steps/total"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
+    assert [log[step]["skipped_steps/in_a_row"] for step in range(1, 7)] == [0, 1, 2, 0, 1, 0]
+    assert two.seen("interdomain")["log"][6]["skipped_steps/total"] == 0
+
+
+def test_the_schedule_and_the_data_move_on(two):
+    spoiled, whole = two.seen("spoiled")["log"], two.seen("interdomain")["log"]
+    for step in range(1, 7):
+        for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
+            assert spoiled[step][quantity] == whole[step][quantity]
+    assert two.samples("spoiled") == two.samples("interdomain")
+    assert spoiled[6]["loss"] < spoiled[1]["loss"] - 0.1  # and it learns
+
+
+def test_the_count_is_in_the_checkpoint(two):
+    from interdomain.model.distributed_checkpoint import read_sidecar
+
+    folder = two.folder / "spoiled" / "checkpoint"
+    assert [read_sidecar(folder / f"step-{step}")[1]["skipped_steps"] for step in (3, 6)] == [2, 3]
+
+
+def test_repeated_it_ends_the_run(two):
+    """With the optimizer that decides on the host."""
+    seen = two.seen("given up")
+    assert list(seen["log"]) == [1, 2, 3, 4]
+    assert seen["states"][4] == seen["states"][2] != seen["states"][1]
+    paragraph = two.output.partition("error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm ")[2]
+    for words in ("training.max_skipped_steps = 2", "weights are those of step 2", "lower optimizer.lr"):
+        assert words in paragraph.partition("\n")[0]
+
+
+@pytest.fixture
+def verdict(alone):
+    count = guard.Guard()
+
+    def of(loss, norm):
+        guard.seen.loss, guard.seen.norm = torch.tensor(loss), torch.tensor(norm)
+        return count.verdict().item()
+
+    of.guard = count
+    return of
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite(verdict, value):
+    assert verdict(1.0, 1.0) == 0
+    assert verdict(value, 1.0) == verdict(1.0, value) == 1
+    assert verdict.guard.scalars() == {"skipped_steps/total": 2, "skipped_steps/in_a_row": 2}
+
+
+def test_micro_batches_count_together(alone):
+    count, losses = guard.Guard(), iter([1.0, math.nan, 1.0])
+    step = guard.seeing_loss(lambda: torch.tensor(next(losses)))
+    for _ in range(3):
+        step()
+    guard.seeing_norm(lambda: torch.tensor(1.0))()
+    assert count.verdict().item() == 1
+    assert count.verdict() is None  # nothing is carried over into the next step
+
+
+def test_the_count_goes_on_and_the_row_begins_anew(verdict):
+    verdict.guard.skipped = 7
+    verdict(math.nan, 1.0)
+    assert (verdict.guard.skipped, verdict.guard.scalars()["skipped_steps/in_a_row"]) == (8, 1)
