@@ -96,6 +96,13 @@ def make_inputs(
     return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(B, H, M, 2 * d, 2))
 
 
+def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int = 0) -> Tensor:
+    """Numbers of packed documents of `mean` tokens on average, [B, T]; the first sequence continues its initial state."""
+    starts = torch.rand(shape.B, shape.T, generator=generator(device, seed), device=device) < 1 / mean
+    starts[0, 0] = False
+    return starts.cumsum(1)
+
+
 # What a call costs at least
 
 

@@ -24,7 +24,7 @@ from interdomain.folders import write_whole
 from . import _features
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason, require_healthy, without_paths
 from ._cli import user_errors
-from ._problems import Shape, make_inputs
+from ._problems import Shape, make_documents, make_inputs
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Relative RMS error. fp32: 3xTF32 or fp32 products and fp32 sums. bf16: operands rounded (1.7e-3 each) at eight places in
@@ -50,6 +50,7 @@ class Case:
     state: bool = True  # start from a state (features: from past inputs), and take its gradient
     recompute: bool = True
     chunk_size: int | None = None
+    documents: bool = False  # several packed into each sequence
     repeat: bool = False  # run twice and compare bits
     mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
     linear: bool = False  # of the steps
@@ -58,7 +59,7 @@ class Case:
         words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
         words += [str(self.dtype).removeprefix("torch."), self.mode]
         words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
-        words += [f"chunk {self.chunk_size}" if self.chunk_size else ""]
+        words += [f"chunk {self.chunk_size}" if self.chunk_size else "", "documents" if self.documents else ""]
         return " ".join(word for word in words if word)
 
 
@@ -91,6 +92,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "chunkwise-fp32": [q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)],
         "sequential": [
             *(q("sequential", repeat=True, T=130), q("sequential", dtype=FP32, G=2, d=96, T=70)),
+            *(q("sequential", documents=True, T=130), lin("sequential", documents=True, T=70)),
             *(lin("sequential", repeat=True, T=130), lin("sequential", dtype=FP32, state=False, T=63)),
         ],
         "chunkwise-M128": [q(M=128, repeat=True)],
@@ -106,6 +108,11 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "chunkwise-long": [
             q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
             q(B=1, H=2, T=70_001),  # beyond 65,536, and ragged
+        ],
+        "documents": [
+            *(q(documents=True, repeat=True), q(documents=True, dtype=FP32, G=2, T=130)),
+            *(lin(documents=True, T=130), q("parallel", documents=True, T=130)),
+            q(B=1, H=32, T=32_768, documents=True, state=False),
         ],
         "chunkwise-M16-M32": [q(M=16, T=130), q(M=32, T=130)],
         "chunkwise-chunk32": [q(chunk_size=32, T=130, repeat=True)],
@@ -173,9 +180,10 @@ def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     linear = case.kind == "linear scan"
     inputs, cotangents = make_inputs(case.shape, case.dtype, device, linear=linear, state=case.state, mixed=True)
     options = {} if linear else {"recompute": case.recompute}
+    documents = make_documents(case.shape, device) if case.documents else None
 
     def run(inputs, cotangents, **options):
-        out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, **options)
+        out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, documents=documents, **options)
         grads = torch.autograd.grad((out, state), list(inputs.values()), cotangents)
         return {"out": out, "state": state, **{f"d{n}": g for n, g in zip(inputs, grads, strict=True)}}
 
