@@ -25,6 +25,7 @@ def input_features(
     *,
     conv: tuple[Tensor, Tensor] | None = None,
     past: Tensor | None = None,
+    documents: Tensor | None = None,
     rope: tuple[Tensor, Tensor] | None = None,
     silu: bool = False,
     norm: tuple[Tensor, Tensor] | None = None,
@@ -37,6 +38,8 @@ def input_features(
         x: a projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and rounded once.
         conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. silu-feature).
         past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
+        documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's document,
+            never falling along T. The convolution sees its own document alone; `past` is of document 0.
         rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]; the halves of R form the pairs.
         silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. silu-feature).
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. inputnorm).
@@ -63,6 +66,13 @@ def input_features(
         if conv is None:
             raise ValueError("past is given without conv: only the convolution looks back")
         _check("past", (past,), ((B, W - 1, E),), x)
+    if documents is not None:
+        if tuple(documents.shape) != (B, T) or documents.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"documents is {documents.dtype} of shape {tuple(documents.shape)}; expected int32 or int64 of shape "
+                f"[B, T] = {(B, T)}: the number of each token's document"
+            )
+        _check("documents", (documents,), ((B, T),), x)
     if rope is not None:
         if R % 2:
             raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
@@ -75,7 +85,10 @@ def input_features(
         return x.unflatten(-1, (H, R))
     run = ops.features if backend == "triton" else plain.features
     with torch.autocast(x.device.type, enabled=False):
-        return run(x, R, *(conv or (None, None)), past, *(rope or (None, None)), silu, *(norm or (None, None)), eps)
+        return run(
+            *(x, R, *(conv or (None, None)), past, documents),
+            *(*(rope or (None, None)), silu, *(norm or (None, None)), eps),
+        )
 
 
 def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:

@@ -12,17 +12,17 @@ import torch
 @torch.library.custom_op(
     "interdomain::features",
     mutates_args=(),
-    schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? cos, Tensor? sin, bool silu, "
-    "Tensor? scale, Tensor? shift, float eps) -> Tensor",
+    schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, Tensor? cos, Tensor? sin, "
+    "bool silu, Tensor? scale, Tensor? shift, float eps) -> Tensor",
 )
-def features(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps):
+def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps):
     from . import triton_launch
 
-    return triton_launch.forward(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps)
+    return triton_launch.forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
 
 
 @features.register_fake
-def _(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps):
+def _(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps):
     B, T, E = x.shape
     return x.new_empty(B, T, E // head_dim, head_dim)
 
@@ -30,18 +30,18 @@ def _(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps):
 @torch.library.custom_op(
     "interdomain::features_backward",
     mutates_args=(),
-    schema="(Tensor dy, Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? cos, Tensor? sin, "
-    "bool silu, Tensor? scale, float eps, bool need_past) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dy, Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, "
+    "Tensor? cos, Tensor? sin, bool silu, Tensor? scale, float eps, bool need_past) -> (Tensor, Tensor, Tensor)",
 )
-def features_backward(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past):
+def features_backward(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
     """-> dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or nothing."""
     from . import triton_launch
 
-    return triton_launch.backward(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past)
+    return triton_launch.backward(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past)
 
 
 @features_backward.register_fake
-def _(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past):
+def _(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
     B, _, E = x.shape
     W = 0 if weight is None else weight.shape[-1]
     K = (W + 1 if W else 0) + (2 if scale is not None else 0)
@@ -50,15 +50,15 @@ def _(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past
 
 
 def _setup(ctx, inputs, output):
-    x, ctx.head_dim, weight, bias, past, cos, sin, ctx.silu, scale, shift, ctx.eps = inputs
-    ctx.save_for_backward(x, weight, bias, past, cos, sin, scale, shift)
+    x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, shift, ctx.eps = inputs
+    ctx.save_for_backward(x, weight, bias, past, documents, cos, sin, scale, shift)
 
 
 def _gradient(ctx, dy):
-    x, weight, bias, past, cos, sin, scale, shift = ctx.saved_tensors
+    x, weight, bias, past, documents, cos, sin, scale, shift = ctx.saved_tensors
     need_past = past is not None and ctx.needs_input_grad[4]
     dx, sums, dpast = features_backward(
-        dy, x, ctx.head_dim, weight, bias, past, cos, sin, ctx.silu, scale, ctx.eps, need_past
+        dy, x, ctx.head_dim, weight, bias, past, documents, cos, sin, ctx.silu, scale, ctx.eps, need_past
     )
     d_weight = d_bias = d_scale = d_shift = None
     if weight is not None:
@@ -69,7 +69,7 @@ def _gradient(ctx, dy):
         d_scale = sums[:, -2].sum(0).to(scale.dtype)
         d_shift = sums[:, -1].to(shift.dtype)
     dpast = dpast.to(past.dtype) if need_past else None
-    return dx, None, d_weight, d_bias, dpast, None, None, None, d_scale, d_shift, None
+    return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 
 features.register_autograd(_gradient, setup_context=_setup)

@@ -7,12 +7,12 @@ from torch.nn import functional as F
 # Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
 
 
-def features(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps) -> Tensor:
-    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]. Tensors that are not there are None. -> [B, T, H, R]."""
+def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps) -> Tensor:
+    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]; documents [B, T]; None for what is not there. -> [B, T, H, R]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(dtype)
     if weight is not None:
-        y = _convolved(y, weight.to(dtype), bias.to(dtype), past)
+        y = _convolved(y, weight.to(dtype), bias.to(dtype), past, documents)
     y = y.unflatten(-1, (-1, head_dim))
     if cos is not None:
         a, b = y.chunk(2, dim=-1)
@@ -24,11 +24,15 @@ def features(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps)
     return y.to(x.dtype)  # the only rounding
 
 
-def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None) -> Tensor:
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
     T, W = x.shape[1], weight.shape[-1]
     window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
     # Shifted sums in [B, T, E]: no transpose to the layout of conv1d.
     y = bias
     for i in range(W):
-        y = y + window[:, i : i + T] * weight[:, i]
+        seen = window[:, i : i + T]
+        if documents is not None:  # what came before the first token is of document 0
+            own = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
+            seen = torch.where(own[..., None], seen, 0)
+        y = y + seen * weight[:, i]
     return y

@@ -13,8 +13,8 @@ number. Backwards, du comes from x and dy at the same token, and
     dx_(t-W+1) = sum_j w_j du_(t-W+1+j)                   complete, and written, when du_t is known
 
 so the last W - 1 inputs and what their successors have yet to add to dx stay in registers: no tile is shifted, nothing is
-read twice but W - 1 tokens at the ends of a program. Parameters' gradients are one sum per program, which PyTorch adds in a
-fixed order: no atomics, so results repeat bit for bit.
+read twice but W - 1 tokens at the ends of a program. In packed sequences a tap counts where both its ends are of one document.
+Parameters' gradients are one sum per program, which PyTorch adds in a fixed order: no atomics, so results repeat bit for bit.
 
 Bytes per token and channel in bf16: forward 4 (x, y) + 2 (W-1) / BT; backward 6 (dy, x, dx) + 6 (W-1) / BT + 8 K / BT, where
 K = W + 1 with a convolution, and 2 more with the norm. At W = 4: forward at BT = 64 4.1, backward at BT = 128 6.5 (q),
@@ -92,6 +92,31 @@ def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: t
 
 
 @triton.jit
+def _document(p_doc, t, m_n):
+    """Numbers of the rows' documents at t, [BN, 1]; 0 before the first token, as in `past`."""
+    return tl.load(p_doc + t, mask=m_n & (t >= 0), other=0)
+
+
+@triton.jit
+def _documents(p_doc, t_0, m_n, W: tl.constexpr):
+    """Those of the W - 1 tokens before t_0, the last one first."""
+    documents = ()
+    for j in tl.static_range(1, W):
+        documents = documents + (_document(p_doc, t_0 - j, m_n),)
+    return documents
+
+
+@triton.jit
+def _own(window, documents, W: tl.constexpr):
+    """The inputs of the document of the one at lag 0. The others are zero from here on: no later token is of theirs."""
+    own = (window[0],)
+    for j in tl.static_range(1, W):
+        m_j = documents[j] == documents[0]
+        own = own + ((tl.where(m_j, window[j][0], 0.0), tl.where(m_j, window[j][1], 0.0)),)
+    return own
+
+
+@triton.jit
 def _convolved(window, taps, bias, W: tl.constexpr):
     u = bias
     for i in tl.static_range(W):  # the oldest first
@@ -117,6 +142,7 @@ def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl
 def forward_kernel(
     p_x,
     p_past,
+    p_doc,
     p_weight,
     p_bias,
     p_cos,
@@ -138,6 +164,7 @@ def forward_kernel(
     BN: tl.constexpr,
     BH: tl.constexpr,
     PAST: tl.constexpr,
+    DOCS: tl.constexpr,
     ROPE: tl.constexpr,
     SILU: tl.constexpr,
     NORM: tl.constexpr,
@@ -145,7 +172,8 @@ def forward_kernel(
     AHEAD: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Grid: ceil(T / BT) ceil(N / BN) programs. W = 0: no convolution. p_weight [E, W], p_y [B, T, H, R], rest as named."""
+    """Grid: ceil(T / BT) ceil(N / BN) programs. W = 0: no convolution. p_doc [B, T] int32, p_weight [E, W],
+    p_y [B, T, H, R], rest as named."""
     HALF: tl.constexpr = R // 2
     _, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
     i_b = o_n // H
@@ -154,11 +182,14 @@ def forward_kernel(
     p_y += i_b * T * H * R + o_e
     p_cos += i_b * stride_rb + o_r
     p_sin += i_b * stride_rb + o_r
-    taps, bias, history, scale, shift = (), (), (), (), ()
+    p_doc += i_b * T
+    taps, bias, history, documents, scale, shift = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
         bias = _wide(_load(p_bias + o_e, m, HALF))
         history = _history(p_x, p_past + i_b * stride_pb + o_e, t_0, stride_xt, stride_pt, m, HALF, W, PAST)
+        if DOCS:
+            documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
         scale = _wide(_load(p_scale + o_r, m, HALF))
         shift = _wide(_load(p_shift + o_e, m, HALF))
@@ -172,6 +203,10 @@ def forward_kernel(
         ahead = ahead[1:] + (_load(p_x + t_n * stride_xt, m & (t_n < t_1), HALF),)
         if W:
             window = (s,) + history
+            if DOCS:
+                near = (_document(p_doc, t, o_n < N),) + documents
+                window = _own(window, near, W)
+                documents = near[: W - 1]
             s = _convolved(window, taps, bias, W)
             history = window[: W - 1]
         if ROPE:
@@ -234,11 +269,15 @@ def _cotangent(
 
 
 @triton.jit
-def _settled(owed, du, taps, W: tl.constexpr):
+def _settled(owed, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
     """owed[j]: what dx_(t-1-j) has so far. -> dx_(t-W+1), complete with du_t, and the next owed."""
     paid = (_times(taps[0], du),)
     for j in tl.static_range(1, W):
-        paid = paid + (_add_product(owed[j - 1], taps[j], du),)
+        b_a, b_b = du
+        if DOCS:
+            m_j = documents[j] == documents[0]
+            b_a, b_b = tl.where(m_j, b_a, 0.0), tl.where(m_j, b_b, 0.0)
+        paid = paid + (_add_product(owed[j - 1], taps[j], (b_a, b_b)),)
     return paid[W - 1], paid[: W - 1]
 
 
@@ -247,6 +286,7 @@ def backward_kernel(
     p_dy,
     p_x,
     p_past,
+    p_doc,
     p_weight,
     p_bias,
     p_cos,
@@ -272,6 +312,7 @@ def backward_kernel(
     BN: tl.constexpr,
     BH: tl.constexpr,
     PAST: tl.constexpr,
+    DOCS: tl.constexpr,
     DPAST: tl.constexpr,
     ROPE: tl.constexpr,
     SILU: tl.constexpr,
@@ -295,12 +336,15 @@ def backward_kernel(
     p_sin += i_b * stride_rb + o_r
     b_zero = tl.zeros([BN, BH], dtype=tl.float32)
     zero = (b_zero, b_zero)
-    taps, bias, history, owed, scale = (), (), (), (), ()
+    p_doc += i_b * T
+    taps, bias, history, documents, owed, scale = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
         bias = _wide(_load(p_bias + o_e, m, HALF))
         history = _history(p_x, p_past + i_b * stride_pb + o_e, t_0, stride_xt, stride_pt, m, HALF, W, PAST)
         owed = (zero,) * LAG
+        if DOCS:
+            documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
         scale = _wide(_load(p_scale + o_r, m, HALF))
     sums = (zero,) * K
@@ -317,13 +361,18 @@ def backward_kernel(
         m_n = m & (t_n < T)
         ahead = ahead[1:] + ((_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),)
         window = (u,) + history
+        near = documents
         if W:
+            if DOCS:
+                near = (_document(p_doc, t, o_n < N),) + documents
+                window = _own(window, near, W)
+                documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
         du, feature = _cotangent(u, dy, p_cos + t * HALF, p_sin + t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
         dx = du
         added = ()
         if W:
-            dx, owed = _settled(owed, du, taps, W)
+            dx, owed = _settled(owed, du, taps, near, W, DOCS)
             history = window[:LAG]
             for i in tl.static_range(W):
                 added = added + (_add_product(sums[i], du, window[W - 1 - i]),)
@@ -344,10 +393,15 @@ def backward_kernel(
             m_n = m & (t_n < T)
             ahead = ahead[1:] + ((_load(p_x + t_n * stride_xt, m_n, HALF), _load(p_dy + t_n * stride_dt, m_n, HALF)),)
             window = (u,) + history
+            near = documents
+            if DOCS:
+                # Inputs of another document are left in: they reach a du that owes nothing to this program's tokens.
+                near = (_document(p_doc, t, (o_n < N) & (t < T)),) + documents
+                documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
             m_t = m & (t < T)
             du, feature = _cotangent(u, dy, p_cos + t * HALF, p_sin + t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS)
-            dx, owed = _settled(owed, du, taps, W)
+            dx, owed = _settled(owed, du, taps, near, W, DOCS)
             history = window[:LAG]
             _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
             if DPAST:

@@ -15,15 +15,15 @@ HALF_TILE = 512  # numbers in half a tile: 4 per thread. 8 would hold more than 
 # AHEAD: tokens loaded before they are needed. UNROLL: at W = 4, four steps turn the last inputs around without a move.
 # As far as registers reach, by compilation: forward 148; backward 255, where more of either spills.
 FORWARD = dict(AHEAD=2, UNROLL=4)
-BACKWARD = dict(AHEAD=1, UNROLL=2)
+BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)  # without and with documents
 
 
-def forward(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps) -> Tensor:
+def forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps) -> Tensor:
     """Tensors that are not there are None. -> y [B, T, H, R], contiguous."""
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
-    tensors, strides, constants = _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps)
+    tensors, strides, constants = _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps)
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 1024)
     with _device(x):
@@ -36,13 +36,15 @@ def forward(x, head_dim, weight, bias, past, cos, sin, silu, scale, shift, eps) 
     return y
 
 
-def backward(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, need_past) -> tuple[Tensor, ...]:
+def backward(
+    dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past
+) -> tuple[Tensor, ...]:
     """-> dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
     [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-    tensors, strides, constants = _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps)
+    tensors, strides, constants = _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps)
     W = constants["W"]
     K = (W + 1 if W else 0) + (2 if scale is not None else 0)
     blocks = triton.cdiv(B * H, constants["BN"])
@@ -56,17 +58,18 @@ def backward(dy, x, head_dim, weight, bias, past, cos, sin, silu, scale, eps, ne
             *(dy, *tensors, dx, dpast, sums, T, H, B * H, BT),
             *(*_strides(dy), *strides),
             **constants,
-            **BACKWARD,
+            **BACKWARD[constants["DOCS"]],
             DPAST=need_past,
         )
     return dx, sums.sum((0, 1)), dpast
 
 
-def _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps):
+def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps):
     """What both kernels take: tensors up to scale, strides, constants. A stand-in pointer is compiled not to be touched."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
-    tensors = x, past, *(None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale))
+    documents = None if documents is None or weight is None else documents.to(torch.int32)
+    tensors = x, past, *(None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale))
     rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
     strides = *_strides(x), *((0, 0) if past is None else _strides(past)), cos[0].numel() if rows else 0
     BH = max(16, triton.next_power_of_2(R // 2))
@@ -76,6 +79,7 @@ def _arguments(x, R, weight, bias, past, cos, sin, silu, scale, eps):
         BN=max(1, HALF_TILE // BH),
         BH=BH,
         PAST=past is not None,
+        DOCS=documents is not None,
         ROPE=cos is not None,
         SILU=silu,
         NORM=scale is not None,

@@ -26,13 +26,14 @@ class Case:
     silu: bool = False
     norm: bool = False
     past: bool = False
+    documents: bool = False  # two starts in every row: one in the middle, and one right after it
     strided: bool = False  # x and the cotangent are slices of wider tensors
     scale: float = 1.0  # of x
     seed: int = 0
 
     def __str__(self):
         stages = [f"conv{self.W}" if self.W else "", f"rope-{self.rope}" if self.rope else ""]
-        stages += [name for name in ("silu", "norm", "past", "strided") if getattr(self, name)]
+        stages += [name for name in ("silu", "norm", "past", "documents", "strided") if getattr(self, name)]
         return f"B{self.B}-T{self.T}-H{self.H}-R{self.R}-" + "-".join(s for s in stages if s)
 
 
@@ -77,6 +78,15 @@ def make(case, dtype=torch.float64, parameters=None, device="cpu"):
     return {n: x.detach().requires_grad_() for n, x in leaves.items()}, rope, dy
 
 
+def documents(case, device="cpu"):
+    """Row b: document 1 from token T // 2 - b, 3 from the one after; with a past, its first tokens are of document 0."""
+    if not case.documents:
+        return None
+    starts = case.T // 2 - torch.arange(case.B, device=device)[:, None]
+    at = torch.arange(case.T, device=device)
+    return (at >= starts).int() + 2 * (at > starts).int()
+
+
 def run(case, leaves, rope, dy, door=input_features, **kwargs):
     """Through the door; the output and every gradient."""
     y = door(
@@ -84,6 +94,7 @@ def run(case, leaves, rope, dy, door=input_features, **kwargs):
         case.R,
         conv=(leaves["weight"], leaves["bias"]) if case.W else None,
         past=leaves.get("past"),
+        documents=documents(case, leaves["x"].device),
         rope=rope,
         silu=case.silu,
         norm=(leaves["scale"], leaves["shift"]) if case.norm else None,
@@ -99,6 +110,7 @@ def literal(case, leaves, rope, dy):
     leaves = {n: x.detach().cpu().double().requires_grad_() for n, x in leaves.items()}
     B, T, H, R, W = case.B, case.T, case.H, case.R, case.W
     x = leaves["x"]
+    number = documents(case)
     rows = []
     for b in range(B):
         for t in range(T):
@@ -107,6 +119,8 @@ def literal(case, leaves, rope, dy):
                 u = leaves["bias"]
                 for i in range(W):
                     s = t - (W - 1) + i
+                    if number is not None and (number[b, s] if s >= 0 else 0) != number[b, t]:
+                        continue
                     if s >= 0:
                         u = u + leaves["weight"][:, 0, i] * x[b, s]
                     elif case.past:

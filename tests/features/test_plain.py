@@ -18,6 +18,7 @@ from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
 CASES = [Case(T=T, **mix) for T in (1, 2, 9) for mix in MIXES.values()]
 CASES += [Case(T=T, past=True, strided=True, **MIXES["k"]) for T in (1, 2, 3, 7)]
 CASES += [Case(T=6, W=2, past=True, **MIXES["a"]), Case(T=6, W=7, **MIXES["q"]), Case(T=5, R=7, **MIXES["b"])]
+CASES += [Case(T=T, documents=True, past=past, **MIXES["k"]) for T in (3, 4, 9) for past in (False, True)]
 CASES += [Case(T=6, rope="rows", strided=True, **MIXES["q"])]
 
 
@@ -35,7 +36,14 @@ def test_the_literal_form_tells_the_stages_apart():
     case = Case(T=6, past=True, **MIXES["k"])
     leaves, rope, dy = make(case)
     whole = literal(case, leaves, rope, dy)["y"]
-    for change in (dict(W=0, past=False), dict(past=False), dict(rope=""), dict(silu=False), dict(norm=False)):
+    for change in (
+        dict(W=0, past=False),
+        dict(past=False),
+        dict(documents=True),
+        dict(rope=""),
+        dict(silu=False),
+        dict(norm=False),
+    ):
         part = replace(case, **change)
         kept = {n: x for n, x in leaves.items() if n in make(part)[0]}
         other = literal(part, kept, rope if part.rope else None, dy)["y"]
@@ -113,6 +121,8 @@ CONV = torch.zeros(24, 1, 4), torch.zeros(24)
         (dict(conv=(torch.zeros(23, 1, 4), CONV[1])), r"conv has shapes .* expected \(\(24, 4\), \(24,\)\)"),
         (dict(past=X[:, :3]), "past is given without conv"),
         (dict(conv=CONV, past=X[:, :4]), r"past has shapes \(\(2, 4, 24\),\); expected \(\(2, 3, 24\),\)"),
+        (dict(documents=X[..., 0]), r"documents is torch.float32 of shape \(2, 5\); expected int32 or int64"),
+        (dict(documents=X[:, :4, 0].int()), r"documents is torch.int32 of shape \(2, 4\); .* \[B, T\] = \(2, 5\)"),
         (dict(rope=(TABLE, TABLE[:3])), r"rope has shapes .* expected \(\(5, 1, 4\), \(5, 1, 4\)\)"),
         (dict(head_dim=3, rope=(TABLE, TABLE)), "head_dim is 3; RoPE rotates pairs"),
         (dict(norm=(torch.zeros(8), torch.zeros(2, 8))), r"norm has shapes .* expected \(\(8,\), \(3, 8\)\)"),

@@ -15,7 +15,7 @@ import torch
 
 from interdomain.features import input_features, ops, support
 
-from .common import EPS, MIXES, TOLERANCES, Case, assert_agree, literal, make, run
+from .common import EPS, MIXES, TOLERANCES, Case, assert_agree, documents, literal, make, run
 
 pytest.importorskip("triton")
 REPOSITORY = Path(__file__).parents[2]
@@ -61,6 +61,7 @@ def repair(monkeypatch):
 CASES = [(Case(T=19, B=1, H=2, past=bool(mix.get("W", 4)), **mix), torch.bfloat16) for mix in MIXES.values()]
 CASES += [(Case(T=T, B=1, **MIXES["k"]), torch.float32) for T in (1, 2, 3, 5, 16, 17, 63, 65, 130)]
 CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 2, 17)]
+CASES += [(Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (3, 4, 33, 35)]
 CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]
 CASES += [(Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 32, 64, 96, 128)]
 CASES += [(Case(T=3, B=2, H=5, R=256, W=3, **MIXES["q"]), torch.float16)]
@@ -110,11 +111,11 @@ def test_runs_repeat_bit_for_bit():
 @on_kernels
 @pytest.mark.parametrize("mix", ["k", "v"])
 def test_opcheck(mix):
-    case = Case(T=5, past=mix == "k", **MIXES[mix])
+    case = Case(T=5, past=mix == "k", documents=mix == "k", **MIXES[mix])
     leaves, rope, dy = make(case, torch.bfloat16, device=DEVICE)
     x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
     weight = weight if weight is None else weight.detach().flatten(1).requires_grad_()
-    args = (x, case.R, weight, bias, past, *(rope or (None, None)), case.silu, scale)
+    args = (x, case.R, weight, bias, past, documents(case, DEVICE), *(rope or (None, None)), case.silu, scale)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.features, (*args, shift, EPS), test_utils=tests)
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
@@ -212,7 +213,7 @@ def test_in_the_interpreter():
 
 REGISTERS = 255
 # Bytes per thread, by capability/dtype/mix/R. On Hopper in bf16 nothing spills; elsewhere some does before the loops.
-SPILL = {"90/bf16/k/64": 0, "90/bf16/v/64": 0, "80/bf16/k/96": 128, "89/fp32/a+past/128": 128}
+SPILL = {"90/bf16/k/64": 0, "90/bf16/v/64": 0, "80/bf16/k/96": 128, "89/bf16/k+past+documents/64": 128}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")

@@ -11,20 +11,20 @@ import sys
 from interdomain.features import triton_launch
 
 from ..scan.triton_budget import DTYPES, _record, report
-from .common import EPS, MIXES, Case, make
+from .common import EPS, MIXES, Case, documents, make
 
 
 def launches(dtype, mix, R):
-    """One forward and backward of a layer of [B 2, T 64, H 16, R]; "+past" to a mix adds `past` and its gradient."""
+    """One forward and backward of a layer of [B 2, T 64, H 16, R]; a mix with "+past", "+documents" or both has those, too."""
     found = []
     for name in ("forward_kernel", "backward_kernel"):
         _record(triton_launch, name, found)
-    mix, _, past = mix.partition("+")
-    case = Case(T=64, H=16, R=R, past=bool(past), **MIXES[mix])
+    mix, *more = mix.split("+")
+    case = Case(T=64, H=16, R=R, **MIXES[mix], **dict.fromkeys(more, True))
     leaves, rope, dy = make(case, dtype)
     x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
     weight = weight if weight is None else weight.flatten(1)
-    args = x, R, weight, bias, past, *(rope or (None, None)), case.silu, scale
+    args = x, R, weight, bias, past, documents(case), *(rope or (None, None)), case.silu, scale
     triton_launch.forward(*args, shift, EPS)
     triton_launch.backward(dy, *args, EPS, past is not None)
     return found
