@@ -197,6 +197,8 @@ def test_the_wheel_holds_every_module(wheel):
         for module, path in MODULES.items()
     }
     assert found == wanted
+    sites = {path.name for path in (REPOSITORY / "tools" / "sites").iterdir()}
+    assert sites == {path.name for path in (wheel / "interdomain" / "tools" / "sites").iterdir()}
     (info,) = wheel.glob("*.dist-info")
     assert (info / "licenses" / "LICENSE").is_file()
     metadata = (info / "METADATA").read_text()

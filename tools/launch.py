@@ -1,6 +1,7 @@
 """python -m interdomain.tools.launch train_configs/125M.toml --mixer.condition s4d --dry-run
 
-Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo.
+Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
+inside a SLURM allocation (sbatch, salloc) on every GPU of every node of it, by srun.
 Every other flag goes to TorchTitan (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
 and calls this.
 """
@@ -9,10 +10,12 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from . import _slurm
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
 from ._supervise import CONTINUE, supervise
@@ -28,15 +31,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our own arguments, TorchTitan's flags). The TOML file may stand anywhere."""
     p = argparse.ArgumentParser(
         prog="launch.sh",
-        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--max-restarts N] [--flags] [TORCHTITAN FLAGS]",
-        description="Train under TorchTitan on this machine.",
+        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [TORCHTITAN FLAGS]",
+        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in.",
         epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag goes to TorchTitan: --mixer.condition s4d, "
         "--training.local_batch_size 4, ...; --flags lists them all.",
         allow_abbrev=False,
     )
     p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
-    p.add_argument("--ranks", type=int, help="processes on this machine (default: the GPUs, or 2 on the CPU)")
+    p.add_argument("--ranks", type=int, help="processes on a machine (default: its GPUs, or 2 on the CPU)")
+    p.add_argument(
+        "--site",
+        metavar="NAME",
+        help="in a SLURM allocation: a cluster's variables, from tools/sites (default plain, or INTERDOMAIN_SITE), or "
+        f"{_slurm.LOCAL} for this machine alone",
+    )
     p.add_argument(
         "--max-restarts",
         type=int,
@@ -68,11 +77,14 @@ def titan_arguments(config: str, flags: list[str]) -> list[str]:
     return ["--job.config_file", config, *flags]
 
 
-def torchrun_command(config: str, flags: list[str], ranks: int, restarts: int = 0) -> list[str]:
+def torchrun_command(
+    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ("--standalone",)
+) -> list[str]:
+    """Of one node; `rendezvous`: torchrun's flags by which nodes find each other."""
     return [
         python_here(),
         *("-m", "torch.distributed.run"),
-        "--standalone",
+        *rendezvous,
         *("--nproc-per-node", str(ranks)),
         *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
@@ -155,19 +167,25 @@ def main(argv=None) -> int:
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts must be 0 or more: got {args.max_restarts}.")
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
+    nodes = _slurm.allocation(args.site, args.ranks, ranks)
     job = job_config(args.config, flags)
 
     from interdomain.titan.plan import make_plan
 
-    plan = make_plan(job, world_size=ranks)
-    command = torchrun_command(args.config, flags, ranks, args.max_restarts)
+    plan = make_plan(job, world_size=nodes.ranks * len(nodes.hosts) if nodes else ranks)
     print(plan.describe())
+    if nodes:
+        torchrun = torchrun_command(args.config, flags, nodes.ranks, args.max_restarts, nodes.rendezvous)
+        command = nodes.command(python_here(), torchrun)
+        print(nodes.describe())
+    else:
+        command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         return 0
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
-    code = supervise(command, environment(ranks))
+    code = _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
     if code == CONTINUE:
         return code
     if code:

@@ -8,12 +8,14 @@ the autocast that the trainer would put around a single rank is left out.
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 
 import torchtitan.train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
@@ -30,6 +32,8 @@ def install(model_name: str) -> None:
             module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
             module.Trainer.should_continue_training = _unless_asked(module.Trainer.should_continue_training, model_name)
             module.Trainer.forward_backward_step = seeing_loss(module.Trainer.forward_backward_step)
+    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
+        logger.setLevel(logging.WARNING)
     dist_utils.clip_grad_norm_ = seeing_norm(dist_utils.clip_grad_norm_)
     dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
 

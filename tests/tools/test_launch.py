@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("INTERDOMAIN_SITE", "local")  # the tests may themselves stand in an allocation
 
 
 def dry(capsys, *argv):

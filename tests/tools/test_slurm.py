@@ -1,0 +1,242 @@
+"""SLURM: the same line in an allocation. Stand-ins for srun and scontrol start real processes, as two nodes of this machine."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from interdomain.tools import _slurm, compare_runs, launch
+
+ROOT = Path(__file__).parents[2]
+
+SCONTROL = """#!/bin/sh
+# scontrol show hostnames LIST, for lists without brackets
+echo "$3" | tr ',' '\\n'
+"""
+
+# Its own flags begin with --; what follows is started once per task, and gets the signals that it gets.
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+flags = [argument for argument in sys.argv[1:] if argument.startswith("--")]
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    command.pop(0)
+(tasks,) = [int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")]
+nodes = [
+    subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i), "SLURM_PROCID": str(i), "SLURM_STEP_ID": "0"}})
+    for i in range(tasks)
+]
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: [node.send_signal(number) for node in nodes])
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """slurm(hosts, ...): this process stands in an allocation of these hosts."""
+    for name, script in (("scontrol", SCONTROL), ("srun", SRUN)):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_")):
+            monkeypatch.delenv(name)
+
+    def slurm(*hosts, **variables):
+        given = {"JOB_ID": "4242", "JOB_NUM_NODES": str(len(hosts)), "JOB_NODELIST": ",".join(hosts), **variables}
+        for name, value in given.items():
+            monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(f"SLURM_{name}", False)
+
+    monkeypatch.chdir(ROOT)
+    return slurm
+
+
+def dry(capsys, *argv):
+    code = launch.main([*argv, "--dry-run"])
+    out, err = capsys.readouterr()
+    rows = dict(line.strip().split("  ", 1) for line in out.splitlines())
+    return code, rows, err
+
+
+def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
+    slurm("nid001", "nid002", "nid003", "nid004", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="288(x3),144")
+    code, rows, _ = dry(capsys, "train_configs/1.3B.toml", "--site", "isambard-ai")
+    assert code == 0
+    assert rows["nodes"] == "4 x 4 rank(s): nid001, nid002, nid003, nid004 (SLURM job 4242)"
+    assert "4 per rank x 16 rank(s)" in rows["batch"]
+    assert "NCCL_NET='AWS Libfabric'" in rows["site"]
+    assert "INTERDOMAIN_" not in rows["site"]
+    assert rows["of its own"].startswith("PET_RDZV_CONF=is_host=true on nid001,")
+    command = shlex.split(rows["command"])
+    node = command.index("interdomain.tools._node")
+    assert command[0] == "srun"
+    own, torchrun = command[1 : node - 2], command[node + 1 :]
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpus-per-task=144", "--cpu-bind=none"} <= {*own}
+    assert torchrun[0] == "4"
+    text = " ".join(torchrun)
+    assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --nproc-per-node 4" in text
+    assert text.endswith("-m torchtitan.train --job.config_file train_configs/1.3B.toml")
+    assert "--standalone" not in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "ranks"),
+    [
+        ({"GPUS_PER_NODE": "h200:8"}, [], 8),
+        ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
+        ({}, ["--site", "alps"], 4),
+        ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
+        ({}, [], launch.CPU_RANKS),
+    ],
+)
+def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
+    slurm("a", **variables)
+    _, rows, _ = dry(capsys, *argv, "--training.global_batch_size", "64")
+    assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
+
+
+def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
+    site = tmp_path / "ours.env"
+    site.write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")
+    monkeypatch.setenv("NCCL_NET", "shell")
+    slurm("a")
+    found = _slurm.allocation(str(site), 1, 1)
+    out = tmp_path / "seen"
+    names = "NCCL_NET", "NCCL_PROTO", "INTERDOMAIN_SRUN"
+    code = f"import os; open({str(out)!r}, 'w').write(str([os.environ.get(name) for name in {names}]))"
+    assert _slurm.run([sys.executable, "-c", code], found.site) == 0
+    assert out.read_text() == str(["shell", "^LL128", None])
+    assert "--label" in found.command("python", [])
+
+
+def test_every_site_reads_and_says_where_it_is_from():
+    for file in _slurm.SITES.glob("*.env"):
+        site = _slurm.site_named(file.stem)
+        assert all(re.fullmatch(r"(NCCL|FI|PET|CUDA|MPICH|INTERDOMAIN)_\w+", name) for name in site.variables), file
+        if site.variables:
+            assert "not measured by this project" in file.read_text()
+
+
+def test_the_example_of_a_batch_script_calls_what_exists():
+    script = (_slurm.SITES / "requeue.sbatch").read_text()
+    (line,) = [line for line in script.splitlines() if line.startswith("./launch.sh")]
+    _, config, flag, site = line.split()
+    assert (ROOT / config).is_file()
+    assert flag == "--site"
+    assert _slurm.site_named(site)
+    assert "--signal=USR1@" in script
+    assert f'"$code" = {launch.CONTINUE} ' in script
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "said"),
+    [
+        ({"JOB_NUM_NODES": ""}, [], ["names no nodes", "sbatch --nodes=N", "--site local"]),
+        ({"JOB_NODELIST": ""}, [], ["SLURM_JOB_NODELIST is not set"]),
+        ({"JOB_NUM_NODES": "3"}, [], ["has 3 node(s)", "names 2: a, b"]),
+        ({}, ["--site", "isambard"], ["--site isambard", "alps, isambard-ai, plain, local"]),
+        ({}, ["--site", "no/such.env"], ["no/such.env", "there is no such site"]),
+        ({"JOB_ID": ""}, ["--site", "alps"], ["no SLURM allocation", "leave --site out"]),
+        ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], ["srun started this line 2 times", "Leave srun out"]),
+    ],
+)
+def test_refusals(slurm, capsys, variables, argv, said):
+    slurm("a", "b", **variables)
+    assert launch.main([*argv, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    for words in said:
+        assert words in error
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv"),
+    [({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])],
+)
+def test_this_machine_alone(slurm, capsys, variables, argv):
+    """As the user says, or in a shell that srun gave."""
+    slurm("a", "b", **variables)
+    _, rows, _ = dry(capsys, *argv, "--ranks", "1")
+    assert "--standalone" in rows["command"]
+    assert "nodes" not in rows
+
+
+def test_a_site_file_that_is_not_one(tmp_path):
+    (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
+    with pytest.raises(ValueError, match=r"bad.env, line 2: 'export NCCL_PROTO=y' is not NAME=VALUE"):
+        _slurm.site_named(str(tmp_path / "bad.env"))
+
+
+TINY = ("--training.seq_len", "64", "--training.tokens", "0", "--lr_scheduler.warmup_tokens", "0")
+TINY += ("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--lr_scheduler.warmup_steps", "2")
+TINY += ("--validation.no-enable", "--metrics.log_freq", "1", "--metrics.mixer_freq", "0", "--max-restarts", "0")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    from interdomain.tools import prepare_data
+
+    folder = tmp_path_factory.mktemp("corpus") / "tiny"
+    argv = ["--input", "stdlib", "--max-bytes", "400000", "--vocab-size", "512", "--validation-fraction", "0.1"]
+    assert prepare_data.main([*argv, "--output", str(folder)]) == 0
+    return folder
+
+
+def start(corpus, folder, *argv):
+    command = [sys.executable, "-m", "interdomain.tools.launch", *TINY, *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*command, "--data.corpus", str(corpus), "--job.dump_folder", str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.e2e
+def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(slurm, corpus, tmp_path, capsys):
+    """Two torchrun agents of one rank each, against one of two; then the time limit's SIGUSR1, and its way to the ranks."""
+    nodes, machine = tmp_path / "nodes", tmp_path / "machine"
+    steps = ("--training.steps", "200")
+    slurm("localhost", "localhost")
+    running = start(corpus, nodes, *steps, "--ranks", "1")
+    said = []
+    try:
+        for line in running.stdout:
+            said.append(line)
+            if re.search(r"step: +4 ", line):
+                running.send_signal(signal.SIGUSR1)
+                break
+        rest, _ = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    said = "".join(said) + rest
+    assert running.returncode == launch.CONTINUE, said[-5000:]
+    left = int(re.search(r"leaving after step (\d+) \(SIG", said)[1])
+    assert (nodes / "checkpoint" / f"step-{left}" / ".metadata").is_file()
+    assert said.count("step:  1 ") == 1  # one node speaks for all
+    slurm("a", JOB_ID="")
+    alone = start(corpus, machine, *steps, "--ranks", "2")
+    try:
+        deadline = time.monotonic() + 120
+        for line in alone.stdout:
+            if re.search(r"step: +4 ", line) or time.monotonic() > deadline:
+                alone.send_signal(signal.SIGUSR1)
+                break
+        alone.communicate(timeout=120)
+    finally:
+        alone.kill()
+    assert alone.returncode == launch.CONTINUE
+    assert compare_runs.main([str(nodes), str(machine)]) == 0, capsys.readouterr().out
+    assert "the same to the bit at" in capsys.readouterr().out

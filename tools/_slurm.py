@@ -1,0 +1,186 @@
+"""A run in a SLURM allocation: one torchrun per node under srun, which find each other at the first node."""
+
+import os
+import shlex
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SITES = Path(__file__).parent / "sites"
+LOCAL = "local"  # --site local: this machine alone, even inside an allocation
+# The last steps' numbers are SLURM's own: the batch script, an interactive shell.
+FIRST_SPECIAL_STEP = 2**32 - 16
+WAIT_SECONDS = 600  # when one node has ended, the others get this long to end too, saving included
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster's variables, from a file of NAME=VALUE lines."""
+
+    name: str
+    variables: dict[str, str]
+
+    def get(self, name: str) -> str:
+        """One of the launcher's own settings (INTERDOMAIN_...); the shell's wins."""
+        return os.environ.get(name, self.variables.get(name, ""))
+
+    @property
+    def exported(self) -> dict[str, str]:
+        return {name: value for name, value in self.variables.items() if not name.startswith("INTERDOMAIN_")}
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What SLURM gave us."""
+
+    job: str
+    hosts: tuple[str, ...]
+    ranks: int  # per node
+    cpus: int  # per node; 0: SLURM does not say
+    site: Site
+
+    @property
+    def rendezvous(self) -> tuple[str, ...]:
+        """torchrun's flags, the same on every node. The port is the job's: jobs may share a node."""
+        port = 20_000 + int(self.job) % 20_000 if self.job.isdigit() else 29_500
+        return (
+            *("--nnodes", str(len(self.hosts))),
+            *("--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", f"{self.hosts[0]}:{port}"),
+        )
+
+    def command(self, python: str, torchrun: list[str]) -> list[str]:
+        nodes = str(len(self.hosts))
+        return [
+            "srun",
+            *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+            *((f"--cpus-per-task={self.cpus}",) if self.cpus else ()),  # srun does not take it over from sbatch
+            # Not --kill-on-bad-exit: a node that leaves first must not end the others while they save.
+            *("--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}"),
+            *shlex.split(self.site.get("INTERDOMAIN_SRUN")),
+            *(python, "-m", "interdomain.tools._node", str(self.ranks)),
+            *torchrun,
+        ]
+
+    def describe(self) -> str:
+        """The dry run's rows."""
+        hosts = ", ".join(self.hosts[:4]) + (f", ... {self.hosts[-1]}" if len(self.hosts) > 4 else "")
+        rows = {"nodes": f"{len(self.hosts)} x {self.ranks} rank(s): {hosts} (SLURM job {self.job})"}
+        exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.site.exported.items())
+        rows["site"] = f"{self.site.name}: {exported or 'sets nothing'}"
+        rows["of its own"] = f"PET_RDZV_CONF=is_host=true on {self.hosts[0]}"
+        if len(self.hosts) > 1:
+            rows["of its own"] += ", PET_RDZV_CONF=is_host=false on the others"
+        return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+
+def site_named(name: str) -> Site:
+    """A file of tools/sites by its name, or any other by its path. Raises: ValueError."""
+    file = Path(name) if name.endswith(".env") else SITES / f"{name}.env"
+    if not file.is_file():
+        known = ", ".join([*sorted(path.stem for path in SITES.glob("*.env")), LOCAL])
+        raise ValueError(f"--site {name}: there is no such site. Known: {known}; or give the path of a file NAME.env.")
+    variables = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        variable, equals, value = line.partition("=")
+        if not equals or not variable.isidentifier():
+            raise ValueError(f"{file}, line {number}: {line!r} is not NAME=VALUE.")
+        variables[variable] = value
+    return Site(file.stem, variables)
+
+
+def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:
+    """The allocation that this process stands in, or None outside of one.
+
+    site, ranks: as the user gave them, or None. ranks_here: of this machine, where nobody else says.
+    Raises: ValueError for an allocation that cannot be used as it stands.
+    """
+    site = site or os.environ.get("INTERDOMAIN_SITE")
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or site == LOCAL:
+        if site and site != LOCAL:
+            site_named(site)
+            raise ValueError(
+                f"--site {site}, but this is no SLURM allocation (SLURM_JOB_ID is not set). Put the same line into an "
+                f"sbatch script, or after salloc; to run on this machine alone, leave --site out or say --site {LOCAL}."
+            )
+        return None
+    if _inside_a_step():
+        return None
+    found = site_named(site or "plain")
+    return Allocation(
+        job=job,
+        hosts=_hosts(job),
+        ranks=ranks or _gpus_per_node(found) or ranks_here,
+        cpus=_cpus_per_node(),
+        site=found,
+    )
+
+
+def _inside_a_step() -> bool:
+    """Whether srun started us: with one task it is a shell of the user's (srun --pty), with more a mistake."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= FIRST_SPECIAL_STEP:
+        return False
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1":
+        raise ValueError(
+            f"srun started this line {tasks} times. Leave srun out: ./launch.sh starts it, with one torchrun per node."
+        )
+    return True
+
+
+def _hosts(job: str) -> tuple[str, ...]:
+    nodes, listed = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes or not listed:
+        missing = "SLURM_JOB_NODELIST" if nodes else "SLURM_JOB_NUM_NODES"
+        raise ValueError(
+            f"SLURM job {job} names no nodes ({missing} is not set). Ask for them (sbatch --nodes=N, salloc --nodes=N), or "
+            f"run on this machine alone with --site {LOCAL}."
+        )
+    try:
+        said = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as e:
+        raise ValueError(
+            f"SLURM job {job}: `scontrol show hostnames {listed}` failed ({e}). SLURM's commands must be on PATH here."
+        ) from e
+    hosts = tuple(said.stdout.split())
+    if len(hosts) != int(nodes):
+        raise ValueError(f"SLURM job {job} has {nodes} node(s), and {listed} names {len(hosts)}: {', '.join(hosts)}.")
+    return hosts
+
+
+def _gpus_per_node(site: Site) -> int:
+    """0 where neither SLURM nor the site says."""
+    for said in (os.environ.get("SLURM_GPUS_ON_NODE"), os.environ.get("SLURM_GPUS_PER_NODE")):
+        count = (said or "").rpartition(":")[2]  # "4", "h200:4"
+        if count.isdigit() and int(count):
+            return int(count)
+    return int(site.get("INTERDOMAIN_GPUS_PER_NODE") or 0)
+
+
+def _cpus_per_node() -> int:
+    """Of the smallest node: SLURM_JOB_CPUS_PER_NODE is "288(x3),72"."""
+    groups = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+    return min((int(group.partition("(")[0]) for group in groups.split(",") if group), default=0)
+
+
+def run(command: list[str], site: Site) -> int:
+    """Run srun to its end and return its status, the highest of the nodes'.
+
+    SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it
+    would kill them.
+    """
+    process = subprocess.Popen(command, env={**site.exported, **os.environ})
+    handlers = {
+        number: signal.signal(number, lambda *_: process.send_signal(signal.SIGUSR1))
+        for number in (signal.SIGUSR1, signal.SIGTERM)
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
