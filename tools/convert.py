@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 import interdomain
+from interdomain.data.tokenizer_export import write_for_transformers
 from interdomain.folders import new_folder
 from interdomain.model import Transformer, condition_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
@@ -75,6 +76,10 @@ def to_folder(args) -> str:
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         tokenizer.write(folder)
+        try:
+            write_for_transformers(tokenizer, folder)
+        except NotImplementedError as e:
+            print(f"note: no tokenizer.json for transformers was written: {e}", file=sys.stderr)
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
     size = sum(f.stat().st_size for f in args.output.iterdir())

@@ -14,9 +14,9 @@ from interdomain.data.streams import SentencePieceStream
 from interdomain.folders import write_whole
 
 TOKENIZER_FILE = "tokenizer.model"
-# The one file that a folder keeps of its tokenizer, by kind. An exported folder holds a tokenizer.json beside the other
-# kinds' own file: the own one counts.
-TOKENIZER_FILES = (TOKENIZER_FILE, "tiktoken.json", "tokenizer.json")
+# The one file that a folder keeps of its tokenizer, by kind; last, what Hugging Face's folders hold. An exported folder
+# has that one too, for others to read, beside the own one, which counts.
+TOKENIZER_FILES = (TOKENIZER_FILE, "tiktoken.json", "hf_tokenizer.json", "tokenizer.json")
 TIKTOKEN_NAME = "tiktoken:"
 SPACE = "\u2581"  # sentencepiece's visible space
 

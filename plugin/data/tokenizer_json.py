@@ -20,14 +20,14 @@ USUAL = {
 
 class JsonTokenizer(TokenizerFile):
     """A `tokenizer.json`. Which tokens are BOS and EOS stands in the `tokenizer_config.json` beside it, and is kept inside
-    the file that goes into corpora and checkpoints (under a key that the library passes over).
+    the file that goes into corpora and checkpoints, `hf_tokenizer.json` (the same and one key more).
 
     The file's post-processor is not applied: BOS and EOS come where they are asked for.
 
     Raises: FileNotFoundError; ValueError if the file is no tokenizer.
     """
 
-    file = "tokenizer.json"
+    file = "hf_tokenizer.json"
 
     @classmethod
     def reads(cls, path):
@@ -42,7 +42,7 @@ class JsonTokenizer(TokenizerFile):
         data = path.read_bytes()
         try:
             described = json.loads(data)
-            # Taken out for the library, which may come to refuse what it does not know.
+            # Taken out for the library, which refuses keys that it does not know.
             specials = described.pop(SPECIALS_KEY, None)
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
         # A file that the library cannot read is an Exception of no further kind.
@@ -102,8 +102,8 @@ class JsonTokenizer(TokenizerFile):
     def stream(self):
         return WindowStream(self.decode)
 
-    def plain_json(self):
-        """The file without our key, as a string."""
+    def described(self):
+        """The tokenizer.json as an object, without what is ours."""
         described = json.loads(self.data)
         described.pop(SPECIALS_KEY)
-        return json.dumps(described, ensure_ascii=False, indent=1)
+        return described

@@ -2,7 +2,8 @@
 
     config.json                       the model's configuration, ids of control tokens, facts about the run
     model.safetensors                 the weights; or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, tokenizer.json)
+    tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, hf_tokenizer.json)
+    tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
 
 Nothing in it is ever unpickled. A folder is written under another name and renamed when it is whole.
 """
@@ -211,8 +212,11 @@ def load_pretrained(
 
 def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict, source: str):
     """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`, read from file `source`."""
-    tokenizer = load_tokenizer(folder)
     described = record.get("tokenizer")
+    file = Path(str(described.get("file", TOKENIZER))).name if isinstance(described, dict) else TOKENIZER
+    if not (Path(folder) / file).is_file():  # perhaps there is another kind's, made for others to read
+        raise FileNotFoundError(f"{folder} has no {file}; copy the whole folder again or convert again.")
+    tokenizer = load_tokenizer(Path(folder) / file)
     if not isinstance(described, dict) or tokenizer.sha256 != described.get("sha256"):
         raise ValueError(
             f"the tokenizer of {folder} is not the one that the model was trained with (its checksum differs from "

@@ -93,7 +93,9 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert wrote.startswith(f"wrote {output} (")
     assert f"{len(model.state_dict())} tensors, step 100, logits equal to" in wrote
     assert_same(stored(output), model.state_dict())
-    assert sorted(os.listdir(output)) == ["config.json", "model.safetensors", "tokenizer.model"]
+    assert sorted(os.listdir(output)) == [
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    ]
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in output.iterdir())
     config, record = read_config(output)
     assert config == model.config
