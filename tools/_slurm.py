@@ -42,8 +42,9 @@ class Allocation:
 
     @property
     def rendezvous(self) -> tuple[str, ...]:
-        """torchrun's flags, the same on every node. The port is the job's: jobs may share a node."""
-        port = 20_000 + int(self.job) % 20_000 if self.job.isdigit() else 29_500
+        """torchrun's flags, the same on every node."""
+        # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
+        port = 20_000 + int(self.job) % 10_000 if self.job.isdigit() else 29_500
         return (
             *("--nnodes", str(len(self.hosts))),
             *("--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", f"{self.hosts[0]}:{port}"),

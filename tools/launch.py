@@ -24,6 +24,10 @@ DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
 # By one start of torchrun, which counts them all, progress or not; the same command begins a new count.
+SEE_ALL = (
+    "--samples_per_plugin",
+    "scalars=100000",
+)  # TensorBoard shows 1,000 points of a curve, drawn at random: no spikes
 MAX_RESTARTS = 3
 
 
@@ -139,6 +143,8 @@ def next_steps(config: str, flags: list[str], job, plan) -> str:
     python = python_here()
     dump = job.job.dump_folder
     export = f"exports/{Path(dump).name}-step{plan.steps}"
+    beside = Path(dump).parent  # other runs, to compare with
+    runs = str(beside) if beside.name else dump
     rest = list(flags)
     for name in ("tokens", "steps"):  # the run's length is given anew
         for i, flag in enumerate(rest):
@@ -152,7 +158,7 @@ def next_steps(config: str, flags: list[str], job, plan) -> str:
         "train on, to twice the length": ["./launch.sh", config, *rest, *length],
         "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],
         "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
-        "watch": [python, "-m", "tensorboard.main", "--logdir", f"{dump}/{job.metrics.save_tb_folder}"],
+        "watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs],
     }
     return "\n".join(f"# {what}\n{shlex.join(command)}" for what, command in lines.items())
 

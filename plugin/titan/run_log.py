@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from interdomain.model import condition_of
 
-from .layout import BY_TOKENS, LAYOUT, TOKENS
+from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"
 
@@ -39,8 +39,9 @@ class RunLog(BaseLogger):
         self._describe(first_step)
 
     def log(self, metrics: dict, step: int) -> None:
+        metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
         if "throughput(tps)" in metrics:  # of one rank
-            metrics = {**metrics, "throughput/all_ranks(tps)": metrics["throughput(tps)"] * self.plan.world_size}
+            metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * self.plan.world_size
         for tag, value in metrics.items():
             self.steps.add_scalar(tag, value, step)
         for tag, by_tokens in BY_TOKENS.items():

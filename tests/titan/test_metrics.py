@@ -48,9 +48,11 @@ def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
     assert torch.isfinite(torch.tensor(perplexity(1e6), dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("fixture", "name"), [("one", "interdomain"), ("two", "interdomain"), ("four", "hybrid")])
+@pytest.mark.parametrize(
+    ("fixture", "name"), [("one", "interdomain"), ("two", "interdomain"), ("two", "compiled"), ("four", "hybrid")]
+)
 def test_gradient_norms_by_group_make_up_the_norm_of_all(request, fixture, name):
-    """On one rank, sharded, and sharded and replicated; before clipping, which is at 1 here and below some of the norms."""
+    """On one rank, sharded, compiled (other names), sharded and replicated; before clipping, at 1 and below some norms."""
     groups = {f"grad_norm/{group}" for group in GROUPS}
     clipped = 0
     reference = request.getfixturevalue("one").seen("interdomain")["log"]

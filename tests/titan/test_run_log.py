@@ -1,6 +1,7 @@
 """One TensorBoard folder per run: what TensorBoard's own readers make of restarts, and what a folder says about its run."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +127,22 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == ["tokens"]  # no sub-runs
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(LAYOUT)
+
+
+def test_every_chart_of_the_layout_finds_its_curves(one, two):
+    """In a real run; and TensorBoard draws nothing where a tag has parentheses."""
+    folder = two.folder / "interdomain" / "tb"
+    tags = [*read_curves(folder), *read_curves(folder / "tokens")]
+    for category, charts in LAYOUT.items():
+        for chart, (_, patterns) in charts.items():
+            for pattern in patterns:
+                found = [tag for tag in tags if re.match(pattern, tag)]
+                assert found, f"{category}, {chart}: no tag matches {pattern}"
+                assert not any("(" in tag for tag in found)
+    curves, steps = read_curves(folder), range(1, 7)
+    assert list(curves["machine/tokens_per_second"]) == list(steps)
+    for step in steps:
+        assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path, job):
