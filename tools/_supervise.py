@@ -9,7 +9,11 @@ from pathlib import Path
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
-SAVING_SECONDS = 600  # torchrun's own 30 would kill ranks in the middle of a large checkpoint
+ELASTIC = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save in; torchrun's own 30 would cut a large checkpoint short
+    # Shared with torchrun, the ranks' store outlives them: those that are restarted would find the addresses of the dead.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 POLL_SECONDS = 0.5
 
 
@@ -23,7 +27,7 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
     asked = []
     with tempfile.TemporaryDirectory(prefix="interdomain-") as folder:
         outcome = Path(folder) / "outcome"
-        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_SECONDS), **environment, OUTCOME: str(outcome)}
+        environment = {**ELASTIC, **environment, OUTCOME: str(outcome)}
         # Ignored when torchrun starts, and so by torchrun: where a scheduler signals every process, it must not die of it.
         before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         process = subprocess.Popen(command, env=environment)

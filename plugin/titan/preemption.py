@@ -27,12 +27,18 @@ class Preemption:
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.votes = self.vote = None
+        _die_with_torchrun(signal.SIGKILL)
 
-    def listen(self) -> None:
-        """From now on the signals are noted and nothing else; a second one changes nothing."""
+    def listen(self, comm) -> None:
+        """From now on the signals are noted and nothing else; a second one changes nothing. Before it, they end the process.
+
+        Collective.
+        """
         for number in SIGNALS:
             signal.signal(number, self._note)
-        _die_with_torchrun(signal.SIGKILL)
+        # gloo: its collectives run beside the device's.
+        seconds = max(comm.init_timeout_seconds, comm.train_timeout_seconds)
+        self.votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
     def _note(self, number, frame) -> None:
         self.asked = self.asked or signal.Signals(number)
@@ -44,9 +50,8 @@ class Preemption:
 
         A boundary's votes are counted while the next step runs, so that no step waits for them.
         """
-        if self.votes is None:  # gloo: its collectives run beside the device's
-            seconds = max(comm.init_timeout_seconds, comm.train_timeout_seconds)
-            self.votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        if self.votes is None:  # the first boundary, before the first step: from here on there is something to save
+            self.listen(comm)
         before = self.settle()
         ballot = torch.tensor([self.asked is not None], dtype=torch.int32)
         self.vote = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.votes, async_op=True), ballot

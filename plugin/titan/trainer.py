@@ -44,7 +44,6 @@ def _checked_first(init_distributed, model_name: str):
         if trainer.job_config.model.name == model_name:
             check(trainer.job_config)
             trainer.preemption = Preemption()
-            trainer.preemption.listen()
         return init_distributed(trainer)
 
     return checked

@@ -1,7 +1,8 @@
 """TorchTitan's entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json TORCHTITAN'S FLAGS
 
 PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
-{"flags": more of them, "rank": who, "at": ["step" | "write" | "finish", N], "signal": "SIGKILL", "to": "rank" | "agent"}
+{"flags": more of them, "rank": who, "at": ["step" | "write" | "finish", N], "signal": "SIGKILL", "times": 1,
+"to": "rank" | "agent"}
 
 step: in training step N. write: before this rank writes its shard of checkpoint N. finish: when all shards of checkpoint N
 are written and its index is not (rank 0). No "at": nothing happens.
@@ -11,7 +12,9 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 # TorchTitan takes its flags from here when it is imported.
 ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
@@ -46,6 +49,8 @@ def main():
     elif kind is not None:
         method = {"write": "write_data", "finish": "finish"}[kind]
         before(FileSystemWriter, method, lambda writer: str(writer.path).endswith(f"step-{step}"))
+    # At the end the trainer waits two seconds for other ranks' last lines.
+    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     torchtitan.train.main(torchtitan.train.Trainer)
 
 

@@ -1,0 +1,140 @@
+"""One run of two ranks, disturbed six times and never lost: real processes, real signals (disturbed.py).
+
+It ends with the same bits as the run that nobody disturbed.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from interdomain.model.distributed_checkpoint import read_sidecar, read_tensors, tensor_index
+from interdomain.tools._supervise import CONTINUE, supervise
+
+from .conftest import HERE, REPOSITORY, TIMEOUT, flags
+
+pytestmark = pytest.mark.e2e
+
+EVERY = ["--checkpoint.interval", "1"]
+STARTS = [
+    # One torchrun, which restarts the ranks twice.
+    [
+        {"flags": [*EVERY, "--checkpoint.async_mode", "async"], "at": ["finish", 2], "rank": 0, "signal": "SIGKILL"},
+        {"flags": EVERY, "at": ["write", 3], "rank": 1, "signal": "SIGKILL"},
+        {"at": ["step", 4], "rank": 1, "signal": "SIGTERM", "times": 2},
+    ],
+    [{"at": ["step", 4], "rank": 0, "signal": "SIGTERM", "to": "agent"}],
+    [{"at": ["step", 6], "rank": 0, "signal": "SIGKILL", "to": "agent"}],
+    [{}],
+]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory, corpus):
+    """What each start of torchrun did: its exit status, what it said, and what lay in the checkpoint folder after it."""
+    folder = tmp_path_factory.mktemp("kills")
+    checkpoints = folder / "run" / "checkpoint"
+    chapters = []
+    for i, plan in enumerate(STARTS):
+        if i == 1:  # the newest was whole when the run left
+            shard = checkpoints / "step-5" / "__1_0.distcp"
+            os.truncate(shard, shard.stat().st_size - 1)
+        (folder / f"plan{i}.json").write_text(json.dumps(plan))
+        log = folder / f"log{i}.txt"
+        settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        torchrun += [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
+        torchrun += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
+        to_log = ["timeout", "--foreground", "-k", "1", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+        status = supervise([str(part) for part in (*to_log, *torchrun)], environment)
+        orphans = remaining(folder / f"plan{i}.json")
+        found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
+        chapters.append(SimpleNamespace(status=status, said=log.read_text(), found=found, orphans=orphans))
+    return SimpleNamespace(chapters=chapters, checkpoints=checkpoints)
+
+
+def remaining(word):
+    """Processes with this word on their command line, after the moment that a signal takes."""
+    for _ in range(50):
+        mine = [p.parent.name for p in Path("/proc").glob("[0-9]*/cmdline") if str(word).encode() in contents(p)]
+        if not mine:
+            break
+        time.sleep(0.1)
+    for pid in mine:
+        os.kill(int(pid), signal.SIGKILL)
+    return mine
+
+
+def contents(path):
+    try:
+        return path.read_bytes()
+    except OSError:  # it is gone
+        return b""
+
+
+def loaded(said):
+    return [Path(line.rstrip(".")).name for line in said.splitlines() if "Loading the checkpoint from" in line]
+
+
+def left(story):
+    """The step after which the ranks left that torchrun had told: it tells them in step 4, each at its own moment."""
+    return next(step for step in (4, 5) if f"leaving after step {step} " in story.chapters[1].said)
+
+
+def test_killed_ranks_come_back_by_themselves_from_the_last_whole_checkpoint(story):
+    said = story.chapters[0].said
+    assert loaded(said) == ["step-1", "step-2"]  # of 2, then of 3, only shards were written
+    for step in (2, 3):
+        assert f"step-{step} has no .metadata: the save of it was cut short." in said
+
+
+def test_a_signal_to_one_rank_makes_all_save_and_leave(story):
+    chapter = story.chapters[0]
+    assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
+    assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
+    assert chapter.found == {"step-1": True, "step-2": True, "step-3": True, "step-5": True}
+
+
+def test_a_damaged_checkpoint_is_skipped_and_kept(story):
+    chapter = story.chapters[1]
+    assert f"SKIPPED: {story.checkpoints / 'step-5'} is damaged: its shard __1_0.distcp has" in chapter.said
+    assert loaded(chapter.said) == ["step-3"]
+    assert chapter.found["step-5.damaged"]
+
+
+def test_a_signal_to_torchrun_makes_all_save_and_leave(story):
+    chapter = story.chapters[1]
+    assert chapter.status == CONTINUE
+    assert f"leaving after step {left(story)} (SIGTERM): saved. The same command continues" in chapter.said
+    assert chapter.found[f"step-{left(story)}"]
+
+
+def test_ranks_do_not_outlive_torchrun(story):
+    chapter = story.chapters[2]
+    assert loaded(chapter.said) == [f"step-{left(story)}"]
+    assert chapter.status not in (0, CONTINUE)
+    assert "step-6" not in chapter.found
+    assert [c.orphans for c in story.chapters] == [[]] * 4
+
+
+def test_the_same_command_brings_it_to_its_end(story):
+    chapter = story.chapters[3]
+    assert (chapter.status, loaded(chapter.said)) == (0, [f"step-{left(story)}"])
+    assert chapter.found["step-6"]
+
+
+def test_it_ends_with_the_bits_of_the_undisturbed_run(story, two):
+    ours, reference = story.checkpoints / "step-6", two.folder / "interdomain" / "checkpoint" / "step-6"
+    index = tensor_index(reference)
+    assert tensor_index(ours).keys() == index.keys()
+    ours_record = read_sidecar(ours)[1]
+    assert (ours_record["tokens"], ours_record["skipped_steps"]) == (3072, 0)
+    ours, reference = (read_tensors(folder, list(index), index) for folder in (ours, reference))
+    assert not [name for name in index if not torch.equal(ours[name], reference[name])]
