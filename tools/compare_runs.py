@@ -53,17 +53,16 @@ def read_run(path: Path) -> Run:
 
 def save_curve(run: Run, path: Path) -> None:
     """JSON keeps the configuration too; CSV is a table: step, loss, grad_norm, validation_loss."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         stored = {"run": run.name, "configuration": run.configuration, "curves": run.curves}
         path.write_text(json.dumps(stored, indent=1) + "\n")
-    elif path.suffix == ".csv":
+    else:
         with open(path, "w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["step", *run.curves])
             for step in sorted(set().union(*run.curves.values())):
                 table.writerow([step, *(curve.get(step, "") for curve in run.curves.values())])
-    else:
-        raise ValueError(f"--save-curve {path}: the file's name must end in .json or .csv.")
 
 
 def _read_json(path: Path) -> Run:
@@ -199,6 +198,8 @@ def parse(argv) -> argparse.Namespace:
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
+    if args.save_curve and args.save_curve.suffix not in (".json", ".csv"):
+        raise ValueError(f"--save-curve {args.save_curve}: the file's name must end in .json or .csv.")
     if args.run_b is None and args.save_curve is None:
         raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.")
     return args

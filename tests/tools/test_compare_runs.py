@@ -76,7 +76,7 @@ def test_restarts_are_one_curve(write, capsys):
 @pytest.mark.parametrize("ending", ["json", "csv"])
 def test_a_stored_curve_stands_for_the_run(write, capsys, tmp_path, ending):
     a = write("a", 1, [1 / 3, math.pi, math.nan], validation=[1, 3])
-    curve = tmp_path / f"curve.{ending}"
+    curve = tmp_path / "curves" / f"curve.{ending}"
     assert compare_runs.main([a, "--save-curve", str(curve)]) == 0
     assert lines(capsys)[-1] == f"wrote {curve} (3 steps: loss, grad_norm, validation_loss)"
     assert compare_runs.main([str(curve), a]) == 0
