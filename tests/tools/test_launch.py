@@ -55,6 +55,14 @@ def test_another_cell_is_a_flag(capsys):
     assert "125M, single-query (135,462,288 parameters)" in out
 
 
+def test_killed_ranks_are_restarted(capsys):
+    assert "--max-restarts 3 " in dry(capsys)[1]
+    assert "--max-restarts 7 " in dry(capsys, "--max-restarts", "7")[1]
+    assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")[1]
+    code, _, error = dry(capsys, "--max-restarts", "-1")
+    assert (code, "--max-restarts must be 0 or more: got -1." in error) == (2, True)
+
+
 def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "supervise", lambda *a, **k: pytest.fail("a dry run started a process"))
     code, _, _ = dry(capsys, "--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus"))
