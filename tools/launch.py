@@ -115,7 +115,7 @@ def environment(ranks: int) -> dict[str, str]:
 
 def check_data(job) -> str:
     """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
-    from interdomain.titan.plan import open_dataset, open_tokenizer
+    from interdomain.titan.corpora import open_dataset, open_tokenizer
 
     from . import prepare_data
 
@@ -125,9 +125,9 @@ def check_data(job) -> str:
             raise SystemExit(2)
     tokenizer = open_tokenizer(job)
     train = open_dataset(job, "train")
-    said = f"{job.data.corpus} ({train.corpus.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
-        said += f", validation {open_dataset(job, 'validation').corpus.num_tokens:,}"
+        said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     return said + ")"
 
 

@@ -57,7 +57,8 @@ class PackedDataset:
         corpus: a TokenCorpus.
         seq_len: tokens that the model sees, positive.
         seed: any integer; with shuffle=False it changes nothing.
-    Attributes: samples_per_epoch; fingerprint, which a checkpoint keeps beside the number of consumed samples.
+    Attributes: samples_per_epoch; fingerprint, which a checkpoint keeps beside the number of consumed samples; made_of,
+        what the fingerprint is of, to say what differs.
     Raises: ValueError if the corpus is shorter than one window.
     """
 
@@ -75,7 +76,16 @@ class PackedDataset:
         order = f"feistel-1:{seed}" if shuffle else "in order"
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
+        self.made_of = {"corpora": [corpus.fingerprint], "weights": ["1"], "seq_len": seq_len, "order": order}
         self._order = (None, None)  # (epoch, its permutation), one tuple: threads swap it whole
+
+    @property
+    def num_tokens(self):
+        return self.corpus.num_tokens
+
+    def epochs(self, consumed):
+        """How often each corpus (here the one) has been gone through after `consumed` samples, as floats."""
+        return [consumed / self.samples_per_epoch]
 
     def __len__(self):
         return self.samples_per_epoch
@@ -113,3 +123,14 @@ class PackedDataset:
         """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
+
+    def positions(self, g):
+        """Of each of sample g's inputs, how many tokens of its document come before it in the sample: [seq_len] int32.
+
+        A document that began before the sample counts from the sample's start: nothing of it before that is seen.
+        """
+        starts = self.document_starts(g)
+        last = np.zeros(self.seq_len, np.int32)
+        starts = starts[starts < self.seq_len]
+        last[starts] = starts
+        return np.arange(self.seq_len, dtype=np.int32) - np.maximum.accumulate(last)

@@ -4,52 +4,136 @@ The loader's whole state is one number, the samples that all ranks together have
 and its order. It is the same on every rank, so a run continues with the same batches on any number of ranks.
 """
 
+import json
+import queue
+import threading
+import time
 from pathlib import Path
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
 
-from interdomain.data import PackedDataset
+from interdomain.data import MixtureDataset, PackedDataset
 from interdomain.data.indexed import file_sha256
 
 from .checkpoint import describe_run
+from .corpora import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
-from .plan import make_plan, open_dataset, open_tokenizer
+from .plan import make_plan
+
+# What a fingerprint is made of, and the settings that change it.
+CAUSES = {
+    "corpora": "data.corpus (other files, or prepared again)",
+    "weights": "data.weights",
+    "seq_len": "training.seq_len",
+    "order": "debug.seed",
+}
 
 
 class PackedLoader(BaseDataLoader):
     """Endless: ({"input": [B, T]}, labels [B, T]), both int64; labels are the inputs' next tokens.
 
     Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
-    `local_batch` of them. A step's samples therefore depend on the global batch size alone.
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. A thread reads ahead (worker
+    processes would cost more than they save: a window is a copy out of mapped memory); the state counts what was
+    handed out, so nothing of what was read ahead is lost or repeated by a run that continues.
+
+    Args:
+        prefetch: micro-batches to read ahead; 0 reads when asked.
+        positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
+    Attributes: waited, seconds that training has waited for data since the loader was made.
     """
 
-    def __init__(self, dataset: PackedDataset, *, local_batch: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        dataset: PackedDataset | MixtureDataset,
+        *,
+        local_batch: int,
+        rank: int,
+        ranks: int,
+        prefetch: int = 0,
+        positions: bool = False,
+    ) -> None:
         self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
-        self.consumed = 0
+        self.prefetch, self.positions = prefetch, positions
+        self.consumed, self.waited = 0, 0.0
 
     def __iter__(self):
-        while True:
-            first = self.consumed + self.rank * self.local_batch
-            # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
-            self.consumed += self.local_batch * self.ranks
-            windows = torch.from_numpy(self._read(range(first, first + self.local_batch)))
-            yield {"input": windows[:, :-1].contiguous()}, windows[:, 1:].contiguous()
+        batches = self._ahead() if self.prefetch else map(self._read, self._firsts())
+        try:
+            while True:
+                started = time.perf_counter()
+                batch = one_paragraph(next)(batches)  # refuses ids outside the vocabulary: a damaged shard
+                self.waited += time.perf_counter() - started
+                # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
+                self.consumed += self.local_batch * self.ranks
+                yield batch
+        finally:
+            if self.prefetch:
+                batches.close()
 
-    @one_paragraph
-    def _read(self, indices: range):
-        return self.dataset.read_batch(indices)  # refuses ids outside the vocabulary: a damaged shard
+    def _firsts(self):
+        first = self.consumed + self.rank * self.local_batch
+        while True:
+            yield first
+            first += self.local_batch * self.ranks
+
+    def _read(self, first: int):
+        indices = range(first, first + self.local_batch)
+        windows = torch.from_numpy(self.dataset.read_batch(indices))
+        inputs = {"input": windows[:, :-1].contiguous()}
+        if self.positions:
+            inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(g)) for g in indices])
+        return inputs, windows[:, 1:].contiguous()
+
+    def _ahead(self):
+        """The batches, read by a thread of their own, which ends with this generator."""
+        ready, stop = queue.Queue(self.prefetch), threading.Event()
+
+        def put(item) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.2)
+                    return True
+                except queue.Full:
+                    pass
+            return False
+
+        def read() -> None:
+            try:
+                for first in firsts:
+                    if not put((self._read(first), None)):
+                        return
+            except BaseException as e:  # raised where the batch is asked for
+                put((None, e))
+
+        firsts = self._firsts()
+        thread = threading.Thread(target=read, name="data", daemon=True)
+        thread.start()
+        try:
+            while True:
+                batch, error = ready.get()
+                if error is not None:
+                    raise error
+                yield batch
+        finally:
+            stop.set()
+            thread.join()
 
     def state_dict(self) -> dict:
-        return {"consumed_samples": self.consumed, "fingerprint": self.dataset.fingerprint}
+        made_of = json.dumps(self.dataset.made_of)
+        return {"consumed_samples": self.consumed, "fingerprint": self.dataset.fingerprint, "made_of": made_of}
 
     @one_paragraph
     def load_state_dict(self, state: dict) -> None:
         if state["fingerprint"] != self.dataset.fingerprint:
+            there, here = json.loads(state["made_of"]), self.dataset.made_of
+            causes = [setting for name, setting in CAUSES.items() if there.get(name) != here[name]]
             raise ValueError(
-                "the checkpoint was made with other data: corpus, sequence length or seed differ from this run's, so "
-                "the samples that it has seen cannot be told from those that it has not. Restore data.corpus, "
+                f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
+                "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
                 "training.seq_len and debug.seed, or start over in the new data with "
                 "--checkpoint.exclude_from_loading dataloader."
             )
@@ -98,9 +182,15 @@ def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config)
     dataset = open_dataset(job_config, "train")
     plan = make_plan(job_config, torch.distributed.get_world_size())
     describe_run(plan, dataset.fingerprint, _with_own_file(tokenizer.tokenizer, job_config))
+    if job_config.data.prefetch < 0:
+        raise ValueError(f"data.prefetch = {job_config.data.prefetch}: it must be 0 or more micro-batches.")
+    names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
+    logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
     return PackedLoader(
         dataset,
         local_batch=job_config.training.local_batch_size,
         rank=dp_rank,
         ranks=dp_world_size,
+        prefetch=job_config.data.prefetch,
+        positions=job_config.data.positions,
     )

@@ -75,14 +75,24 @@ class Model:
 class Data:
     """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
 
-    corpus: str = ""
-    """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards."""
+    corpus: str | list[str] = ""
+    """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
+    by weight (in TOML a list; on the command line with commas)."""
+
+    weights: list[float] = field(default_factory=list)
+    """Of the corpora in a mixture, in samples; they need not sum to 1."""
 
     validation_corpus: str = ""
-    """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpus's own split."""
+    """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split."""
 
     tokenizer: str = ""
-    """A sentencepiece .model file. Empty: the prepared corpus's own tokenizer."""
+    """A tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own tokenizer."""
+
+    prefetch: int = 4
+    """Micro-batches that a thread reads ahead of training; 0: none."""
+
+    positions: bool = False
+    """Give the model each token's position in its document, beside the tokens."""
 
 
 @dataclass

@@ -4,13 +4,10 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
-import glob
 import math
-import os
 from dataclasses import dataclass, fields
 
 from interdomain import features
-from interdomain.data import PackedDataset, TokenCorpus, check_vocab, load_tokenizer, read_manifest
 from interdomain.model import (
     CONDITIONS,
     SIZES,
@@ -159,64 +156,6 @@ def _execution(mixer) -> Execution:
 
 def seed_of(job_config) -> int:
     return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
-
-
-def open_tokenizer(job_config):
-    """The run's tokenizer, checked against the model's vocabulary."""
-    data = job_config.data
-    _require_corpus(data.corpus)
-    bare = not os.path.isdir(data.corpus)
-    if bare and not data.tokenizer:
-        raise ValueError(
-            f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
-            "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
-        )
-    tokenizer = load_tokenizer(data.tokenizer or data.corpus)
-    if not bare:
-        made_with = read_manifest(data.corpus)["tokenizer"]["sha256"]
-        if tokenizer.sha256 != made_with:
-            raise ValueError(
-                f"data.tokenizer = {data.tokenizer!r} is not the tokenizer that made data.corpus = {data.corpus!r} "
-                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
-                "corpus's own, or prepare the corpus with this tokenizer."
-            )
-    try:
-        check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
-    except ValueError as e:
-        raise ValueError(
-            f"{e} The setting is model.vocab_size; unset, model.flavor = {job_config.model.flavor} decides."
-        ) from e
-    return tokenizer
-
-
-def open_dataset(job_config, split: str) -> PackedDataset:
-    """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
-    data = job_config.data
-    corpus, seq_len = data.corpus, job_config.training.seq_len
-    if split == "validation":
-        corpus, seq_len = data.validation_corpus or data.corpus, job_config.validation.seq_len
-    _require_corpus(corpus)
-    bare = not os.path.isdir(corpus)
-    if bare and split == "validation" and not data.validation_corpus:
-        raise ValueError(
-            f"data.corpus = {corpus!r} is bare shards, which have no validation split. Set data.validation_corpus to other "
-            "shards, or validation.enable to false."
-        )
-    # A prepared corpus knows its own.
-    tokens = TokenCorpus(corpus, split, vocab_size=model_config(job_config).vocab_size if bare else None)
-    return PackedDataset(tokens, seq_len=seq_len, seed=seed_of(job_config), shuffle=split == "train")
-
-
-def _require_corpus(corpus: str) -> None:
-    prepare = "Prepare one (python -m interdomain.tools.prepare_data --help) and pass --data.corpus FOLDER"
-    if not corpus:
-        raise ValueError(f"data.corpus is not set. {prepare}, or set it in the TOML file.")
-    if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):
-        raise FileNotFoundError(
-            f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
-        )
-    if os.path.isdir(corpus):
-        read_manifest(corpus)  # says what is wrong with a folder that is no prepared corpus
 
 
 def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:

@@ -9,8 +9,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from .corpora import open_dataset
 from .errors import one_paragraph
-from .plan import open_dataset
 
 
 class FixedValidator(BaseValidator):
@@ -24,6 +24,7 @@ class FixedValidator(BaseValidator):
         self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
         self.rank, self.ranks = dp_rank, dp_world_size
         self.dataset = open_dataset(job_config, "validation")
+        self.positions = job_config.data.positions
         config = job_config.validation
         self.windows = len(self.dataset)
         if config.tokens:
@@ -41,15 +42,20 @@ class FixedValidator(BaseValidator):
         return super().should_validate(step) or step == self.job_config.training.steps
 
     def _batches(self):
-        """This rank's share, [B, T] inputs and labels; the last batches are filled up with ignored windows so that every
-        rank makes the same number of forward passes (FSDP2's are collective)."""
+        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
+        ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
         for first in range(0, self.windows, per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
-            rows = torch.from_numpy(self._read([min(i, self.windows - 1) for i in mine]))
+            indices = [min(i, self.windows - 1) for i in mine]
+            rows = torch.from_numpy(self._read(indices))
             labels = rows[:, 1:].clone()
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
-            yield rows[:, :-1].to(utils.device_type), labels.to(utils.device_type)
+            inputs = {"input": rows[:, :-1]}
+            if self.positions:
+                inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(i)) for i in indices])
+            inputs = {name: tensor.to(utils.device_type) for name, tensor in inputs.items()}
+            yield inputs, labels.to(utils.device_type)
 
     @one_paragraph
     def _read(self, indices: list[int]):
@@ -63,7 +69,7 @@ class FixedValidator(BaseValidator):
         loss = torch.zeros((), dtype=torch.float64, device=utils.device_type)
         tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
         for inputs, labels in self._batches():
-            loss += self.loss_fn(model(inputs), labels)
+            loss += self.loss_fn(model(inputs.pop("input"), **inputs), labels)
             tokens += (labels != IGNORE_INDEX).sum()
             self.metrics_processor.ntokens_since_last_log += labels.numel()
         mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -83,8 +89,9 @@ class FixedValidator(BaseValidator):
             hooks.append(layer.attention.wo.register_forward_pre_hook(record))
         try:
             inputs, _ = next(self._batches())
+            inputs = {name: tensor[:1] for name, tensor in inputs.items()}
             with torch.compiler.set_stance("force_eager"):  # hooks inside compiled blocks would not run
-                model(inputs[:1])
+                model(inputs.pop("input"), **inputs)
         finally:
             for hook in hooks:
                 hook.remove()

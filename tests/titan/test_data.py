@@ -1,16 +1,23 @@
 """The loader's order and state, and what a damaged or unfit corpus gets."""
 
 import shutil
+import threading
+import time
 
+import numpy as np
+import pytest
 import torch
 from torchtitan.config import ConfigManager
 
-from interdomain.data import IndexedDatasetWriter, PackedDataset, TokenCorpus
+from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
 from interdomain.titan.data import PackedLoader, build_dataloader, build_tokenizer
 from interdomain.titan.plan import make_plan
 from interdomain.titan.validate import build_validator
+from interdomain.tools import prepare_data
 
-from .conftest import flags, refusal
+from .conftest import TINY, flags, refusal
+
+VALIDATOR = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
 
 
 def parse(corpus, **settings):
@@ -35,16 +42,19 @@ def test_labels_are_the_next_tokens(corpus, alone):
     assert torch.equal(inputs["input"][:, 1:], labels[:, :-1])
 
 
-def test_a_state_continues_on_any_number_of_ranks(corpus):
-    dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_state_continues_on_any_number_of_ranks(corpus, mixed):
+    parts = [PackedDataset(TokenCorpus(corpus, split), seq_len=64, seed=42) for split in ("train", "validation")]
+    dataset = MixtureDataset(parts, [0.7, 0.3]) if mixed else parts[0]
     single = PackedLoader(dataset, local_batch=4, rank=0, ranks=1)
     rows = [row for inputs, _ in take(single, 6) for row in inputs["input"]]  # 24 samples in order
     saved = PackedLoader(dataset, local_batch=4, rank=0, ranks=1)
     take(saved, 2)
     state = saved.state_dict()
     assert state["consumed_samples"] == 8
-    for ranks in (1, 2, 4):
-        loaders = [PackedLoader(dataset, local_batch=2, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for ranks, prefetch in ((1, 0), (1, 3), (2, 2), (4, 0), (4, 1)):
+        settings = {"local_batch": 2, "ranks": ranks, "prefetch": prefetch}
+        loaders = [PackedLoader(dataset, rank=rank, **settings) for rank in range(ranks)]
         for loader in loaders:
             loader.load_state_dict(state)
         steps = [take(loader, 8 // ranks) for loader in loaders]  # 16 samples on every topology
@@ -58,11 +68,110 @@ def test_a_state_continues_on_any_number_of_ranks(corpus):
 def test_other_data_is_no_continuation(corpus, capsys):
     tokens = TokenCorpus(corpus)
     state = PackedLoader(PackedDataset(tokens, seq_len=64, seed=42), local_batch=1, rank=0, ranks=1).state_dict()
-    for seq_len, seed in ((32, 42), (64, 43)):
+    for seq_len, seed, cause in ((32, 42, "by training.seq_len:"), (64, 43, "by debug.seed:")):
         other = PackedLoader(PackedDataset(tokens, seq_len=seq_len, seed=seed), local_batch=1, rank=0, ranks=1)
         error = refusal(capsys, other.load_state_dict, state)
-        assert "training.seq_len and debug.seed" in error
+        assert cause in error
         assert "exclude_from_loading dataloader" in error
+
+
+def test_other_weights_and_corpora_are_named_as_the_cause(corpus, tmp_path, alone, capsys):
+    again = copied(corpus, tmp_path)
+    manifest = again / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"text_field": "text"', '"text_field": "body"'))
+    state = build(mixture([corpus, again], [1, 2])).state_dict()
+    other = build(mixture([corpus, again], [2, 1]))
+    assert "other data, by data.weights:" in refusal(capsys, other.load_state_dict, state)
+    other = build(mixture([corpus, corpus], [1, 2]))
+    assert "other data, by data.corpus (other files, or prepared again):" in refusal(
+        capsys, other.load_state_dict, state
+    )
+    build(mixture([corpus, again], [10, 20])).load_state_dict(state)
+
+
+def mixture(corpora, weights, **settings):
+    job = parse(corpora[0], **settings)
+    job.data.corpus, job.data.weights = [str(corpus) for corpus in corpora], weights
+    return job
+
+
+def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, caplog):
+    again = copied(corpus, tmp_path)
+    arguments = flags(corpus, "folder")
+    at = arguments.index("--data.corpus") + 1
+    arguments[at : at + 1] = [f"{corpus},{again}", "--data.weights", "0.75", "0.25"]
+    with caplog.at_level("INFO"):
+        loader = build(ConfigManager().parse_args(arguments))
+    assert f"{again} for " in caplog.text
+    assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
+    toml = tmp_path / "mixed.toml"
+    text = TINY.read_text() + f'\n[data]\ncorpus = ["{corpus}", "{again}"]\nweights = [0.75, 0.25]\n'
+    toml.write_text(text)
+    job = ConfigManager().parse_args(["--job.config_file", str(toml)])
+    assert build(job).dataset.fingerprint == loader.dataset.fingerprint
+    validation = build_validator(job_config=job, **VALIDATOR)
+    assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
+
+
+def test_mixtures_that_cannot_be(corpus, tmp_path, alone, capsys):
+    assert "2 corpora and data.weights 1 weights" in refusal(capsys, build, mixture([corpus, corpus], [1.0]))
+    assert "for one corpus" in refusal(capsys, build, mixture([corpus], [1.0, 2.0]))
+    assert "must be a positive number" in refusal(capsys, build, mixture([corpus, corpus], [1.0, 0.0]))
+    assert "no such folder" in refusal(capsys, build, mixture([corpus, tmp_path / "none"], [1.0, 1.0]))
+    assert "data.corpus is not set" in refusal(capsys, build, mixture([corpus, ""], [1.0, 1.0]))
+    other = tmp_path / "other"
+    options = ["--input", "stdlib", "--max-bytes", "100000", "--vocab-size", "400", "--validation-fraction", "0"]
+    assert prepare_data.main([*options, "--output", str(other)]) == 0
+    error = refusal(capsys, build, mixture([corpus, other], [1.0, 1.0]))
+    assert "is not the tokenizer that made data.corpus" in error
+
+
+def test_reading_ahead(corpus):
+    """The thread reads `prefetch` batches ahead and no more, waits are counted, and it ends with its iterator."""
+    dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
+    read, real = [], dataset.read_batch
+
+    def slow(indices):
+        time.sleep(0.01)
+        read.append(list(indices))
+        return real(indices)
+
+    dataset.read_batch = slow
+    loader = PackedLoader(dataset, local_batch=2, rank=0, ranks=1, prefetch=3)
+    batches = iter(loader)
+    first = next(batches)
+    assert torch.equal(first[0]["input"], torch.from_numpy(real([0, 1]))[:, :-1])
+    waited = loader.waited
+    assert waited >= 0.01
+    deadline = time.monotonic() + 10
+    while len(read) < 5 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.1)
+    assert read == [[2 * i, 2 * i + 1] for i in range(5)]  # one handed out, three ready, one in its hands
+    next(batches)
+    assert loader.waited - waited < 0.01
+    assert loader.state_dict()["consumed_samples"] == 4
+    batches.close()
+    assert "data" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_positions_beside_the_tokens(corpus, alone, prefetch):
+    loader = build(parse(corpus, data__positions=True, data__prefetch=prefetch))
+    for inputs, _ in take(loader, 30):
+        assert list(inputs) == ["input", "positions"]
+        assert inputs["positions"].dtype == torch.int32
+        assert inputs["positions"].shape == inputs["input"].shape
+        for tokens, positions in zip(inputs["input"].numpy(), inputs["positions"].numpy(), strict=True):
+            starts = np.flatnonzero(positions == 0)[1:]
+            # A document begins after EOS, and nowhere else.
+            assert starts.tolist() == (np.flatnonzero(tokens[:-1] == 2) + 1).tolist()
+            assert (np.diff(positions)[np.flatnonzero(np.diff(positions) != 1)] <= 0).all()
+    assert list(take(build(parse(corpus)), 1)[0][0]) == ["input"]
+
+
+def test_a_prefetch_that_cannot_be(corpus, alone, capsys):
+    assert "data.prefetch = -1" in refusal(capsys, build, parse(corpus, data__prefetch=-1))
 
 
 def copied(corpus, folder):
@@ -138,15 +247,13 @@ def test_bare_shards_need_a_tokenizer(corpus, alone, capsys):
 
 def test_training_shards_are_not_validated_on(corpus, alone, capsys):
     job = parse(corpus / "train-00000", data__tokenizer=corpus / "tokenizer.model", validation__enable=True)
-    arguments = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
-    assert "data.validation_corpus" in refusal(capsys, build_validator, job_config=job, **arguments)
+    assert "data.validation_corpus" in refusal(capsys, build_validator, job_config=job, **VALIDATOR)
     job.data.validation_corpus = str(corpus / "validation-00000")
-    assert build_validator(job_config=job, **arguments).windows == 16
+    assert build_validator(job_config=job, **VALIDATOR).windows == 16
 
 
 def test_a_validation_split_shorter_than_its_sequence(corpus, alone, capsys):
     job = parse(corpus, validation__enable=True, validation__seq_len=100_000)
-    arguments = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
-    error = refusal(capsys, build_validator, job_config=job, **arguments)
+    error = refusal(capsys, build_validator, job_config=job, **VALIDATOR)
     assert "validation" in error
     assert "100,001" in error

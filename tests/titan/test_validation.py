@@ -9,7 +9,7 @@ from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
-from interdomain.titan.plan import open_dataset
+from interdomain.titan.corpora import open_dataset
 from interdomain.titan.validate import build_validator
 
 from .conftest import flags
@@ -66,6 +66,15 @@ def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
     assert validating.metrics_processor.extra[0].keys() == {f"mixer/layer_{i:02d}/readout_rms" for i in range(4)}
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_positions_reach_the_model_if_training_has_them(corpus, model):
+    apart, through = validator(corpus, data__positions=True), validator(corpus)
+    for inputs, _ in apart._batches():
+        assert inputs["positions"].shape == inputs["input"].shape
+    for validating in (apart, through):
+        validating.validate([model], 1)
+    assert apart.metrics_processor.losses != through.metrics_processor.losses
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -1,0 +1,97 @@
+"""The corpora and the tokenizer that [data] names, opened and checked against one another."""
+
+import glob
+import os
+
+from interdomain.data import (
+    MixtureDataset,
+    PackedDataset,
+    TokenCorpus,
+    check_vocab,
+    load_tokenizer,
+    read_manifest,
+)
+
+from .plan import model_config, seed_of
+
+
+def corpora_of(job_config) -> list[str]:
+    """`data.corpus` as a list, checked to exist, with weights that fit."""
+    data = job_config.data
+    # A string may be a list too: on the command line TorchTitan's lists have commas.
+    corpora = data.corpus.split(",") if isinstance(data.corpus, str) else list(data.corpus)
+    for corpus in corpora or [""]:
+        _require_corpus(corpus)
+    if len(corpora) > 1 and len(data.weights) != len(corpora):
+        raise ValueError(
+            f"data.corpus names {len(corpora)} corpora and data.weights {len(data.weights)} weights: a mixture needs one "
+            "for each."
+        )
+    if len(corpora) == 1 and len(data.weights) > 1:
+        raise ValueError(
+            f"data.weights = {data.weights} for one corpus; drop it, or name as many corpora in data.corpus."
+        )
+    return corpora
+
+
+def open_tokenizer(job_config):
+    """The run's tokenizer, checked against every corpus and the model's vocabulary."""
+    data, corpora = job_config.data, corpora_of(job_config)
+    prepared = [corpus for corpus in corpora if os.path.isdir(corpus)]
+    if not prepared and not data.tokenizer:
+        raise ValueError(
+            f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
+            "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
+        )
+    tokenizer = load_tokenizer(data.tokenizer or prepared[0])
+    for corpus in prepared:
+        made_with = read_manifest(corpus)["tokenizer"]["sha256"]
+        if tokenizer.sha256 != made_with:
+            named = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
+            raise ValueError(
+                f"{named} is not the tokenizer that made data.corpus = {corpus!r} "
+                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
+                "corpus's own, or prepare the corpus with this tokenizer."
+            )
+    try:
+        check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+    except ValueError as e:
+        raise ValueError(
+            f"{e} The setting is model.vocab_size; unset, model.flavor = {job_config.model.flavor} decides."
+        ) from e
+    return tokenizer
+
+
+def open_dataset(job_config, split: str) -> PackedDataset | MixtureDataset:
+    """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
+    data = job_config.data
+    corpora, weights, seq_len = corpora_of(job_config), data.weights, job_config.training.seq_len
+    if split == "validation":
+        seq_len = job_config.validation.seq_len
+        if data.validation_corpus:
+            _require_corpus(data.validation_corpus)
+            corpora, weights = [data.validation_corpus], []
+        elif bare := [corpus for corpus in corpora if not os.path.isdir(corpus)]:
+            raise ValueError(
+                f"data.corpus = {bare[0]!r} is bare shards, which have no validation split. Set data.validation_corpus to "
+                "other shards, or validation.enable to false."
+            )
+    datasets = []
+    for corpus in corpora:
+        # A prepared corpus knows its own vocabulary.
+        vocab_size = None if os.path.isdir(corpus) else model_config(job_config).vocab_size
+        tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
+        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=seed_of(job_config), shuffle=split == "train"))
+    return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, weights)
+
+
+def _require_corpus(corpus: str) -> None:
+    prepare = "Prepare one (python -m interdomain.tools.prepare_data --help) and pass --data.corpus FOLDER"
+    if not corpus:
+        raise ValueError(f"data.corpus is not set. {prepare}, or set it in the TOML file.")
+    if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):
+        raise FileNotFoundError(
+            f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
+        )
+    if os.path.isdir(corpus):
+        read_manifest(corpus)  # says what is wrong with a folder that is no prepared corpus
