@@ -64,15 +64,20 @@ class PackedLoader(BaseDataLoader):
         batches = self._ahead() if self.prefetch else map(self._read, self._firsts())
         try:
             while True:
-                started = time.perf_counter()
-                batch = one_paragraph(next)(batches)  # refuses ids outside the vocabulary: a damaged shard
-                self.waited += time.perf_counter() - started
+                batch = self._take(batches)
                 # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
                 self.consumed += self.local_batch * self.ranks
                 yield batch
         finally:
             if self.prefetch:
                 batches.close()
+
+    @one_paragraph
+    def _take(self, batches):
+        started = time.perf_counter()
+        batch = next(batches)  # refuses ids outside the vocabulary: a damaged shard
+        self.waited += time.perf_counter() - started
+        return batch
 
     def _firsts(self):
         first = self.consumed + self.rank * self.local_batch
@@ -192,5 +197,5 @@ def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config)
         rank=dp_rank,
         ranks=dp_world_size,
         prefetch=job_config.data.prefetch,
-        positions=job_config.data.positions,
+        positions=job_config.data.reset_state_at_documents,
     )

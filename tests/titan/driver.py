@@ -5,7 +5,7 @@ A job is {"name", "args": TorchTitan's flags, "probes": [...]}. Each is parsed, 
 OUTPUT/NAME.rankN.pt:
 
     log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
-    initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as it was read
+    initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as training got it
     calls         runs of the scan's forward implementation by step        dtypes       of what the scan and Delta, A, C saw
     compiled      keyword arguments of every torch.compile of a block     peak_flops   what utilisation is measured by
     gradients     whole gradients of the first step, as the optimizer gets them
@@ -54,7 +54,7 @@ class Watch:
         seen["initial"] = {clean_name(name): digest(p) for name, p in model.named_parameters()}
         seen["peak_flops"] = trainer.metrics_processor.gpu_peak_flops
         self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
-        self.replace(stack, trainer.dataloader.dataset, "read_batch", lambda read: lambda g: self.samples(read(g)))
+        self.replace(stack, trainer.dataloader, "_take", lambda take: lambda batches: self.samples(take(batches)))
         self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
         if self.spoil:
             self.replace(stack, trainer, "loss_fn", self.spoiled)
@@ -87,9 +87,11 @@ class Watch:
             self.seen["log"][step] = {"loss": scalars["loss_metrics/global_avg_loss"], **scalars}
         log(scalars, step)
 
-    def samples(self, rows):
+    def samples(self, batch):
+        inputs, labels = batch
+        rows = torch.cat([inputs["input"][:, :1], labels], dim=1).numpy()
         self.seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
-        return rows
+        return batch
 
     def optimizer_step(self, step, *args, **kwargs):
         if "gradients" in self.probes and self.trainer.step == 1:
