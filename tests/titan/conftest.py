@@ -141,6 +141,10 @@ def two(tmp_path_factory, corpus):
     compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
     runs.add("compiled", **local, **compiled, **SHORT, compile__backend="aot_eager", probes=["scan"])
     runs.add("inductor", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
+    apart = {"data__reset_state_at_documents": True}
+    runs.add("documents", **local, **apart, **SHORT)
+    runs.add("documents compiled", **local, **apart, **compiled, **SHORT, compile__backend="aot_eager")
+    runs.add("documents softmax", **local, **apart, mixer__condition="softmax", training__steps=1)
     asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     runs.add("asynchronous", **local, **WITH_CHECKPOINTS, **asynchronous, training__steps=4)
     return runs.start()
