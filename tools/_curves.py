@@ -36,13 +36,16 @@ def read_events(folder: Path):
 
 def read_curves(folder: Path) -> Curves:
     """Every scalar of a folder of events, by step."""
-    events = read_events(folder)
+    return curves_of(read_events(folder))
+
+
+def curves_of(events) -> Curves:
     return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def read_configuration(folder: Path) -> dict:
+def configuration_of(events) -> dict:
     """The configuration of a run's last start, by section; empty if it was not written."""
-    events, tag = read_events(folder), "run/configuration/text_summary"
+    tag = "run/configuration/text_summary"
     if tag not in events.Tags()["tensors"]:
         return {}
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()

@@ -1,6 +1,5 @@
 """What srun starts on every node: python -m interdomain.tools._node RANKS TORCHRUN'S COMMAND"""
 
-import getpass
 import os
 import sys
 import tempfile
@@ -16,7 +15,7 @@ def main(argv=None) -> int:
     # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
     ours = {"PET_RDZV_CONF": f"is_host={str(first).lower()}"}
     # On the node's own disk: thousands of small files, which every rank of a shared one would wait for.
-    caches = Path(tempfile.gettempdir()) / f"interdomain-{getpass.getuser()}"
+    caches = Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}"
     ours |= {"TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     return supervise(torchrun, {**ours, **launch.environment(int(ranks))})
 

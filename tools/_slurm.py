@@ -42,12 +42,13 @@ class Allocation:
 
     @property
     def rendezvous(self) -> tuple[str, ...]:
-        """torchrun's flags, the same on every node."""
+        """torchrun's flags, the same on every node: where nodes meet, and the site's own."""
         # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
         port = 20_000 + int(self.job) % 10_000 if self.job.isdigit() else 29_500
         return (
             *("--nnodes", str(len(self.hosts))),
             *("--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", f"{self.hosts[0]}:{port}"),
+            *shlex.split(self.site.get("INTERDOMAIN_TORCHRUN")),
         )
 
     def command(self, python: str, torchrun: list[str]) -> list[str]:
@@ -180,6 +181,8 @@ def run(command: list[str], site: Site) -> int:
         number: signal.signal(number, lambda *_: process.send_signal(signal.SIGUSR1))
         for number in (signal.SIGUSR1, signal.SIGTERM)
     }
+    # Ctrl-C is srun's: once for the nodes' state, twice to end.
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()
     finally:

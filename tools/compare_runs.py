@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ._cli import user_errors
-from ._curves import events_folder, read_configuration, read_curves
+from ._curves import configuration_of, curves_of, events_folder, read_events
 
 COLUMNS = {  # as they are compared, stored and printed
     "loss": "loss_metrics/global_avg_loss",
@@ -42,10 +42,10 @@ def read_run(path: Path) -> Run:
     if path.suffix in (".json", ".csv"):
         run = (_read_json if path.suffix == ".json" else _read_csv)(path)
     else:
-        folder = events_folder(path)
-        every = read_curves(folder)
+        events = read_events(events_folder(path))  # seconds, for a run of a month
+        every = curves_of(events)
         curves = {column: every[tag] for column, tag in COLUMNS.items() if tag in every}
-        run = Run(str(path), curves, _flat(read_configuration(folder)))
+        run = Run(str(path), curves, _flat(configuration_of(events)))
     if not run.curves.get("loss"):
         raise ValueError(f"{path} holds no loss: not one step was logged.")
     return run

@@ -45,6 +45,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.first_step: int | None = None  # of this start
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.last_logged: int | None = None
+        self.life_signs_at: int | None = None
 
     def should_log(self, step: int) -> bool:
         if self.first_step is None:  # the trainer asks after every step: here the checkpoint has been loaded
@@ -66,6 +67,7 @@ class InterdomainMetrics(MetricsProcessor):
         extra |= self.optimizers.guard.scalars()
         if self._due(step, config.mixer_freq):
             extra |= life_signs(model)
+            self.life_signs_at = step
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         if self._due(step, config.histogram_freq):
             self._log_histograms(step)
@@ -80,8 +82,9 @@ class InterdomainMetrics(MetricsProcessor):
         extra = {
             "validation_metrics/perplexity": perplexity(loss),
             **(extra_metrics or {}),
-            **life_signs(self.model_parts[0]),
         }
+        if self.life_signs_at != step:  # not twice
+            extra |= life_signs(self.model_parts[0])
         super().log_validation(loss, step, extra)
         logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
         if self.run_log:

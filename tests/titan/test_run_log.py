@@ -139,6 +139,10 @@ def test_every_chart_of_the_layout_finds_its_curves(one, two):
                 found = [tag for tag in tags if re.match(pattern, tag)]
                 assert found, f"{category}, {chart}: no tag matches {pattern}"
                 assert not any("(" in tag for tag in found)
+    events = read_events(folder)
+    for tag in events.Tags()["scalars"]:
+        drawn = [event.step for event in events.Scalars(tag)]
+        assert drawn == sorted(set(drawn)), f"{tag}: a step twice"
     curves, steps = read_curves(folder), range(1, 7)
     assert list(curves["machine/tokens_per_second"]) == list(steps)
     for step in steps:
