@@ -91,8 +91,9 @@ class Data:
     prefetch: int = 4
     """Micro-batches that a thread reads ahead of training; 0: none."""
 
-    positions: bool = False
-    """Give the model each token's position in its document, beside the tokens."""
+    reset_state_at_documents: bool = False
+    """Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
+    attends to. The paper's runs carry on."""
 
 
 @dataclass

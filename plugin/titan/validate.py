@@ -24,7 +24,7 @@ class FixedValidator(BaseValidator):
         self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
         self.rank, self.ranks = dp_rank, dp_world_size
         self.dataset = open_dataset(job_config, "validation")
-        self.positions = job_config.data.positions
+        self.positions = job_config.data.reset_state_at_documents
         config = job_config.validation
         self.windows = len(self.dataset)
         if config.tokens:

@@ -157,7 +157,7 @@ def test_reading_ahead(corpus):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_positions_beside_the_tokens(corpus, alone, prefetch):
-    loader = build(parse(corpus, data__positions=True, data__prefetch=prefetch))
+    loader = build(parse(corpus, data__reset_state_at_documents=True, data__prefetch=prefetch))
     for inputs, _ in take(loader, 30):
         assert list(inputs) == ["input", "positions"]
         assert inputs["positions"].dtype == torch.int32

@@ -69,7 +69,7 @@ def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
 
 
 def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    apart, through = validator(corpus, data__positions=True), validator(corpus)
+    apart, through = validator(corpus, data__reset_state_at_documents=True), validator(corpus)
     for inputs, _ in apart._batches():
         assert inputs["positions"].shape == inputs["input"].shape
     for validating in (apart, through):
