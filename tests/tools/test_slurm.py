@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from interdomain.tools import _slurm, compare_runs, launch
 
@@ -126,6 +127,15 @@ def test_every_site_reads_and_says_where_it_is_from():
         assert all(re.fullmatch(r"(NCCL|FI|CUDA|MPICH|INTERDOMAIN)_\w+", name) for name in site.variables), file
         if site.variables:
             assert "not measured by this project" in file.read_text()
+
+
+@pytest.mark.parametrize("site", ["plain", "isambard-ai", "alps"])
+def test_torchrun_takes_what_it_is_given(slurm, site):
+    slurm("a", "b")
+    given = launch.torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
+    args = get_args_parser().parse_args(given[given.index("torch.distributed.run") + 1 :])
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "4", 3)
+    assert args.numa_binding == (None if site == "plain" else "node")
 
 
 def test_the_example_of_a_batch_script_calls_what_exists():
