@@ -124,8 +124,11 @@ def check_data(job) -> str:
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
     tokenizer = open_tokenizer(job)
-    train = open_dataset(job, "train")
-    said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    if job.data.stream:
+        said = f"{job.data.stream} (streamed, vocabulary {tokenizer.vocab_size:,}"
+    else:
+        train = open_dataset(job, "train")
+        said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     return said + ")"

@@ -59,7 +59,7 @@ def check_files(files, text_field):
         if file.kind == "parquet":
             _parquet(file.path, text_field)
         elif file.kind == "hugging face":
-            _dataset(file.name)
+            open_stream(file.name)
         elif file.path.name.lower().endswith(".zst"):
             _zstandard(file.path)
 
@@ -298,8 +298,8 @@ def _texts(texts, first, path, text_field):
 # Hugging Face datasets, streamed
 
 
-def _dataset(name):
-    """`hf:NAME[@REVISION][:CONFIG[:SPLIT]]`, opened for streaming. NAME may be a local folder."""
+def open_stream(name):
+    """`[hf:]NAME[@REVISION][:CONFIG[:SPLIT]]`, opened for streaming. NAME may be a local folder."""
     try:
         import datasets
     except ImportError as e:
@@ -324,7 +324,7 @@ def _dataset(name):
 
 
 def _dataset_pieces(file, text_field, skip):
-    rows, size, texts, number, pieces = iter(_dataset(file.name)), 0, [], 0, 0
+    rows, size, texts, number, pieces = iter(open_stream(file.name)), 0, [], 0, 0
     while True:
         row = next(rows, None)
         if texts and (row is None or size >= PIECE_BYTES):

@@ -36,7 +36,8 @@ def corpora_of(job_config) -> list[str]:
 
 def open_tokenizer(job_config):
     """The run's tokenizer, checked against every corpus and the model's vocabulary."""
-    data, corpora = job_config.data, corpora_of(job_config)
+    data = job_config.data
+    corpora = _refuse_for_stream(job_config) if data.stream else corpora_of(job_config)
     prepared = [corpus for corpus in corpora if os.path.isdir(corpus)]
     if not prepared and not data.tokenizer:
         raise ValueError(
@@ -44,7 +45,8 @@ def open_tokenizer(job_config):
             "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = load_tokenizer(data.tokenizer or prepared[0])
-    for corpus in prepared:
+    also = [data.validation_corpus] if os.path.isdir(data.validation_corpus) else []
+    for corpus in prepared + also:
         made_with = read_manifest(corpus)["tokenizer"]["sha256"]
         if tokenizer.sha256 != made_with:
             named = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
@@ -62,16 +64,36 @@ def open_tokenizer(job_config):
     return tokenizer
 
 
+def _refuse_for_stream(job_config) -> list[str]:
+    """What a stream cannot be combined with. Returns no corpora."""
+    data = job_config.data
+    if data.corpus or data.weights or data.reset_state_at_documents:
+        raise ValueError(
+            f"data.stream = {data.stream!r} takes the place of data.corpus, and has no data.weights or "
+            "data.reset_state_at_documents; leave them out (--data.corpus ''), or prepare a corpus (python -m "
+            "interdomain.tools.prepare_data)."
+        )
+    if not data.tokenizer:
+        raise ValueError(f"data.stream = {data.stream!r} is text: set data.tokenizer to the tokenizer file for it.")
+    if job_config.validation.enable and not data.validation_corpus:
+        raise ValueError(
+            "a stream has no validation split: set data.validation_corpus to a prepared corpus, or validation.enable to "
+            "false."
+        )
+    return []
+
+
 def open_dataset(job_config, split: str) -> PackedDataset | MixtureDataset:
     """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
     data = job_config.data
-    corpora, weights, seq_len = corpora_of(job_config), data.weights, job_config.training.seq_len
-    if split == "validation":
-        seq_len = job_config.validation.seq_len
-        if data.validation_corpus:
-            _require_corpus(data.validation_corpus)
-            corpora, weights = [data.validation_corpus], []
-        elif bare := [corpus for corpus in corpora if not os.path.isdir(corpus)]:
+    seq_len = job_config.validation.seq_len if split == "validation" else job_config.training.seq_len
+    if split == "validation" and data.validation_corpus:
+        _require_corpus(data.validation_corpus)
+        corpora, weights = [data.validation_corpus], []
+    else:
+        corpora, weights = corpora_of(job_config), data.weights
+        bare = [corpus for corpus in corpora if not os.path.isdir(corpus)]
+        if split == "validation" and bare:
             raise ValueError(
                 f"data.corpus = {bare[0]!r} is bare shards, which have no validation split. Set data.validation_corpus to "
                 "other shards, or validation.enable to false."

@@ -22,6 +22,7 @@ from .checkpoint import describe_run
 from .corpora import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
 from .plan import make_plan
+from .stream import StreamLoader
 
 # What a fingerprint is made of, and the settings that change it.
 CAUSES = {
@@ -182,10 +183,30 @@ def _with_own_file(tokenizer, job_config):
     return tokenizer
 
 
+def _build_stream(plan, ranks, rank, tokenizer, job_config):
+    loader = StreamLoader(
+        job_config.data.stream,
+        tokenizer,
+        seq_len=job_config.training.seq_len,
+        local_batch=job_config.training.local_batch_size,
+        rank=rank,
+        ranks=ranks,
+    )
+    logger.warning(
+        "streaming %s: this run can be continued on %d data-parallel rank(s) only, and cannot tell whether the data changed.",
+        job_config.data.stream,
+        ranks,
+    )
+    describe_run(plan, loader.identity, _with_own_file(tokenizer, job_config))
+    return loader
+
+
 @one_paragraph
-def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config) -> PackedLoader:
-    dataset = open_dataset(job_config, "train")
+def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config) -> BaseDataLoader:
     plan = make_plan(job_config, torch.distributed.get_world_size())
+    if job_config.data.stream:
+        return _build_stream(plan, dp_world_size, dp_rank, tokenizer.tokenizer, job_config)
+    dataset = open_dataset(job_config, "train")
     describe_run(plan, dataset.fingerprint, _with_own_file(tokenizer.tokenizer, job_config))
     if job_config.data.prefetch < 0:
         raise ValueError(f"data.prefetch = {job_config.data.prefetch}: it must be 0 or more micro-batches.")

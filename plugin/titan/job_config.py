@@ -79,6 +79,10 @@ class Data:
     """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
     by weight (in TOML a list; on the command line with commas)."""
 
+    stream: str = ""
+    """Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
+    folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks."""
+
     weights: list[float] = field(default_factory=list)
     """Of the corpora in a mixture, in samples; they need not sum to 1."""
 
