@@ -35,6 +35,7 @@ from interdomain.model import ModelConfig, condition_of
 from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION
 
 from .errors import one_paragraph, stop
+from .preemption import children_keep_saving
 from .whole import altered_entry, fault, is_finished, read_whole
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -91,7 +92,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self.saving = str(checkpoint_id)
         with self._plain_words_when_full():
             self._begin(Path(checkpoint_id))
-            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+            with children_keep_saving():  # async_with_pinned_mem writes in a process of its own
+                return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
 
     def _async_wait(self) -> None:
         with self._plain_words_when_full():  # where what an asynchronous save failed at comes up

@@ -5,6 +5,7 @@ The same command line continues the run. Every other end of torchrun is the rank
 an orphan would go on writing into the folder of the run that continues.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -75,6 +76,19 @@ class Preemption:
         logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, kept)
         tell_launcher(LEFT)
         raise SystemExit(0)
+
+
+@contextlib.contextmanager
+def children_keep_saving():
+    """Processes that start in here never get SIGUSR1, which schedulers send to every process and which would end them.
+
+    SIGTERM is how Python itself ends its daemons. What comes for this process meanwhile is noted after the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with_torchrun(number: int) -> None:

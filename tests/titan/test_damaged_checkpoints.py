@@ -1,10 +1,13 @@
 """A checkpoint that does not read back whole is skipped, loudly, for the one before it; real saves of a small module."""
 
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from torchtitan.components.checkpoint import AsyncMode
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from interdomain.model import build_config
 from interdomain.titan import checkpoint
@@ -234,6 +237,17 @@ def test_now_means_on_the_disk(new, folder):
     run.manager.close()
     assert new().load() == 7
     assert new(load_only=True).manager.save_now(8) is False
+
+
+def test_a_process_that_saves_survives_the_schedulers_signal(new, folder, monkeypatch):
+    def in_a_process(*args, **kwargs):
+        program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+        assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+    monkeypatch.setattr(CheckpointManager, "dcp_save", in_a_process)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    new().save(4).manager.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_all_ranks_hear_what_rank_0_met(alone):
