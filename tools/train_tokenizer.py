@@ -73,9 +73,7 @@ def train_sentencepiece(documents, vocab_size):
 
 def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--input", nargs="+", default=["stdlib"], help="as of prepare_data"
-    )
+    parser.add_argument("--input", nargs="+", default=["stdlib"], help="as of prepare_data")
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
     parser.add_argument("--text-field", default="text", help="of .jsonl rows, default %(default)s")
