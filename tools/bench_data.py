@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_data
+"""python -m interdomain.tools.bench_data --megabytes 48
 
 Times prepare_data by number of processes and kind of file, beside the tokenizer library's own rate over the same text in
 one thread; and the training loader, which reads what was prepared. Wall clock tells how long it takes, tokens per second
