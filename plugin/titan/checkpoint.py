@@ -1,7 +1,7 @@
 """Self-describing checkpoints: every `step-N` carries the model's configuration and the tokenizer that it was trained with.
 
 step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
-step-N/tokenizer.model    the tokenizer (tokenizer.json or tiktoken.json where it is one)
+step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it
