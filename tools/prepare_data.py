@@ -289,7 +289,9 @@ def main(argv=None) -> int:
                     shutil.rmtree(folder)  # nothing that could be continued
                 raise
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last notes in the journal", file=sys.stderr)
+        print(
+            "interrupted; the same command goes on from the last note in the journal, if there is one", file=sys.stderr
+        )
         return 130
     except FileExistsError:
         # Another run may have finished the same corpus meanwhile.
