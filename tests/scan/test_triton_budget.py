@@ -20,7 +20,11 @@ SHARED = 48 * 1024  # bytes per program: several on every multiprocessor since s
 @pytest.mark.parametrize(
     ("capability", "dtype", "shapes"),
     [
-        (90, "bf16", ["sequential/64x64x64:documents", "sequential/64x64x64:linear", "step/64x64x64", "step/64x64x64:linear"]),
+        (
+            90,
+            "bf16",
+            ["sequential/64x64x64:documents", "sequential/64x64x64:linear", "step/64x64x64", "step/64x64x64:linear"],
+        ),
         (80, "bf16", ["sequential/96x97x64", "step/96x97x64", "step/64x64x64:G4"]),
         (89, "fp32", ["sequential/128x129x128:linear", "sequential/128x129x128:G2", "step/128x129x128:G2"]),
     ],
