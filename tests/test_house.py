@@ -1,4 +1,4 @@
-"""The house rules that the design pages make, enforced: which room imports what, what is in the wheel, what is in the files."""
+"""The house rules, enforced: which room imports what, what is in the wheel, what is in the files."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Initial values: a function of (seed, name) and nothing else, by the rules of the design page."""
+"""Initial values: a function of (seed, name) and nothing else, by the rules of `initialize`."""
 
 import math
 

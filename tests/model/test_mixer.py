@@ -51,7 +51,7 @@ def input_norm(x, norm, eps=1e-5):
 
 
 def literal(mixer, x):
-    """The mixer's output from its parameters, as the design page's data flow has it."""
+    """The mixer's output from its parameters, as the paper's data flow has it."""
     m = mixer.config
     heads = lambda y: y.unflatten(-1, (-1, mixer.head_dim))  # noqa: E731
     turn = rotate if m.rope else lambda y: y
