@@ -113,7 +113,8 @@ def test_core_of_the_query_readout(normalize):
     macs = counter.get_total_flops() / 2 / L
     ours = forward_flops_per_token(config, 10 * L)["mixer"] / 2 / config.n_layers / config.n_heads
     assert ours == macs
-    assert ours == L * R + 2 * L * 2 * M + L * D + 2 * 2 * M * (R + D) + 4 * M * M  # kernels/README.md, passes 1, W and 2
+    # Passes 1, W and 2 of kernels/README.md.
+    assert ours == L * R + 2 * L * 2 * M + L * D + 2 * 2 * M * (R + D) + 4 * M * M
 
 
 def test_core_of_the_linear_readout():
