@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
 
-# Backends that autograd records; the others are in ops.IMPLEMENTATIONS.
+# Backends that autograd records where the ops do not run them (`ops.implements`).
 _RECORDED = {
     "parallel": (parallel.scan_parallel, parallel.linear_parallel),
     "reference": (reference.scan_reference, reference.linear_reference),
@@ -68,7 +68,7 @@ def interdomain_scan(
 
     Args:
         q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]. bf16, fp16 or fp32, computed in fp32; or all fp64. On CUDA
-            `chunkwise` multiplies in bf16 where all three are half precision, accumulates in fp32, and has no fp64.
+            `chunkwise` and `parallel` multiply in bf16 where all three are half precision, sum in fp32, and have no fp64.
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imag), fp32 (fp64 with fp64 inputs). Real
             parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.

@@ -1,4 +1,4 @@
-"""Associative-scan backend: O(log T) steps by doubling.
+"""Associative-scan backend in plain PyTorch: O(log T) steps by doubling. On CUDA triton_chunkwise.py runs `parallel`.
 
 Shapes: B batch, T time, H state heads, R key features, D value width, P = R + D channels, M basis functions.
 The decay does not depend on the data, so a scan element is a state alone and each step is one shifted, scaled addition:

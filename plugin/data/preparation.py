@@ -109,7 +109,7 @@ def encode_all(pieces, encoding, workers):
     except BrokenProcessPool as e:
         raise OSError(
             "A worker process died, most likely because the machine ran out of memory. Give fewer --workers; the same "
-            "command goes on where this one stopped."
+            f"command goes on from its journal, which is written every {JOURNAL_SECONDS:g} s."
         ) from e
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
