@@ -8,9 +8,11 @@ has none.
 
 import torch
 
+from interdomain.scan.namespace import op_name
+
 
 @torch.library.custom_op(
-    "interdomain::features",
+    op_name(__name__, "features"),
     mutates_args=(),
     schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, Tensor? cos, Tensor? sin, "
     "bool silu, Tensor? scale, Tensor? shift, float eps) -> Tensor",
@@ -28,7 +30,7 @@ def _(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, 
 
 
 @torch.library.custom_op(
-    "interdomain::features_backward",
+    op_name(__name__, "features_backward"),
     mutates_args=(),
     schema="(Tensor dy, Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, "
     "Tensor? cos, Tensor? sin, bool silu, Tensor? scale, float eps, bool need_past) -> (Tensor, Tensor, Tensor)",

@@ -9,7 +9,6 @@ A tensor that does not exist (no initial state, frozen log_decay, nothing saved)
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from . import chunkwise, fft
 from .documents import backward_by_document, forward_by_document
+from .namespace import op_name
 from .triton_support import operand_dtype
 
 
@@ -44,19 +44,20 @@ _PLAIN = Implementation(
 )
 
 
-def _late(module: str) -> Implementation:
-    """Imported when it first runs: a CPU box has no triton."""
+def _sequential(name: str) -> Callable:
+    def call(*args, **kw):
+        # Imported where it runs: a CPU box has no triton.
+        from . import triton_sequential
 
-    def call(name):
-        return lambda *args, **kw: getattr(importlib.import_module(module, __package__), name)(*args, **kw)
+        return getattr(triton_sequential, name)(*args, **kw)
 
-    return Implementation(*map(call, Implementation._fields[:4]))
+    return call
 
 
 IMPLEMENTATIONS = {
     "chunkwise": _PLAIN,
     "chunkwise-torch": _PLAIN,
-    "sequential": _late(".triton_sequential"),
+    "sequential": Implementation(*map(_sequential, Implementation._fields[:4])),
     "fft": Implementation(
         fft.scan_forward, fft.scan_backward, fft.linear_forward, fft.linear_backward, documents=False
     ),
@@ -123,7 +124,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(
-    "interdomain::scan",
+    op_name(__name__, "scan"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
     "str backend, bool save=False, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -148,7 +149,7 @@ def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False
 
 
 @torch.library.custom_op(
-    "interdomain::scan_backward",
+    op_name(__name__, "scan_backward"),
     mutates_args=(),
     schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, "
     "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, Tensor? b=None, "
@@ -238,7 +239,7 @@ scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
 
 
 @torch.library.custom_op(
-    "interdomain::linear_scan",
+    op_name(__name__, "linear_scan"),
     mutates_args=(),
     schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, int chunk_size, str backend, "
     "Tensor? documents=None) -> (Tensor, Tensor)",
@@ -256,7 +257,7 @@ def _(z, log_decay, readout, initial_state, chunk_size, backend, documents=None)
 
 
 @torch.library.custom_op(
-    "interdomain::linear_scan_backward",
+    op_name(__name__, "linear_scan_backward"),
     mutates_args=(),
     schema="(Tensor d_y, Tensor? d_final, Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, "
     "int chunk_size, str backend, bool need_decay, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",

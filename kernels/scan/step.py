@@ -8,6 +8,7 @@ inductor fuses it. The ops further down are the fused kernels of triton_step.py,
 import torch
 from torch import Tensor
 
+from .namespace import op_name
 from .tables import powers
 
 
@@ -43,7 +44,7 @@ def _advance(z: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op(
-    "interdomain::scan_step",
+    op_name(__name__, "scan_step"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor state) -> (Tensor, Tensor)",
 )
@@ -54,7 +55,7 @@ def fused_scan_step(q, k, v, log_decay, mixing, state):
 
 
 @torch.library.custom_op(
-    "interdomain::scan_step_",
+    op_name(__name__, "scan_step_"),
     mutates_args=("state",),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor(a!) state) -> Tensor",
 )
@@ -65,7 +66,7 @@ def fused_scan_step_(q, k, v, log_decay, mixing, state):
 
 
 @torch.library.custom_op(
-    "interdomain::linear_step",
+    op_name(__name__, "linear_step"),
     mutates_args=(),
     schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor state) -> (Tensor, Tensor)",
 )
@@ -76,7 +77,7 @@ def fused_linear_step(z, log_decay, readout, state):
 
 
 @torch.library.custom_op(
-    "interdomain::linear_step_",
+    op_name(__name__, "linear_step_"),
     mutates_args=("state",),
     schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor(a!) state) -> Tensor",
 )
