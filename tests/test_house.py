@@ -105,6 +105,7 @@ ROOMS = {
         *("interdomain.titan", "interdomain.megatron"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         *("pyarrow", "zstandard"),  # bench_data writes such files to read them
+        *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
     },
 }
 NETWORK = {
