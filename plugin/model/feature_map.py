@@ -4,6 +4,8 @@ random Fourier features."""
 import torch
 from torch import Tensor, nn
 
+from .ssm import in_float32
+
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
 
@@ -47,6 +49,9 @@ class RandomFourierFeatures(nn.Module):
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(in_float32(fn), recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H, R] with H a multiple of H_kv -> [B, T, H, R]."""

@@ -55,22 +55,92 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     return torch.cat(rows)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(
-    model: Transformer, tokens: Tensor, state: ModelState | None = None, chunk: int = PREFILL_CHUNK
+    model: Transformer,
+    tokens: Tensor,
+    state: ModelState | None = None,
+    chunk: int = PREFILL_CHUNK,
+    padding: Tensor | None = None,
 ) -> tuple[Tensor, ModelState]:
-    """Read tokens [B, T], T >= 1, in pieces of `chunk`. Returns: (logits after the last token [B, V], state)."""
-    state = model.init_state(tokens.shape[0]) if state is None else state
-    for piece in tokens.split(chunk, dim=1):
-        logits, state = model(piece, state)
+    """Read tokens [B, T], T >= 1, in pieces of `chunk`: memory for activations does not grow with T.
+
+    Args:
+        state: where to go on from, advanced in place; None for a new one.
+        padding: [B] integers, the left padding of each row; None for none.
+    Returns: (logits after the last token [B, V], state).
+    """
+    B, T = tokens.shape
+    state = model.init_state(B, capacity=T) if state is None else state
+    for begin in range(0, T, chunk):
+        piece = tokens[:, begin : begin + chunk]
+        here = None if padding is None else (padding - begin).clamp(0, piece.shape[1])
+        logits = model(piece, state, padding=here, last=1)
     return logits[:, -1], state
 
 
-@torch.inference_mode()
-def decode(model: Transformer, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-    """One step: tokens [B] -> (logits [B, V], state)."""
-    logits, state = model(tokens[:, None], state)
-    return logits[:, -1], state
+@torch.no_grad()
+def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
+    """One step: tokens [B] -> logits [B, V]; the state is advanced."""
+    return model(tokens[:, None], state)[:, -1]
+
+
+class Decoder:
+    """Steps from a state on, at its batch size: on CUDA one CUDA graph, captured here and replayed for every token.
+
+    Args:
+        state: taken over; nothing else may advance it from now on.
+        room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
+        graph: whether to capture; None for on CUDA alone.
+        compiled: whether to compile the step with torch.compile (minutes once, fewer and faster kernels).
+    """
+
+    def __init__(
+        self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None, compiled: bool = False
+    ) -> None:
+        device = state.position.device
+        self.state, self.graph = state, None
+        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        captured = device.type == "cuda" if graph is None else graph
+        if captured and device.type != "cuda":
+            raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
+        if not captured:
+            return
+        state.reserve(room)
+        state.cursor = torch.full((1,), state.length, device=device)
+        self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
+        self._capture()
+
+    @torch.no_grad()
+    def _capture(self) -> None:
+        # The warm-up steps, which compile kernels and let libraries allocate, must leave the state as it was.
+        before = self.state.clone()
+        aside = torch.cuda.Stream(self.tokens.device)
+        aside.wait_stream(torch.cuda.current_stream(self.tokens.device))
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self.forward(self.tokens, self.state)
+                self.state.restore(before)
+        torch.cuda.current_stream(self.tokens.device).wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self.forward(self.tokens, self.state)[:, -1]
+        self.state.restore(before)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens [B] -> logits [B, V], which the next step overwrites."""
+        if self.graph is None:
+            return self.forward(tokens[:, None], self.state)[:, -1]
+        if self.state.capacity is not None and self.state.length >= self.state.capacity:
+            raise ValueError(
+                f"the cache is full: {self.state.length} tokens. Make the Decoder with more room (softmax's cache grows with "
+                "every token; a graph cannot)."
+            )
+        self.tokens.copy_(tokens[:, None])
+        self.graph.replay()
+        self.state.length += 1
+        return self.logits
 
 
 def generate(
@@ -83,16 +153,20 @@ def generate(
     stop: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     vocab_size: int | None = None,
+    state: ModelState | None = None,
+    graph: bool | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
 
-    Prompts of unequal length are read one by one, without padding, and decoded together. A prompt's text depends on
+    Prompts are read together, with padding on the left of the shorter ones, and decoded together. A prompt's text depends on
     (seed, its own tokens) alone, not on the prompts beside it, up to the rounding of batched matrix products.
 
     Args:
         prompts: token ids, each at least one and all below the vocabulary size.
         stop: a token that ends a prompt (it is yielded), or None.
         vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
+        state: where the prompts go on from, one row each; advanced. None for a new one.
+        graph: decode with a CUDA graph; None for on CUDA alone.
     Raises: ValueError for no prompt, an empty one, a token outside the vocabulary, or a length that is none; at the first
         token, as of any iterator.
     """
@@ -101,19 +175,16 @@ def generate(
     for name, value in (("max_tokens", max_tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1: got {value}.")
-    vocab = model.config.vocab_size
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {i} is empty; give it at least one token (the tokenizer's BOS, say).")
-        outside = [t for t in prompt if not 0 <= t < vocab]
-        if outside:
-            raise ValueError(f"prompt {i} holds the token {outside[0]}, outside the vocabulary of 0 to {vocab - 1}.")
+    check_tokens(prompts, model.config.vocab_size)
+    if state is not None and len(state.position) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompt(s) for a state of {len(state.position)} row(s); there must be one each."
+        )
     sampling = sampling or Sampling()
     device = model.tok_embeddings.weight.device
     generators = [torch.Generator(device).manual_seed(seed) for _ in prompts]
-    read = [prefill(model, torch.tensor([p], device=device), chunk=prefill_chunk) for p in prompts]
-    logits = torch.cat([row for row, _ in read])
-    state = ModelState.stack([s for _, s in read])
+    logits, state = _read(model, prompts, state, prefill_chunk)
+    decoder = Decoder(model, state, room=max_tokens, graph=graph) if max_tokens > 1 else None
     ended = [False] * len(prompts)
     for step in range(max_tokens):
         tokens = sample(logits[:, :vocab_size], sampling, generators)
@@ -122,4 +193,32 @@ def generate(
         ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]
         if all(ended) or step + 1 == max_tokens:
             return
-        logits, state = decode(model, tokens, state)
+        logits = decoder.step(tokens)
+
+
+def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:
+    """Raises ValueError unless every prompt has tokens, all of the vocabulary."""
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty; give it at least one token (the tokenizer's BOS, say).")
+        outside = [t for t in prompt if not 0 <= t < vocab_size]
+        if outside:
+            raise ValueError(
+                f"prompt {i} holds the token {outside[0]}, outside the vocabulary of 0 to {vocab_size - 1}. Encode it with "
+                "the tokenizer of this model's folder."
+            )
+
+
+def _read(model, prompts, state, chunk) -> tuple[Tensor, ModelState]:
+    device = model.tok_embeddings.weight.device
+    longest = max(map(len, prompts))
+    missing = [longest - len(p) for p in prompts]
+    if any(missing) and state is not None:
+        # Texts that have begun cannot be padded: each is read by itself.
+        rows = [state.select(torch.tensor([i])) for i in range(len(prompts))]
+        read = [
+            prefill(model, torch.tensor([p], device=device), row, chunk) for p, row in zip(prompts, rows, strict=True)
+        ]
+        return torch.cat([logits for logits, _ in read]), ModelState.stack([row for _, row in read])
+    tokens = torch.tensor([[0] * n + p for p, n in zip(prompts, missing, strict=True)], device=device)
+    return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)

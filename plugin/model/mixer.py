@@ -9,7 +9,7 @@ from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, li
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .ssm import SSMDynamics
-from .state import MixerState
+from .state import MixerState, ModelState, writable
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions.
@@ -60,7 +60,7 @@ class InterdomainMixer(nn.Module):
         """(log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
         return self.ssm()
 
-    def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> MixerState:
+    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MixerState:
         convs = {name: conv for name, conv in self.named_children() if isinstance(conv, ShortConv)}
         width = 2 * self.head_dim + self.config.normalize
         return MixerState(
@@ -80,8 +80,8 @@ class InterdomainMixer(nn.Module):
         dynamics: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
         packing: Tensor | None = None,
-    ) -> tuple[Tensor, MixerState | None]:
-        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and returns the state after the last token."""
+    ) -> Tensor:
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token."""
         log_decay, readout = self.ssm() if dynamics is None else dynamics
         past = None if state is None else state.conv
         k, v, conv = self._inputs(x, rope, past, packing)
@@ -90,22 +90,32 @@ class InterdomainMixer(nn.Module):
             q = self._features("q", x, past, conv, packing, rope=rope, mapped=True)
 
         initial = None if state is None else state.ssm
-        if state is not None and x.shape[1] == 1:
+        if state is not None and x.shape[1] == 1 and packing is None:
             o, final = self._step(q, k, v, log_decay, readout, initial)
         else:
             o, final = self._scan(q, k, v, log_decay, readout, initial, packing)
+        if state is not None:
+            state.advance(conv, final)
         if self.config.normalize:
             o = _divided(o)
 
         o = o.flatten(2).to(x.dtype)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
-        return self.wo(o), None if state is None else MixerState(conv=conv, ssm=final)
+        return self.wo(o)
 
     @staticmethod
     def packing(documents: Tensor) -> Tensor:
         """What the mixer needs to know of packed documents: the number of each token's, [B, T] int32."""
         return documents
+
+    @staticmethod
+    def continuing(state: ModelState, tokens: int, padding: Tensor | None) -> Tensor | None:
+        """The same for a piece that continues from a state: left padding is a document before the text's."""
+        if padding is None:
+            return None
+        after = torch.arange(tokens, device=padding.device) >= padding[:, None]
+        return (after & (padding[:, None] > 0)).int()
 
     def _inputs(
         self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None, documents: Tensor | None
@@ -160,10 +170,11 @@ class InterdomainMixer(nn.Module):
         return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)
 
     def _step(self, q, k, v, log_decay, readout, initial):
+        run = dict(inplace=not torch.is_grad_enabled() and writable(initial, initial))
         if q is None:
-            y, final = linear_step(torch.cat([k, v], dim=-1)[:, 0], log_decay, readout, initial)
+            y, final = linear_step(torch.cat([k, v], dim=-1)[:, 0], log_decay, readout, initial, **run)
         else:
-            y, final = interdomain_step(q[:, 0], k[:, 0], v[:, 0], log_decay, readout, initial)
+            y, final = interdomain_step(q[:, 0], k[:, 0], v[:, 0], log_decay, readout, initial, **run)
         return y[:, None], final
 
 

@@ -1,13 +1,28 @@
 """The baseline mixer: causal multi-head softmax attention with RoPE, through scaled_dot_product_attention."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from interdomain.features import input_features
 
 from .config import Execution, ModelConfig
-from .state import KVCache
+from .state import KVCache, ModelState
+
+# Shapes: B batch, T time, S slots of the cache.
+
+
+class Window(NamedTuple):
+    """Which keys the queries of a piece attend to, and where its own go in the cache: the same in all layers.
+
+    mask: [B, 1, T, S] or [T, S] bool; None for all keys before the query's. begin: the first slot (see KVCache.append).
+    """
+
+    mask: Tensor | CausalBias | None = None
+    begin: int | Tensor = 0
 
 
 class SoftmaxMixer(nn.Module):
@@ -25,15 +40,34 @@ class SoftmaxMixer(nn.Module):
         """Nothing: softmax has no recurrence. The model asks every mixer."""
         return ()
 
-    def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        kv = torch.zeros(batch, 0, self.wk.out_features // self.head_dim, self.head_dim, dtype=dtype, device=device)
-        return KVCache(k=kv, v=kv)
+    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        shape = batch, self.wk.out_features // self.head_dim, capacity, self.head_dim
+        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 
     @staticmethod
-    def packing(documents: Tensor) -> Tensor:
-        """Which keys each query attends to, where documents [B, T] are packed: [B, 1, T, T] bool, the same in all layers."""
+    def packing(documents: Tensor) -> Window:
+        """Which keys each query attends to, where documents [B, T] are packed: those of its own document."""
         same = documents[:, :, None] == documents[:, None]
-        return same.tril()[:, None]
+        return Window(same.tril()[:, None])
+
+    @staticmethod
+    def continuing(state: ModelState, tokens: int, padding: Tensor | None) -> Window:
+        """The same for a piece that continues from a state: all keys so far but those of left padding."""
+        fixed = state.cursor is not None
+        begin = state.cursor if fixed else state.length
+        device = state.position.device
+        if not fixed and not state.padded and padding is None:
+            return Window(causal_lower_right(tokens, begin + tokens) if begin and tokens > 1 else None, begin)
+        slots = torch.arange(state.capacity if fixed else begin + tokens, device=device)
+        own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
+        mask = slots <= own
+        if state.padded or padding is not None:
+            seen = state.position if padding is None else state.position - padding
+            start = begin - seen  # a row's tokens end where all rows end
+            # Padding attends to itself: a query without any key would be NaN.
+            mask = (mask & (slots >= start[:, None, None])) | (slots == own)
+            return Window(mask[:, None], begin)
+        return Window(mask, begin)
 
     def forward(
         self,
@@ -41,32 +75,24 @@ class SoftmaxMixer(nn.Module):
         rope: tuple[Tensor, Tensor],
         dynamics: tuple[()] = (),
         state: KVCache | None = None,
-        packing: Tensor | None = None,
-    ) -> tuple[Tensor, KVCache | None]:
-        """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and returns the longer one."""
+        packing: Window | None = None,
+    ) -> Tensor:
+        """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
         B, T, _ = x.shape
         q, k = (
-            input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features)
+            input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features).transpose(1, 2)
             for proj in (self.wq, self.wk)
         )
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        mask = packing
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        packing = packing or Window()
         if state is not None:
-            seen = state.k.shape[1]
-            k, v = torch.cat([state.k.to(k.dtype), k], dim=1), torch.cat([state.v.to(v.dtype), v], dim=1)
-            if (seen and T > 1) or state.start is not None:
-                mask = torch.ones(T, seen + T, dtype=torch.bool, device=x.device).tril(
-                    seen
-                )  # query i: keys to seen + i
-            if state.start is not None:
-                mask = mask & (torch.arange(seen + T, device=x.device) >= state.start[:, None, None, None])
-            state = KVCache(k, v, state.start)
+            k, v = state.append(k, v, packing.begin)
         o = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None and T > 1,
-            enable_gqa=q.shape[2] != k.shape[2],
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            attn_mask=packing.mask,
+            is_causal=packing.mask is None and T > 1,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-        return self.wo(o.transpose(1, 2).reshape(B, T, -1)), state
+        return self.wo(o.transpose(1, 2).reshape(B, T, -1))

@@ -37,6 +37,9 @@ class SSMDynamics(nn.Module):
         self.C = parameter(*shapes[c_form]) if shapes[c_form] else None
         self.c = parameter(n_heads, n_basis) if linear else None
 
+    def _apply(self, fn, recurse=True):
+        return super()._apply(in_float32(fn), recurse)
+
     def forward(self) -> tuple[Tensor, Tensor]:
         with torch.autocast(self.log_dt.device.type, enabled=False):
             dt = self.log_dt.exp()
@@ -45,6 +48,16 @@ class SSMDynamics(nn.Module):
             if self.c is not None:
                 return log_decay, tables.readout_vector(gain, self.C, self.c)
             return log_decay, tables.mixing_matrix(gain, self.C, self.readout)
+
+
+def in_float32(fn):
+    """A function of `Module._apply` (to, half, bfloat16, cuda, ...) that moves tensors but rounds none to half precision."""
+
+    def moved(t: Tensor) -> Tensor:
+        out = fn(t)
+        return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+
+    return moved
 
 
 def s4d_inv_frequencies(n_basis: int) -> Tensor:

@@ -1,12 +1,15 @@
-"""What a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax."""
+"""What a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax.
 
-from dataclasses import dataclass
+A model advances a state in place. Where no gradient is recorded its tensors keep their addresses, which CUDA graphs need.
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S seen tokens.
+# Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 
 
 @dataclass
@@ -16,64 +19,163 @@ class MixerState:
     conv: dict[str, Tensor]
     ssm: Tensor
 
-    def tensors(self) -> list[Tensor]:
-        return [self.ssm, *self.conv.values()]
+    def advance(self, conv: dict[str, Tensor], ssm: Tensor) -> None:
+        """Take over new contents (what is the tensor of the state itself was written in place)."""
+        self.conv = {name: overwritten(old, conv[name]) for name, old in self.conv.items()}
+        self.ssm = overwritten(self.ssm, ssm)
 
-    @classmethod
-    def stack(cls, states: list["MixerState"]) -> "MixerState":
-        return cls(
-            conv={name: torch.cat([s.conv[name] for s in states]) for name in states[0].conv},
-            ssm=torch.cat([s.ssm for s in states]),
-        )
+    def without_padding(self, seen: Tensor) -> None:
+        """Remove what padding before the first of `seen` [B] tokens of each row has left."""
+        conv = {}
+        for name, x in self.conv.items():
+            back = torch.arange(x.shape[1], 0, -1, device=x.device)  # the input of how many tokens ago
+            conv[name] = x.where((back <= seen[:, None])[:, :, None], 0)
+        self.advance(conv, self.ssm.where((seen > 0)[:, None, None, None, None], 0))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ssm": self.ssm, **self.conv}
+
+    def replaced(self, tensors: dict[str, Tensor]) -> "MixerState":
+        return MixerState({name: tensors[name] for name in self.conv}, tensors["ssm"])
 
 
 @dataclass
 class KVCache:
-    """Rotated keys and values of all tokens so far, each [B, S, H, head_dim]; row b holds tokens from slot start[b] on.
-
-    start [B] is None where all rows are full.
-    """
+    """Rotated keys and values, each [B, H, S, head_dim]; S is the room there is, not the tokens seen."""
 
     k: Tensor
     v: Tensor
-    start: Tensor | None = None
 
-    def tensors(self) -> list[Tensor]:
-        return [self.k, self.v]
+    def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Put k, v [B, H, T, head_dim] at slots `begin` on; returns all keys and values so far.
 
-    @classmethod
-    def stack(cls, states: list["KVCache"]) -> "KVCache":
-        """Rows of unequal length are filled up on the left, so that all grow at the same end."""
-        longest = max(s.k.shape[1] for s in states)
-        missing = [longest - s.k.shape[1] for s in states]
-        starts = [
-            n + (s.k.new_zeros(s.k.shape[0], dtype=torch.int64) if s.start is None else s.start)
-            for s, n in zip(states, missing, strict=True)
-        ]
-        k, v = (
-            torch.cat([F.pad(t, (0, 0, 0, 0, n, 0)) for t, n in zip(tensors, missing, strict=True)])
-            for tensors in ([s.k for s in states], [s.v for s in states])
-        )
-        unequal = any(missing) or any(s.start is not None for s in states)
-        return cls(k, v, torch.cat(starts) if unequal else None)
+        With a tensor [1] for `begin` nothing depends on its value (T = 1, in a CUDA graph): there must be room, and all
+        slots are returned.
+        """
+        if isinstance(begin, Tensor):
+            return self.k.index_copy_(2, begin, k.to(self.k.dtype)), self.v.index_copy_(2, begin, v.to(self.v.dtype))
+        end = begin + k.shape[2]
+        if not writable(self.k, k):
+            self.k, self.v = torch.cat([self.k[:, :, :begin], k], 2), torch.cat([self.v[:, :, :begin], v], 2)
+        else:
+            if end > self.k.shape[2]:
+                self.reserve(begin, max(end, 2 * begin))
+            self.k[:, :, begin:end] = k
+            self.v[:, :, begin:end] = v
+        return self.k[:, :, :end], self.v[:, :, :end]
+
+    def reserve(self, used: int, slots: int) -> None:
+        """Make room for `slots` in all, of which the first `used` are kept."""
+        self.k, self.v = (F.pad(x[:, :, :used], (0, 0, 0, slots - used)) for x in (self.k, self.v))
+
+    def without_padding(self, seen: Tensor) -> None:
+        """Slots of padding are masked, not emptied."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"k": self.k, "v": self.v}
+
+    def replaced(self, tensors: dict[str, Tensor]) -> "KVCache":
+        return KVCache(tensors["k"], tensors["v"])
 
 
 @dataclass
 class ModelState:
-    """One entry per layer, and per row the number of tokens seen, [B] int64.
+    """One entry per layer, and where each row stands.
 
-    dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
+    Attributes:
+        position: tokens seen per row, [B] int64.
+        dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
+        length: tokens and left padding seen, the same in all rows: the slots of a cache in use.
+        padded: some row has padding.
+        cursor: `length` as a tensor [1] on the device, where steps are captured in a CUDA graph (`generation.Decoder`);
+            the model then advances it in place of `length`.
     """
 
     layers: list[MixerState | KVCache]
     position: Tensor
     dynamics: list[tuple[Tensor, ...]]
+    length: int = 0
+    padded: bool = False
+    cursor: Tensor | None = None
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that there is room for; None where there is no limit."""
+        return self.layers[0].k.shape[2] if isinstance(self.layers[0], KVCache) else None
+
+    def advance(self, tokens: int, padding: Tensor | None = None) -> None:
+        """Count `tokens` of each row, `padding` [B] of which are none."""
+        seen = tokens if padding is None else tokens - padding
+        self.position = overwritten(self.position, self.position + seen)
+        if self.cursor is None:
+            self.length += tokens
+        else:
+            self.cursor.add_(tokens)
+        if padding is not None:
+            self.padded = True
+            for layer in self.layers:
+                layer.without_padding(self.position)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens, where there is a limit."""
+        if self.capacity is not None and self.capacity < self.length + tokens:
+            for layer in self.layers:
+                layer.reserve(self.length, self.length + tokens)
+
+    def restore(self, other: "ModelState") -> None:
+        """Become as `other`, of the same shape, was when it was cloned; addresses stay."""
+        for layer, old in zip(self.layers, other.layers, strict=True):
+            for name, x in layer.tensors().items():
+                x.copy_(old.tensors()[name])
+        self.position.copy_(other.position)
+        self.length, self.padded = other.length, other.padded
+        if self.cursor is not None:
+            self.cursor.fill_(other.length)
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors())
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors().values())
+
+    def clone(self) -> "ModelState":
+        """A state of its own, with the same future: to continue one text in several ways."""
+        return self._map(Tensor.clone)
+
+    def select(self, rows: Tensor) -> "ModelState":
+        """A state of these rows, [B'] integers, in this order; a row may be taken several times (beams)."""
+        return self._map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def _map(self, function) -> "ModelState":
+        layers = [layer.replaced({n: function(t) for n, t in layer.tensors().items()}) for layer in self.layers]
+        return replace(self, layers=layers, position=function(self.position), cursor=None)
 
     @classmethod
     def stack(cls, states: list["ModelState"]) -> "ModelState":
-        """Rows of several states as one batch; each row continues where it was."""
-        layers = [type(rows[0]).stack(list(rows)) for rows in zip(*(s.layers for s in states), strict=True)]
-        return cls(layers, torch.cat([s.position for s in states]), states[0].dynamics)
+        """Rows of several states as one batch; each row continues where it was.
+
+        Caches of unequal length are filled up on the left, so that all grow at the same end.
+        """
+        length = max(s.length for s in states)
+        layers = []
+        for rows in zip(*(s.layers for s in states), strict=True):
+            tensors = [layer.tensors() for layer in rows]
+            if isinstance(rows[0], KVCache):
+                tensors = [
+                    {n: F.pad(t[:, :, : s.length], (0, 0, length - s.length, 0)) for n, t in layer.items()}
+                    for layer, s in zip(tensors, states, strict=True)
+                ]
+            layers.append(rows[0].replaced({name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}))
+        padded = any(s.padded or s.length < length for s in states)
+        return cls(layers, torch.cat([s.position for s in states]), states[0].dynamics, length, padded)
+
+
+def overwritten(old: Tensor, new: Tensor) -> Tensor:
+    """`old` with the contents of `new`; or `new` itself, where `old` is not to be written."""
+    return old.copy_(new) if new is not old and writable(old, new) else new
+
+
+def writable(old: Tensor, new: Tensor) -> bool:
+    """Whether `old` may be written in place: autograd records neither, and it was not made in an inference mode now over."""
+    if torch.is_grad_enabled() and (old.requires_grad or new.requires_grad):
+        return False
+    if torch.compiler.is_compiling():  # which cannot ask
+        return True
+    return torch.is_inference_mode_enabled() or not old.is_inference()

@@ -35,11 +35,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rope, dynamics, state=None, packing=None):
-        """x [B, T, dim] -> [B, T, dim], or (that, new state) when a state is given."""
-        mixed, new_state = self.attention(self.attention_norm(x), rope, dynamics, state, packing)
-        x = x + mixed
-        x = x + self.feed_forward(self.ffn_norm(x))
-        return x if state is None else (x, new_state)
+        """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
+        x = x + self.attention(self.attention_norm(x), rope, dynamics, state, packing)
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -58,38 +56,59 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(
-        self, tokens: Tensor, state: ModelState | None = None, positions: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, ModelState]:
-        """Without a state: logits of whole sequences (training). With one: (logits, the state after the last token).
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        positions: Tensor | None = None,
+        *,
+        padding: Tensor | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """Without a state: logits of whole sequences (training). With one: of a piece that continues from it; it is advanced.
 
-        positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
-        document come before it. Nothing is carried from one document into another: not state, convolution or attention.
+        Args:
+            positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
+                document come before it. Nothing is carried from one document into another: not state, convolution or
+                attention.
+            padding: [B] integers, with a state: how many of the first tokens of each row are padding (all T may be). They
+                leave no trace: the others' logits and the state are as if they were not there. A text cannot have padding
+                once it has begun.
+            last: logits of the last so many positions only, [B, last, V]; None for all.
         """
-        T, packing = tokens.shape[1], None
-        if positions is None:
-            positions = torch.arange(T, device=tokens.device)
-            if state is not None:
-                positions = state.position[:, None] + positions
-        elif state is not None:
-            raise ValueError(
-                "positions are for whole sequences of packed documents; a state knows its own: leave one out."
-            )
+        T = tokens.shape[1]
+        if state is None:
+            if padding is not None:
+                raise ValueError("padding needs a state to continue from: give model.init_state(batch).")
+            positions, packing = self._packed(tokens, positions)
         else:
-            documents = (positions == 0).cumsum(1, dtype=torch.int32)
-            packing = next(iter(self.layers.values())).attention.packing(documents)
+            if positions is not None:
+                raise ValueError(
+                    "positions are for whole sequences of packed documents; a state knows its own: leave one out."
+                )
+            padding = _checked(padding, state, tokens)
+            positions = state.position[:, None] + torch.arange(T, device=tokens.device)
+            if padding is not None:
+                positions = (positions - padding[:, None]).clamp_min(0)
+            packing = self._mixer.continuing(state, T, padding)
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
         h = self.tok_embeddings(tokens)
-        new_layers = []
         for i, layer in enumerate(self.layers.values()):
-            if state is None:
-                h = layer(h, rope, dynamics[i], packing=packing)
-            else:
-                h, new_layer = layer(h, rope, dynamics[i], state.layers[i])
-                new_layers.append(new_layer)
-        logits = self.output(self.norm(h))
-        return logits if state is None else (logits, ModelState(new_layers, state.position + T, dynamics))
+            h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
+        if state is not None:
+            state.advance(T, padding)
+        return self.output(self.norm(h if last is None else h[:, -last:]))
+
+    @property
+    def _mixer(self) -> InterdomainMixer | SoftmaxMixer:
+        return next(iter(self.layers.values())).attention
+
+    def _packed(self, tokens: Tensor, positions: Tensor | None):
+        """(positions, what the mixers need to know of packed documents)."""
+        if positions is None:
+            return torch.arange(tokens.shape[1], device=tokens.device), None
+        return positions, self._mixer.packing((positions == 0).cumsum(1, dtype=torch.int32))
 
     def dynamics(self) -> list[tuple[Tensor, ...]]:
         """Per layer what its scan reads of the parameters, float32; constant over the sequence.
@@ -98,11 +117,15 @@ class Transformer(nn.Module):
         """
         return [layer.attention.dynamics() for layer in self.layers.values()]
 
-    def init_state(self, batch: int) -> ModelState:
-        """The state before the first token."""
+    def init_state(self, batch: int, capacity: int = 0) -> ModelState:
+        """The state before the first token.
+
+        capacity: tokens that softmax has room for from the start; its cache grows where they are more. Others need none.
+        """
         weight = self.tok_embeddings.weight
+        place = capacity, weight.dtype, weight.device
         return ModelState(
-            [layer.attention.init_state(batch, weight.dtype, weight.device) for layer in self.layers.values()],
+            [layer.attention.init_state(batch, *place) for layer in self.layers.values()],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             self.dynamics(),
         )
@@ -110,6 +133,22 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int = 42) -> None:
         """Set every parameter and buffer: the same numbers on every device and under every sharding (see `initialize`)."""
         initialize(self, self.config, seed)
+
+
+def _checked(padding: Tensor | None, state: ModelState, tokens: Tensor) -> Tensor | None:
+    """None where there is no padding. Raises ValueError for padding that no text has."""
+    if padding is None:
+        return None
+    B, T = tokens.shape
+    if padding.shape != (B,) or padding.is_floating_point():
+        raise ValueError(
+            f"padding is {padding.dtype} of shape {list(padding.shape)}; expected integers [{B}], one a row."
+        )
+    if not ((padding >= 0) & (padding <= T)).all():
+        raise ValueError(f"padding must be 0 to {T}, the tokens of this piece: got {padding.tolist()}.")
+    if ((padding > 0) & (state.position > 0)).any():
+        raise ValueError("padding stands before a text: a row that has begun cannot have more of it.")
+    return padding if padding.any() else None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -1,15 +1,17 @@
 """torch.compile of a block: one graph, and the same numbers, in training and with a state."""
 
+import copy
+
 import pytest
 import torch
 
 from interdomain.model.feature_map import rope_tables
 
-from .common import lively, small_config
+from .common import lively, random_tokens, small_config
 
 
 def tensors_of(state):
-    return [] if state is None else state.tensors()
+    return [] if state is None else list(state.tensors().values())
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "dual-linear", "softmax"])
@@ -22,21 +24,24 @@ def test_a_block_is_one_graph(condition, situation):
     x = torch.randn(2, T, 32, requires_grad=True)
     rope = rope_tables(torch.arange(5, 5 + T), 8, 10_000.0)
     dynamics = block.attention.dynamics()
-    state = None
+    state, packing = None, None
     if situation != "training":
         dynamics = tuple(t.detach() for t in dynamics)
         with torch.no_grad():
-            past = rope_tables(torch.arange(5), 8, 10_000.0)
-            state = block(torch.randn(2, 5, 32), past, dynamics, block.attention.init_state(2, x.dtype, x.device))[1]
+            whole = model.init_state(2, capacity=25)
+            model(random_tokens(model.config, 2, 5), whole)
+            state = whole.layers[0]
+            packing = block.attention.continuing(whole, T, None)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
 
     def run(f):
+        own = copy.deepcopy(state)
         with torch.set_grad_enabled(situation == "training"):
-            out = f(x, rope, dynamics, state)
+            out = f(x, rope, dynamics, own, packing)
         if situation == "training":
             parameters = [p for p in block.parameters() if p.requires_grad]
             return [out, *torch.autograd.grad(out.square().sum(), [x, *parameters], retain_graph=True)]
-        return [out[0], *tensors_of(out[1])]
+        return [out, *tensors_of(own)]
 
     for found, wanted in zip(run(compiled), run(block), strict=True):
         # aot_eager runs the same kernels; decompositions may reorder a sum.

@@ -49,7 +49,7 @@ def test_prefill_does_not_depend_on_its_pieces(condition):
         assert logits.shape == whole.shape
         torch.testing.assert_close(logits, whole, rtol=0, atol=1e-10)  # float64
         assert state.position.tolist() == [40, 40]
-        more, _ = decode(model, tokens[:, 0], state)
+        more = decode(model, tokens[:, 0], state)
         with torch.no_grad():
             again = model(torch.cat([tokens, tokens[:, :1]], dim=1))[:, -1]
         torch.testing.assert_close(more, again, rtol=0, atol=1e-10)

@@ -12,6 +12,18 @@ from .common import VARIANTS, lively, random_tokens, small_config, variant
 TOLERANCE = dict(rtol=0, atol=1e-10)
 
 
+def read(model, tokens):
+    """The state after the tokens [B, T]."""
+    state = model.init_state(len(tokens))
+    model(tokens, state)
+    return state
+
+
+def addresses_of(state):
+    tensors = [t for layer in state.layers for t in layer.tensors().values()]
+    return [t.data_ptr() for t in (*tensors, state.position)]
+
+
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
 class TestVariants:
     def test_every_parameter_learns(self, condition, option):
@@ -46,17 +58,18 @@ class TestVariants:
         tokens = random_tokens(model.config, 2, 90)
         with torch.no_grad():
             whole = model(tokens)
-            at_once, end = model(tokens, model.init_state(2))
-            state, pieces = model.init_state(2), []
-            for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1):
-                logits, state = model(piece, state)
-                pieces.append(logits)
+            end, state = model.init_state(2, capacity=90), model.init_state(2, capacity=90)
+            addresses = addresses_of(state)
+            at_once = model(tokens, end)
+            pieces = [model(piece, state) for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1)]
+            assert addresses_of(state) == addresses  # in place
+            torch.testing.assert_close(model(tokens, model.init_state(2), last=3), at_once[:, -3:], **TOLERANCE)
         torch.testing.assert_close(at_once, whole, **TOLERANCE)
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **TOLERANCE)
         assert state.position.tolist() == end.position.tolist() == [90, 90]
         assert state.nbytes() == end.nbytes()
         for found, wanted in zip(state.layers, end.layers, strict=True):
-            for a, b in zip(found.tensors(), wanted.tensors(), strict=True):
+            for a, b in zip(found.tensors().values(), wanted.tensors().values(), strict=True):
                 assert a.dtype == torch.float64
                 torch.testing.assert_close(a, b, **TOLERANCE)
 
@@ -67,13 +80,10 @@ class TestVariants:
         more = random_tokens(config, 4, 6)
         pieces = [more[:, :1], more[:, 1:5], more[:, 5:]]
         with torch.no_grad():
-            states = [model(p, model.init_state(1))[1] for p in prompts]
+            states = [read(model, p) for p in prompts]
             # A stack can be stacked again, as a server does when a request joins a running batch.
             stacked = ModelState.stack([ModelState.stack(states[:2]), *states[2:]])
-            together = []
-            for piece in pieces:
-                logits, stacked = model(piece, stacked)
-                together.append(logits)
+            together = [model(piece, stacked) for piece in pieces]
             alone = [model(torch.cat([p, more[i : i + 1]], dim=1))[:, -6:] for i, p in enumerate(prompts)]
         torch.testing.assert_close(torch.cat(together, dim=1), torch.cat(alone), **TOLERANCE)
         assert stacked.position.tolist() == [9, 76, 7, 18]
@@ -95,7 +105,7 @@ def test_state_has_a_fixed_size(condition):
     sizes = []
     with torch.no_grad():
         for n in (1, 2, 50):
-            sizes.append(model(random_tokens(model.config, 1, n), model.init_state(1))[1].nbytes())
+            sizes.append(read(model, random_tokens(model.config, 1, n)).nbytes())
     assert len(set(sizes)) == 1
 
 
@@ -106,8 +116,8 @@ def test_state_is_differentiable():
         tokens = random_tokens(model.config, 1, 12)
         parameters = list(model.parameters())
         whole = torch.autograd.grad(model(tokens)[:, 7:].sum(), parameters)
-        _, state = model(tokens[:, :7], model.init_state(1))
-        pieces = torch.autograd.grad(model(tokens[:, 7:], state)[0].sum(), parameters)
+        state = read(model, tokens[:, :7])
+        pieces = torch.autograd.grad(model(tokens[:, 7:], state).sum(), parameters)
         for a, b in zip(pieces, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)  # sums over tokens and vocabulary
 
