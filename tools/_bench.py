@@ -72,10 +72,13 @@ class Report:
     Args:
         folder: made if it is not there. None: benchmarks/results/<date>-<device>.
         options: the settings that the figures depend on, as they were used.
+        label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(self, part: str, folder: Path | None, device: torch.device, options: dict) -> None:
+    def __init__(
+        self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
+    ) -> None:
         self.environment = environment(device)
         self.folder = default_folder(self.environment) if folder is None else Path(folder)
         self.json, self.markdown = (self.folder / f"{part}{ending}" for ending in (".json", ".md"))
@@ -91,7 +94,7 @@ class Report:
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": CPU_LABEL if device.type == "cpu" else f"measured on {self.environment['GPU']}",
+            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {self.environment['GPU']}"),
             "check": None if part == "check" else outcome_of_check(self.folder),
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
