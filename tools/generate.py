@@ -1,18 +1,22 @@
 """python -m interdomain.tools.generate exports/debug --prompt "def main(" --max-tokens 200
 
 Continue text with a standalone folder, through the recurrent state. Needs torch, safetensors and sentencepiece; no TorchTitan.
-One prompt streams as it is written; several are decoded together and printed as each of them ends.
+One prompt streams as it is written; several are decoded together and printed as each of them ends. A long prompt is read
+once: --save-state FILE keeps what the model holds after it, and --load-state FILE goes on from there, with --prompt for more
+text or without.
 """
 
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from interdomain.data import StreamDecoder
-from interdomain.model.generation import PREFILL_CHUNK, Sampling, generate
+from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, read
 from interdomain.model.pretrained import DTYPES, load_pretrained
+from interdomain.model.saved_state import SavedState, load_state, save_state
 
 from ._cli import user_errors
 
@@ -23,7 +27,9 @@ def parse(argv):
     p.add_argument(
         "--prompt", action="append", help="text to continue; repeat for several. Default: read standard input"
     )
-    p.add_argument("--max-tokens", type=int, default=128, help="tokens to write per prompt (default 128)")
+    p.add_argument(
+        "--max-tokens", type=int, default=128, help="tokens to write per prompt (default 128); 0 with --save-state"
+    )
     p.add_argument("--temperature", type=float, default=0.8, help="0 for greedy (default 0.8)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all")
     p.add_argument(
@@ -34,6 +40,10 @@ def parse(argv):
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a prompt per pass")
+    p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
+    p.add_argument("--save-state", type=Path, help="file to write: the state after the prompts (it must not exist)")
+    p.add_argument("--load-state", type=Path, help="file to go on from, saved with this folder's model")
+    p.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     return p.parse_args(argv)
 
 
@@ -48,25 +58,91 @@ def check_device(device: str) -> None:
         ) from e
 
 
+def check(args) -> None:
+    """Raises before the model is loaded."""
+    least = 0 if args.save_state else 1
+    if args.max_tokens < least or args.prefill_chunk < 1:
+        raise ValueError("--max-tokens and --prefill-chunk must be at least 1 (--max-tokens 0 with --save-state).")
+    if not -(2**63) <= args.seed < 2**63:
+        raise ValueError(f"--seed must fit into 64 bits: got {args.seed}.")
+    if args.prompt and args.prompt_file:
+        raise ValueError("--prompt and --prompt-file are both given; choose one.")
+    if args.save_state and args.save_state.exists():
+        raise FileExistsError(
+            f"{args.save_state} exists, and nothing is overwritten. Choose another name for the state."
+        )
+    if args.load_state and not args.load_state.is_file():
+        raise FileNotFoundError(f"there is no state {args.load_state}. Write one with --save-state.")
+    check_device(args.device)
+
+
+def prompts_of(args) -> list[str] | None:
+    """None where the text of a saved state is to go on as it is."""
+    if args.prompt_file:
+        return [args.prompt_file.read_text(encoding="utf-8")]
+    if args.prompt or args.load_state:
+        return args.prompt
+    return [sys.stdin.read().rstrip("\n")]
+
+
+def read_prompts(args, model, tokenizer, prompts: list[str] | None) -> SavedState:
+    """The state after the prompts, read now or, as far as it goes, from disk."""
+    # Training documents follow an end-of-text token, so that is what an empty context looks like to the model.
+    start = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
+    if not args.load_state:
+        ids = [([] if start is None else [start]) + tokenizer.encode(prompt) for prompt in prompts]
+        logits, state = read(model, ids, chunk=args.prefill_chunk)
+        return SavedState(state, logits, ids)
+    saved = load_state(args.load_state, model)
+    if prompts is None:
+        return saved
+    state, ids = saved.state, saved.tokens
+    if len(ids) == 1 < len(prompts):  # one text, continued in several ways
+        state, ids = state.select(torch.zeros(len(prompts), dtype=torch.int64)), ids * len(prompts)
+    if len(ids) != len(prompts):
+        raise ValueError(
+            f"{args.load_state} holds {len(ids)} texts: give as many prompts, or none. Got {len(prompts)}."
+        )
+    more = [encode_after(tokenizer, prompt) for prompt in prompts]
+    if not all(more):
+        raise ValueError("an empty --prompt adds nothing to a saved state; leave it out.")
+    logits, state = read(model, more, state, args.prefill_chunk)
+    return SavedState(state, logits, [row + new for row, new in zip(ids, more, strict=True)])
+
+
+def encode_after(tokenizer, text: str) -> list[int]:
+    """Tokens of text that follows other text: without the space that sentencepiece puts before a first word."""
+    for before in "\n", ".", "x":
+        first, both = tokenizer.encode(before), tokenizer.encode(before + text)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+    return tokenizer.encode(text)
+
+
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    if args.max_tokens < 1 or args.prefill_chunk < 1:
-        raise ValueError("--max-tokens and --prefill-chunk must be at least 1.")
-    if not -(2**63) <= args.seed < 2**63:
-        raise ValueError(f"--seed must fit into 64 bits: got {args.seed}.")
-    check_device(args.device)
+    check(args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    prompts = args.prompt or [sys.stdin.read().rstrip("\n")]
+    prompts = prompts_of(args)
     model, tokenizer = load_pretrained(
         args.folder, device=args.device, dtype=DTYPES[args.dtype] if args.dtype else None
     )
-    # Training documents follow an end-of-text token, so that is what an empty context looks like to the model.
-    start = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
-    ids = [([] if start is None else [start]) + tokenizer.encode(prompt) for prompt in prompts]
+    began = time.perf_counter()
+    state, logits, ids = read_prompts(args, model, tokenizer, prompts)
+    if args.save_state:
+        size = save_state(args.save_state, model, state, logits, ids)
+        seconds = time.perf_counter() - began
+        print(
+            f"[wrote {args.save_state}: {sum(map(len, ids))} tokens, {size / 1e6:.1f} MB, {seconds:.1f} s]",
+            file=sys.stderr,
+        )
+        if not args.max_tokens:
+            return 0
     streams = [StreamDecoder(tokenizer, after=row) for row in ids]
-    single = len(prompts) == 1
-    texts = [""] * len(prompts)
+    single = len(ids) == 1
+    texts = [""] * len(ids)
+    given = prompts or [""] * len(ids)
     written, began = 0, time.perf_counter()
 
     def emit(i: int, piece: str) -> None:
@@ -77,21 +153,22 @@ def main(argv=None) -> int:
     def close(i: int) -> None:
         emit(i, streams[i].flush())
         if not single:
-            print(f"=== {i + 1}: {prompts[i]!r}\n{prompts[i]}{texts[i]}\n", flush=True)
+            print(f"=== {i + 1}: {given[i]!r}\n{given[i]}{texts[i]}\n", flush=True)
 
     if single:
-        print(prompts[0], end="", flush=True)
+        print(given[0], end="", flush=True)
     stop = None if args.no_stop else tokenizer.eos_id
-    open_rows = set(range(len(prompts)))
-    for row in generate(
+    open_rows = set(range(len(ids)))
+    for row in continuation(
         model,
-        ids,
+        logits,
+        state,
         max_tokens=args.max_tokens,
         sampling=sampling,
         seed=args.seed,
         stop=stop,
-        prefill_chunk=args.prefill_chunk,
         vocab_size=tokenizer.vocab_size,
+        graph=False if args.no_graph else None,
     ):
         for i, token in enumerate(row):
             if token is None:

@@ -148,13 +148,9 @@ def generate(
     prompts: list[list[int]],
     *,
     max_tokens: int,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    stop: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
-    vocab_size: int | None = None,
     state: ModelState | None = None,
-    graph: bool | None = None,
+    **options,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
 
@@ -163,29 +159,41 @@ def generate(
 
     Args:
         prompts: token ids, each at least one and all below the vocabulary size.
-        stop: a token that ends a prompt (it is yielded), or None.
-        vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
         state: where the prompts go on from, one row each; advanced. None for a new one.
-        graph: decode with a CUDA graph; None for on CUDA alone.
+        options: of `continuation`.
     Raises: ValueError for no prompt, an empty one, a token outside the vocabulary, or a length that is none; at the first
         token, as of any iterator.
     """
-    if not prompts:
-        raise ValueError("there is no prompt; give a list of at least one list of tokens.")
-    for name, value in (("max_tokens", max_tokens), ("prefill_chunk", prefill_chunk)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1: got {value}.")
-    check_tokens(prompts, model.config.vocab_size)
-    if state is not None and len(state.position) != len(prompts):
-        raise ValueError(
-            f"{len(prompts)} prompt(s) for a state of {len(state.position)} row(s); there must be one each."
-        )
+    _at_least_one(max_tokens=max_tokens, prefill_chunk=prefill_chunk)
+    logits, state = read(model, prompts, state, prefill_chunk)
+    yield from continuation(model, logits, state, max_tokens=max_tokens, **options)
+
+
+def continuation(
+    model: Transformer,
+    logits: Tensor,
+    state: ModelState,
+    *,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+    vocab_size: int | None = None,
+    graph: bool | None = None,
+) -> Iterator[list[int | None]]:
+    """What follows tokens that are read: `generate` after `read`, or after a state from disk.
+
+    Args:
+        logits: after the last token, [B, V]. state: after the last token; advanced.
+        stop: a token that ends a row (it is yielded), or None.
+        vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
+        graph: decode with a CUDA graph; None for on CUDA alone.
+    """
+    _at_least_one(max_tokens=max_tokens)
     sampling = sampling or Sampling()
-    device = model.tok_embeddings.weight.device
-    generators = [torch.Generator(device).manual_seed(seed) for _ in prompts]
-    logits, state = _read(model, prompts, state, prefill_chunk)
+    generators = [torch.Generator(logits.device).manual_seed(seed) for _ in logits]
     decoder = Decoder(model, state, room=max_tokens, graph=graph) if max_tokens > 1 else None
-    ended = [False] * len(prompts)
+    ended = [False] * len(logits)
     for step in range(max_tokens):
         tokens = sample(logits[:, :vocab_size], sampling, generators)
         ids = tokens.tolist()
@@ -194,6 +202,37 @@ def generate(
         if all(ended) or step + 1 == max_tokens:
             return
         logits = decoder.step(tokens)
+
+
+def read(
+    model: Transformer, prompts: list[list[int]], state: ModelState | None = None, chunk: int = PREFILL_CHUNK
+) -> tuple[Tensor, ModelState]:
+    """`prefill` for lists of tokens of any lengths, from a state with one row for each or from none."""
+    if not prompts:
+        raise ValueError("there is no prompt; give a list of at least one list of tokens.")
+    check_tokens(prompts, model.config.vocab_size)
+    if state is not None and len(state.position) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompt(s) for a state of {len(state.position)} row(s); there must be one each."
+        )
+    device = model.tok_embeddings.weight.device
+    longest = max(map(len, prompts))
+    missing = [longest - len(p) for p in prompts]
+    if any(missing) and state is not None:
+        # Texts that have begun cannot be padded: each is read by itself.
+        rows = [state.select(torch.tensor([i])) for i in range(len(prompts))]
+        found = [
+            prefill(model, torch.tensor([p], device=device), row, chunk) for p, row in zip(prompts, rows, strict=True)
+        ]
+        return torch.cat([logits for logits, _ in found]), ModelState.stack([row for _, row in found])
+    tokens = torch.tensor([[0] * n + p for p, n in zip(prompts, missing, strict=True)], device=device)
+    return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1: got {value}.")
 
 
 def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:
@@ -207,18 +246,3 @@ def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:
                 f"prompt {i} holds the token {outside[0]}, outside the vocabulary of 0 to {vocab_size - 1}. Encode it with "
                 "the tokenizer of this model's folder."
             )
-
-
-def _read(model, prompts, state, chunk) -> tuple[Tensor, ModelState]:
-    device = model.tok_embeddings.weight.device
-    longest = max(map(len, prompts))
-    missing = [longest - len(p) for p in prompts]
-    if any(missing) and state is not None:
-        # Texts that have begun cannot be padded: each is read by itself.
-        rows = [state.select(torch.tensor([i])) for i in range(len(prompts))]
-        read = [
-            prefill(model, torch.tensor([p], device=device), row, chunk) for p, row in zip(prompts, rows, strict=True)
-        ]
-        return torch.cat([logits for logits, _ in read]), ModelState.stack([row for _, row in read])
-    tokens = torch.tensor([[0] * n + p for p, n in zip(prompts, missing, strict=True)], device=device)
-    return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)

@@ -1,6 +1,6 @@
 """The standalone folder: `model, tokenizer = load_pretrained("exports/debug")`.
 
-    config.json                       the model's configuration, ids of control tokens, facts about the run
+    config.json                       the model's configuration, checksums of the weights, facts about the run
     model.safetensors                 the weights; or model-00001-of-0000N.safetensors with model.safetensors.index.json
     tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, hf_tokenizer.json)
     tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
@@ -10,6 +10,7 @@ Nothing in it is ever unpickled. A folder is written under another name and rena
 
 import json
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from interdomain.data import check_vocab, load_tokenizer
+from interdomain.data.indexed import file_sha256
 
 from .config import Execution, ModelConfig
 from .transformer import Transformer, meta_model
@@ -78,7 +80,15 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
     return len(weight_map)
 
 
+def checksums(files: Iterable[Path]) -> dict[str, str]:
+    """{file name: sha256}; several at a time, for reading is slower than hashing on many a machine, and on others not."""
+    files = list(files)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip((f.name for f in files), pool.map(file_sha256, files), strict=True))
+
+
 def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
+    """config.json, for weights that are written."""
     record = {
         "model_type": "interdomain",
         "dtype": dtype,
@@ -91,6 +101,7 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts
         "eos_token_id": tokenizer.eos_id,
         "interdomain": config.to_dict(),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
+        "weights": checksums(sorted(folder.glob("*.safetensors"))),
         "facts": facts,
     }
     (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
@@ -184,13 +195,40 @@ def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tens
         )
 
 
+def check_weights(folder: Path | str, record: dict) -> None:
+    """Raises ValueError unless every weight file is the one of `record`, byte for byte. Old folders have no checksums."""
+    recorded = record.get("weights")
+    if recorded is None:
+        return
+    found = checksums(sorted(set(weight_files(folder).values())))
+    for file, checksum in found.items():
+        if not isinstance(recorded, dict) or recorded.get(file) != checksum:
+            raise ValueError(
+                f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s. Copy the folder "
+                "again or convert again."
+            )
+
+
 def load_model(
-    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, backend: str = "auto"
+    folder: Path | str,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    verify: bool = True,
 ) -> Transformer:
-    """The model of a folder, in eval mode. dtype: None keeps the stored one; the dynamics are float32 in any case."""
-    config, _ = read_config(folder)
+    """The model of a folder, in eval mode.
+
+    Args:
+        dtype: None keeps the stored one; the dynamics are float32 in any case.
+        verify: compare the checksums of the weights, which reads them once more.
+    Raises: FileNotFoundError, ValueError with what is wrong and what to do.
+    """
+    config, record = read_config(folder)
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)
+    if verify:
+        check_weights(folder, record)
     with torch.device("meta"):
         model = Transformer(config, Execution(backend))
     placed = {
@@ -201,13 +239,11 @@ def load_model(
     return model.requires_grad_(False).eval()
 
 
-def load_pretrained(
-    folder: Path | str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, backend: str = "auto"
-):
-    """(model, tokenizer) of a standalone folder. Raises FileNotFoundError, ValueError with what is wrong and what to do."""
+def load_pretrained(folder: Path | str, **options):
+    """(model, tokenizer) of a standalone folder. Options and errors: `load_model`."""
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record, CONFIG)
-    return load_model(folder, device=device, dtype=dtype, backend=backend), tokenizer
+    return load_model(folder, **options), tokenizer
 
 
 def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict, source: str):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interdomain.model import CONDITIONS
-from interdomain.model.generation import PREFILL_CHUNK, Sampling, decode, generate, prefill, sample
+from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, read, sample
 
 from .common import random_tokens, small_config, variant
 
@@ -56,6 +56,105 @@ def test_prefill_does_not_depend_on_its_pieces(condition):
     # A prompt in two halves is one prompt.
     _, state = prefill(model, tokens[:, :13], chunk=5)
     torch.testing.assert_close(prefill(model, tokens[:, 13:], state, chunk=5)[0], whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("condition", "option"), [("interdomain", "plain"), ("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")]
+)
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+def test_padding_leaves_no_trace(condition, option, chunk):
+    """Rows with padding, in pieces that end within it, at its end and after it, and then further pieces and steps."""
+    model = variant(condition, option)
+    lengths = (13, 1, 2, 8, 9)
+    prompts = [prompt(model, n, seed=n) for n in lengths]
+    padding = torch.tensor([13 - n for n in lengths])
+    tokens = torch.tensor([[7] * (13 - n) + p for n, p in zip(lengths, prompts, strict=True)])
+    logits, state = prefill(model, tokens, chunk=chunk, padding=padding)
+    more = random_tokens(model.config, 5, 6)
+    found = [logits, *(decode(model, t, state) for t in more[:, :3].T), prefill(model, more[:, 3:], state)[0]]
+    assert state.position.tolist() == [n + 6 for n in lengths]
+    for i, p in enumerate(prompts):
+        logits, alone = prefill(model, torch.tensor([p]))
+        row = more[i : i + 1]
+        wanted = [logits, *(decode(model, t, alone) for t in row[:, :3].T), prefill(model, row[:, 3:], alone)[0]]
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a[i : i + 1], b, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="a row that has begun"):
+        model(more, state, padding=torch.tensor([0, 0, 1, 0, 0]))
+
+
+@pytest.mark.parametrize("padding", [[0, 3], [-1, 0], [0], [0.0, 1.0]], ids=str)
+def test_impossible_padding_is_refused(padding):
+    model = variant("interdomain")
+    with pytest.raises(ValueError, match="padding"):
+        model(torch.zeros(2, 2, dtype=torch.int64), model.init_state(2), padding=torch.tensor(padding))
+    with pytest.raises(ValueError, match="needs a state"):
+        model(torch.zeros(2, 2, dtype=torch.int64), padding=torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "dual-linear", "softmax"])
+def test_rows_are_taken_and_copied(condition):
+    model = variant(condition)
+    _, state = prefill(model, random_tokens(model.config, 3, 11))
+    beams = state.select(torch.tensor([2, 0, 2, 2]))
+    copy = state.clone()
+    next_tokens = torch.tensor([5, 6, 7, 8])
+    taken = decode(model, next_tokens, beams)
+    assert beams.position.tolist() == [12] * 4
+    assert state.position.tolist() == [11] * 3  # of its own
+    for i, row in enumerate((2, 0, 2, 2)):
+        again = decode(model, next_tokens[i].expand(3), copy.clone())
+        torch.testing.assert_close(taken[i], again[row], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
+def test_steps_of_fixed_shape(condition):
+    """What a CUDA graph replays: nothing in a step depends on values that the host holds."""
+    model = variant(condition)
+    tokens = random_tokens(model.config, 2, 30)
+    padding = torch.tensor([0, 4])
+    _, state = prefill(model, tokens[:, :10], padding=padding)
+    free, fixed = state.clone(), state.clone()
+    fixed.reserve(20)
+    before = fixed.clone()
+    fixed.cursor = torch.tensor([fixed.length])
+    for t in tokens[:, 10:].T:
+        torch.testing.assert_close(decode(model, t, fixed), decode(model, t, free), rtol=0, atol=1e-10)
+    assert fixed.length == 10  # the host's to count
+    assert fixed.cursor.tolist() == [30]
+    assert fixed.position.tolist() == free.position.tolist() == [30, 26]
+    fixed.restore(before)
+    assert fixed.cursor.tolist() == [10]
+    torch.testing.assert_close(
+        decode(model, tokens[:, 10], fixed), decode(model, tokens[:, 10], state), rtol=0, atol=1e-10
+    )
+
+
+def test_decoder_without_a_graph():
+    model = variant("softmax")
+    tokens = random_tokens(model.config, 2, 30)
+    _, state = prefill(model, tokens[:, :10])
+    decoder = Decoder(model, state.clone())
+    for t in tokens[:, 10:].T:
+        assert torch.equal(decoder.step(t), decode(model, t, state))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="a CUDA graph needs a model on CUDA"):
+            Decoder(model, state, graph=True)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+def test_texts_go_on(condition):
+    """From a state, with more tokens of unequal number, as in a chat."""
+    model = variant(condition)
+    prompts = [prompt(model, n, seed=n) for n in (5, 9)]
+    more = [prompt(model, n, seed=n) for n in (4, 7)]
+    options = dict(max_tokens=6, sampling=GREEDY)
+    _, state = read(model, prompts)
+    found = list(generate(model, more, state=state, **options))
+    wanted = list(generate(model, [a + b for a, b in zip(prompts, more, strict=True)], **options))
+    assert found == wanted
+    with pytest.raises(ValueError, match=r"1 prompt\(s\) for a state of 2"):
+        read(model, more[:1], state)
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])

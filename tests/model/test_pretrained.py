@@ -142,6 +142,12 @@ def edit_weights(folder, change):
     save_file(tensors, folder / WEIGHTS)
 
 
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def truncate(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
 
@@ -180,6 +186,8 @@ DAMAGE = {
         lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(n_layers=3)),
         ["layers.2.", "is missing", "and"],
     ),
+    "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), [WEIGHTS, "checksum differs", "convert again"]),
+    "weights unrecorded": (lambda f: edit_json(f / CONFIG, lambda r: r["weights"].clear()), ["checksum differs"]),
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), [WEIGHTS, "truncated or damaged"]),
     "empty weights": (lambda f: truncate(f / WEIGHTS, 0), [WEIGHTS, "truncated or damaged"]),
     "tensor missing": (lambda f: edit_weights(f, lambda t: t.pop("norm.weight")), ["norm.weight is missing"]),
@@ -233,6 +241,14 @@ def test_a_damaged_sharded_folder_is_refused(tmp_path, tokenizer):
     (tmp_path / "model" / INDEX).write_text("[]")
     with pytest.raises(ValueError, match="damaged"):
         load_model(tmp_path / "model")
+
+
+def test_weights_need_not_be_verified(folder):
+    flip_a_bit(folder / WEIGHTS)
+    load_model(folder, verify=False)
+    # Folders from before there were checksums load as they did.
+    edit_json(folder / CONFIG, lambda r: r.pop("weights"))
+    load_model(folder)
 
 
 def test_some_tensors_by_name(folder):

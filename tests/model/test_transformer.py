@@ -164,3 +164,17 @@ def test_unknown_backend_is_refused_by_name():
     model = lively(small_config("interdomain"), backend="trition")
     with pytest.raises(ValueError, match=r"'trition'; allowed: auto, chunkwise"):
         model(random_tokens(model.config, 1, 3))
+
+
+@pytest.mark.parametrize("option", ["plain", "rff"])
+def test_half_precision_leaves_the_dynamics(option):
+    """model.to(bfloat16) and .half() round weights; a decay of 0.999 would become 1."""
+    model = variant("interdomain", option, torch.float32)
+    original = {name: t.clone() for name, t in model.state_dict().items()}
+    for dtype, cast in ((torch.bfloat16, lambda: model.to(torch.bfloat16)), (torch.float16, model.half)):
+        cast()
+        for name, tensor in model.state_dict().items():
+            exact = ".ssm." in name or name.endswith("frequencies")
+            assert tensor.dtype == (torch.float32 if exact else dtype), name
+            assert not exact or torch.equal(tensor, original[name]), name
+        assert model(random_tokens(model.config, 1, 5)).dtype == dtype

@@ -1,6 +1,7 @@
 """Text from a standalone folder: what is printed is what the model says, alone on a machine that has torch and little else."""
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
-from interdomain.model.pretrained import load_pretrained
+from interdomain.model.pretrained import checksums, load_pretrained
 from interdomain.tools import convert, generate
 
 from ..common import REPOSITORY
@@ -35,6 +36,14 @@ def folder(tmp_path, source):
 
 def run(folder, *options, expect=0):
     assert generate.main([str(folder), *map(str, options)]) == expect
+
+
+def rewrite(folder, tensors):
+    """Other weights, on purpose: with their checksum."""
+    save_file(tensors, folder / "model.safetensors")
+    record = json.loads((folder / "config.json").read_text())
+    record["weights"] = checksums([folder / "model.safetensors"])
+    (folder / "config.json").write_text(json.dumps(record))
 
 
 def continuation(folder, prompt, max_tokens, sampling=None, seed=0):
@@ -121,7 +130,7 @@ def test_it_stops_at_the_end_of_text(folder, capsys, tokenizer):
     tensors["tok_embeddings.weight"][:, 0] = 1
     tensors["tok_embeddings.weight"][a] = torch.eye(32)[1]
     tensors["output.weight"][a, 0] = tensors["output.weight"][tokenizer.eos_id, 1] = 1
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, tensors)
     options = ("--prompt", "x", "--max-tokens", 7, "--temperature", 0)
     run(folder, *options)
     out, err = capsys.readouterr()
@@ -142,7 +151,7 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(folder, capsys, toke
     tensors = load_file(folder / "model.safetensors")
     assert tensors["output.weight"].shape[0] > tokenizer.vocab_size
     tensors["output.weight"][tokenizer.vocab_size :] *= 100
-    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, tensors)
     for temperature in (0, 1):
         run(folder, "--prompt", "x", "--max-tokens", 20, "--temperature", temperature, "--no-stop")
         assert capsys.readouterr().err.startswith("[20 tokens in ")
@@ -154,6 +163,53 @@ def test_prompt_from_standard_input(source, capsys, monkeypatch):
     piped = capsys.readouterr().out
     run(source, "--prompt", "import os", "--max-tokens", 5, "--temperature", 0)
     assert capsys.readouterr().out == piped
+
+
+LONG = "def f(x):\n    return x + 1\n\n" * 30
+
+
+@pytest.mark.parametrize("more", [None, "\n\ndef g", " and so on"])
+def test_a_prompt_is_read_once(source, tmp_path, capsys, tokenizer, more):
+    """Saved, loaded in another start and continued: the text of one start, whatever way the prompt came in."""
+    state = tmp_path / "prompt.state"
+    (tmp_path / "prompt.txt").write_text(LONG)
+    run(
+        source,
+        "--prompt-file",
+        tmp_path / "prompt.txt",
+        "--save-state",
+        state,
+        "--max-tokens",
+        0,
+        "--prefill-chunk",
+        50,
+    )
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"[wrote {state}: " in err
+    options = ("--max-tokens", 20, "--temperature", 0)
+    run(source, "--load-state", state, *options, *([] if more is None else ["--prompt", more]))
+    found = capsys.readouterr().out
+    run(source, "--prompt", LONG + (more or ""), *options)
+    assert LONG + found == capsys.readouterr().out
+    before = state.read_bytes()
+    run(source, "--prompt", "x", "--save-state", state, expect=2)
+    assert "exists, and nothing is overwritten" in error(capsys)
+    assert state.read_bytes() == before
+
+
+def test_one_prompt_in_several_ways(source, tmp_path, capsys):
+    run(source, "--prompt", LONG, "--save-state", tmp_path / "state", "--max-tokens", 1)
+    capsys.readouterr()
+    options = ("--load-state", tmp_path / "state", "--max-tokens", 9, "--temperature", 0)
+    alone = []
+    for prompt in ("import", "class A"):
+        run(source, *options, "--prompt", prompt)
+        alone.append(capsys.readouterr().out.removesuffix("\n"))
+    run(source, *options, "--prompt", "import", "--prompt", "class A")
+    out = capsys.readouterr().out
+    for prompt, text in zip(("import", "class A"), alone, strict=True):
+        assert f"{prompt!r}\n{text}\n" in out
 
 
 def test_low_precision(source, capsys):
@@ -261,6 +317,8 @@ def test_a_damaged_folder_is_one_paragraph(folder, capsys, damage):
         (["--top-p", 0], ["top_p", "0"]),
         (["--top-k", -3], ["top_k", "-3"]),
         (["--seed", 2**64], ["--seed", "64 bits"]),
+        (["--load-state", "nowhere.state"], ["no state nowhere.state", "--save-state"]),
+        (["--prompt-file", "x.txt"], ["--prompt", "--prompt-file", "choose one"]),
         (["--device", "gpu"], ["--device gpu", "cpu"]),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], ["--device cuda", "cpu"])]),
     ],

@@ -1,0 +1,105 @@
+"""States on disk: the same future, with the model they belong to and no other."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from interdomain.model.generation import Sampling, continuation, read
+from interdomain.model.saved_state import fingerprint, load_state, save_state
+
+from .common import lively, random_tokens, small_config, variant
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
+
+
+def texts(model, logits, state):
+    return list(continuation(model, logits, state, max_tokens=12, sampling=Sampling(temperature=0)))
+
+
+@pytest.mark.parametrize(
+    ("condition", "option"), [("interdomain", "plain"), ("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")]
+)
+def test_the_same_future(tmp_path, condition, option):
+    model = variant(condition, option)
+    logits, state = read(model, PROMPTS, chunk=3)
+    size = save_state(tmp_path / "state", model, state, logits, PROMPTS)
+    assert size == (tmp_path / "state").stat().st_size
+    saved = load_state(tmp_path / "state", model)
+    assert saved.tokens == PROMPTS
+    assert torch.equal(saved.logits, logits)
+    assert texts(model, saved.logits, saved.state) == texts(model, logits, state)
+
+
+def test_its_size_does_not_grow_with_the_prompt(tmp_path):
+    sizes = {}
+    for condition in ("interdomain", "softmax"):
+        model = variant(condition)
+        for n in (10, 100):
+            tokens = random_tokens(model.config, 1, n).tolist()
+            logits, state = read(model, tokens)
+            sizes[condition, n] = save_state(tmp_path / f"{condition}{n}", model, state, logits, tokens)
+    assert sizes["interdomain", 100] - sizes["interdomain", 10] < 90 * 8 + 64  # the tokens, and a longer header
+    assert sizes["softmax", 100] > 5 * sizes["softmax", 10]
+
+
+def test_fingerprints():
+    model = lively(small_config("interdomain"), torch.float32)
+    own = fingerprint(model)
+    assert fingerprint(lively(small_config("interdomain"), torch.float32)) == own
+    assert fingerprint(lively(small_config("interdomain"), torch.float32).to(torch.bfloat16)) == own
+    assert fingerprint(lively(small_config("interdomain"), torch.float32, seed=1)) != own
+    assert fingerprint(lively(small_config("interdomain", readout="real"), torch.float32)) != own
+    with torch.no_grad():
+        model.layers["1"].attention.ssm.log_dt[0] += 0.1
+    assert fingerprint(model) != own
+
+
+def rewrite(path, **changes):
+    """The file with other metadata."""
+    with safe_open(path, framework="pt") as f:
+        metadata = f.metadata()
+    save_file(load_file(path), path, metadata | changes)
+
+
+def about(path, **changes):
+    with safe_open(path, framework="pt") as f:
+        record = json.loads(f.metadata()["about"])
+    rewrite(path, about=json.dumps(record | changes))
+
+
+DAMAGE = {
+    "missing": (lambda p: p.unlink(), ["no state"]),
+    "no state": (lambda p: save_file({"x": torch.zeros(1)}, p), ["not a saved state"]),
+    "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), ["truncated or damaged"]),
+    "newer": (lambda p: rewrite(p, version="2"), ["format version 2", "reads version 1"]),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), ["truncated or damaged"]),
+    "another shape": (lambda p: about(p, length=5), ["truncated or damaged", "layers.0.k"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_state_is_refused(tmp_path, damage):
+    model = variant("softmax")
+    logits, state = read(model, PROMPTS[:1])
+    save_state(tmp_path / "state", model, state, logits, PROMPTS[:1])
+    break_it, words = DAMAGE[damage]
+    break_it(tmp_path / "state")
+    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+        load_state(tmp_path / "state", model)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_another_model_is_refused(tmp_path):
+    model = variant("interdomain")
+    logits, state = read(model, PROMPTS)
+    save_state(tmp_path / "state", model, state, logits, PROMPTS)
+    for other in (lively(small_config("interdomain"), seed=1), variant("s4d"), variant("interdomain", "kv2")):
+        with pytest.raises(ValueError, match="saved by another model"):
+            load_state(tmp_path / "state", other)
+    with pytest.raises(ValueError, match=r"has seen \[8, 3\] tokens, but \[8, 2\] are given"):
+        save_state(tmp_path / "other", model, state, logits, [PROMPTS[0], PROMPTS[1][:2]])
+    assert not (tmp_path / "other").exists()
