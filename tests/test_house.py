@@ -1,7 +1,7 @@
 """The house rules, enforced: which room imports what, what is in the wheel, what is in the files."""
 
 import ast
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -82,6 +82,7 @@ def room(name):
 
 ROOMS = {
     "folders": set(),
+    "bundle": set(),
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
@@ -90,8 +91,9 @@ ROOMS = {
     },
     "model": {
         *("torch", "safetensors", "numpy"),
-        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders"),
+        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.bundle"),
     },
+    "hf": {"torch", "transformers", "interdomain.model", "interdomain.bundle"},
     "titan": {
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
@@ -102,7 +104,7 @@ ROOMS = {
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.titan", "interdomain.megatron"),
+        *("interdomain.titan", "interdomain.megatron", "interdomain.bundle"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         *("pyarrow", "zstandard"),  # bench_data writes such files to read them
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
@@ -152,7 +154,8 @@ def test_imports_go_one_way(module):
 def test_every_room_was_looked_at():
     seen = {room(module) for module in MODULES}
     assert {
-        f"interdomain.{name}" for name in ("scan", "features", "data", "model", "titan", "tools", "folders")
+        f"interdomain.{name}"
+        for name in ("scan", "features", "data", "model", "hf", "titan", "tools", "folders", "bundle")
     } <= seen
     assert len(MODULES) > 40
 
@@ -248,8 +251,10 @@ def test_the_wheel_imports_from_anywhere(wheel, tmp_path):
 
 
 def test_imports_are_silent_and_open_no_socket(tmp_path):
-    ours = [name for name in MODULES if not name.startswith("interdomain.titan")]
-    done = python(STRICT.format(theirs=[], ours=ours), tmp_path)
+    theirs = ["transformers"] if importlib.util.find_spec("transformers") else []
+    others = ("interdomain.titan",) if theirs else ("interdomain.titan", "interdomain.hf")
+    ours = [name for name in MODULES if not name.startswith(others)]
+    done = python(STRICT.format(theirs=theirs, ours=ours), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == len(ours)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from interdomain.bundle import AUTO_MAP
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 
@@ -91,6 +92,9 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts
     """config.json, for weights that are written."""
     record = {
         "model_type": "interdomain",
+        "architectures": ["InterdomainForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "use_cache": True,
         "dtype": dtype,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
