@@ -130,12 +130,12 @@ def targets(rows: list[dict], flats: dict, memory: dict, long_prompt: tuple[int,
     ours = fastest(rows, "interdomain", size, 64, 4096)
     found.append(_at_least("interdomain, bandwidth floor over time, B=64", 0.7, ours and ours["of floor"]))
     for cell in paper.MEMORY:
-        figures = memory.get(cell, {})
+        figures = memory.get((size, *cell), {})
         softmax = [f["GiB"] for way, f in figures.items() if way.startswith("softmax") and "GiB" in f]
         ours = figures.get("interdomain chunked", {}).get("GiB")
         name = f"interdomain chunked over softmax (the lesser), peak memory, B={cell[0]}, {cell[1]:,} tokens"
         found.append(_at_most(name, 1.0, ratio(ours, min(softmax, default=None))))
-    ours = memory.get(long_prompt, {}).get("interdomain chunked", {}).get("GiB")
+    ours = memory.get((size, *long_prompt), {}).get("interdomain chunked", {}).get("GiB")
     found.append(
         _at_most(f"GiB at the peak of reading {long_prompt[1]:,} tokens, B={long_prompt[0]}", LONG_PROMPT_GIB, ours)
     )

@@ -88,7 +88,7 @@ class Bench:
     deadline: Deadline
     rows: list[dict] = field(default_factory=list)
     flats: dict[tuple[str, int], dict] = field(default_factory=dict)  # (size, batch)
-    memory: dict[tuple[int, int], dict] = field(default_factory=dict)  # (batch, tokens)
+    memory: dict[tuple[str, int, int], dict] = field(default_factory=dict)  # (size, batch, tokens)
 
     def late(self, what: str) -> bool:
         if self.deadline.passed:
@@ -145,11 +145,11 @@ class Bench:
         self.report.table(table, MEMORY)
         for cell in (*self.mode.prompts, self.mode.long_prompt):
             if not self.late(f"prompts of {cell[0]} x {cell[1]:,} tokens"):
-                self.memory[cell] = self.prompt_figures(models, *cell)
-                self.report.add(table, memory_row(cell, self.memory[cell]))
+                self.memory[size, *cell] = figures = self.prompt_figures(models, *cell)
+                self.report.add(table, memory_row(cell, figures))
         table = f"tokens/s of reading a prompt, {size}"
         self.report.table(table, SPEED)
-        for cell, figures in self.memory.items():
+        for (_, *cell), figures in self.memory.items():
             self.report.add(table, speed_row(cell, figures))
 
     def prompt_figures(self, models: dict[str, Transformer], batch: int, length: int) -> dict[str, dict]:

@@ -4,28 +4,32 @@ This runs every line that only a GPU would: events, graphs, peak memory, targets
 """
 
 import contextlib
+import dataclasses
 import json
 import time
 import types
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
+from interdomain.model import SIZES, Transformer
 from interdomain.tools import (
     _bench,
     _features,
+    _inference,
     _passes,
     _problems,
     _timing,
     bench_decode,
+    bench_inference,
     bench_kernels,
     bench_training,
     check_kernels,
 )
 
+from .. import cuda_stand_in
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
-CPU = torch.device("cpu")
 
 
 class Event:
@@ -54,18 +58,9 @@ def capture(graph):
     graph.captured = True
 
 
-class OnTheCPU(TorchFunctionMode):
-    def __torch_function__(self, func, kinds, args=(), kwargs=None):
-        def here(x):
-            return CPU if isinstance(x, torch.device) and x.type == "cuda" else x
-
-        return func(*map(here, args), **{name: here(x) for name, x in (kwargs or {}).items()})
-
-
 @pytest.fixture
 def gpu(monkeypatch):
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    stand_in = dict(
+    stand_in = cuda_stand_in.streams() | dict(
         is_available=lambda: True,
         get_device_properties=lambda device: types.SimpleNamespace(
             **dict(
@@ -83,9 +78,6 @@ def gpu(monkeypatch):
         memory_allocated=lambda: 2**20,
         max_memory_allocated=lambda: 6 * 2**20,
         Event=Event,
-        Stream=lambda: stream,
-        current_stream=lambda: stream,
-        stream=lambda s: contextlib.nullcontext(),
         CUDAGraph=Graph,
         graph=capture,
     )
@@ -95,9 +87,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
-    for tool in (bench_kernels, bench_decode, _passes):
+    for tool in (bench_kernels, bench_decode, bench_inference, _passes):
         monkeypatch.setattr(tool, "ceilings", lambda device: _timing.Ceilings(4e12, 8e14))
-    with OnTheCPU():
+    with cuda_stand_in.OnTheCPU():
         yield
 
 
@@ -163,6 +155,38 @@ def test_decode(gpu, tmp_path):
     softmax = [row for row in table["rows"] if row["step"].startswith("softmax, cache 8, ")]
     assert sorted(row["graph"] for row in softmax) == [False, True]
     assert all(row["us"] > 0 for row in softmax)
+
+
+@pytest.fixture
+def replaying(gpu, monkeypatch):
+    """Graphs that replay, and states that are on CUDA."""
+    for name, value in cuda_stand_in.streams().items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for place, name in ((Transformer, "init_state"), (_inference, "put")):
+        make = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, make=make, **k: cuda_stand_in.on_cuda(make(*a, **k)))
+
+
+def test_inference(replaying, tmp_path, monkeypatch):
+    few = dict(prompts=((2, 16),), long_prompt=(1, 24), chunk=8)
+    monkeypatch.setattr(bench_inference, "GPU", dataclasses.replace(bench_inference.GPU, **few))
+    monkeypatch.setitem(SIZES, "debug", dict(dim=16, n_layers=1, n_heads=2, head_dim=8, n_basis=4, vocab_size=64))
+    argv = ["--sizes", "debug", "--batches", "1", "2", "--prefixes", "8", "12", "--steps", "2", "--rounds", "1"]
+    assert bench_inference.main(["--out", str(tmp_path), *argv]) == 0
+    contents = results(tmp_path, "inference")
+    tables = contents["tables"]
+    rows = tables["decode, debug"]["rows"]
+    assert [row.get("remark") for row in rows] == [None] * 20
+    assert {row["path"] for row in rows} == {
+        *("interdomain, eager", "interdomain, graph"),
+        *("softmax, eager", "softmax, static cache, graph", "softmax, exact cache, graph"),
+    }
+    assert all(row["of floor"] == pytest.approx(row["floor ms"] / row["ms a step"]) for row in rows)
+    assert all(row["floor ms"] == pytest.approx(1e3 * row["MB"] * 1e6 / 4e12) for row in rows)
+    prompt, long_prompt = tables["peak memory of reading a prompt, debug"]["rows"]
+    assert prompt["interdomain whole GiB"] == prompt["interdomain chunked GiB"] > prompt["softmax whole GiB"]
+    assert "softmax whole GiB" not in long_prompt
+    assert {row["met"] for row in tables["targets"]["rows"]} == {"not measured"}  # they are the 1.3B model's
 
 
 def test_the_step_s_graph_is_checked_by_replay(gpu):
