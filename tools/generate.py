@@ -91,7 +91,7 @@ def read_prompts(args, model, tokenizer, prompts: list[str] | None) -> SavedStat
     start = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
     if not args.load_state:
         ids = [([] if start is None else [start]) + tokenizer.encode(prompt) for prompt in prompts]
-        logits, state = read(model, ids, chunk=args.prefill_chunk)
+        logits, state = read(model, ids, chunk=args.prefill_chunk, room=args.max_tokens)
         return SavedState(state, logits, ids)
     saved = load_state(args.load_state, model)
     if prompts is None:

@@ -114,7 +114,7 @@ class Decoder:
     @torch.no_grad()
     def _capture(self) -> None:
         # The warm-up steps, which compile kernels and let libraries allocate, must leave the state as it was.
-        before = self.state.clone()
+        before = self.state.snapshot()
         aside = torch.cuda.Stream(self.tokens.device)
         aside.wait_stream(torch.cuda.current_stream(self.tokens.device))
         with torch.cuda.stream(aside):
@@ -165,7 +165,7 @@ def generate(
         token, as of any iterator.
     """
     _at_least_one(max_tokens=max_tokens, prefill_chunk=prefill_chunk)
-    logits, state = read(model, prompts, state, prefill_chunk)
+    logits, state = read(model, prompts, state, prefill_chunk, room=max_tokens)
     yield from continuation(model, logits, state, max_tokens=max_tokens, **options)
 
 
@@ -205,9 +205,16 @@ def continuation(
 
 
 def read(
-    model: Transformer, prompts: list[list[int]], state: ModelState | None = None, chunk: int = PREFILL_CHUNK
+    model: Transformer,
+    prompts: list[list[int]],
+    state: ModelState | None = None,
+    chunk: int = PREFILL_CHUNK,
+    room: int = 0,
 ) -> tuple[Tensor, ModelState]:
-    """`prefill` for lists of tokens of any lengths, from a state with one row for each or from none."""
+    """`prefill` for lists of tokens of any lengths, from a state with one row for each or from none.
+
+    room: tokens that are to follow, for which softmax has room from the start.
+    """
     if not prompts:
         raise ValueError("there is no prompt; give a list of at least one list of tokens.")
     check_tokens(prompts, model.config.vocab_size)
@@ -225,6 +232,7 @@ def read(
             prefill(model, torch.tensor([p], device=device), row, chunk) for p, row in zip(prompts, rows, strict=True)
         ]
         return torch.cat([logits for logits, _ in found]), ModelState.stack([row for _, row in found])
+    state = state or model.init_state(len(prompts), capacity=longest + room)
     tokens = torch.tensor([[0] * n + p for p, n in zip(prompts, missing, strict=True)], device=device)
     return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
 

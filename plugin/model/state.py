@@ -122,15 +122,20 @@ class ModelState:
             for layer in self.layers:
                 layer.reserve(self.length, self.length + tokens)
 
-    def restore(self, other: "ModelState") -> None:
-        """Become as `other`, of the same shape, was when it was cloned; addresses stay."""
-        for layer, old in zip(self.layers, other.layers, strict=True):
-            for name, x in layer.tensors().items():
-                x.copy_(old.tensors()[name])
-        self.position.copy_(other.position)
-        self.length, self.padded = other.length, other.padded
+    def snapshot(self) -> list[Tensor]:
+        """Copies of what a step overwrites; of a cache nothing, to which it adds."""
+        return [x.clone() for x in self._overwritten()]
+
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Undo the steps since then; addresses stay."""
+        for x, old in zip(self._overwritten(), snapshot, strict=True):
+            x.copy_(old)
         if self.cursor is not None:
-            self.cursor.fill_(other.length)
+            self.cursor.fill_(self.length)
+
+    def _overwritten(self) -> list[Tensor]:
+        recurrent = [layer for layer in self.layers if isinstance(layer, MixerState)]
+        return [self.position, *(x for layer in recurrent for x in layer.tensors().values())]
 
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors().values())

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, read, sample
 
-from .common import random_tokens, small_config, variant
+from .common import lively, random_tokens, small_config, variant
 
 GREEDY = Sampling(temperature=0)
 
@@ -83,6 +84,31 @@ def test_padding_leaves_no_trace(condition, option, chunk):
         model(more, state, padding=torch.tensor([0, 0, 1, 0, 0]))
 
 
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "s4d"])
+def test_memory_does_not_grow_with_the_prompt(condition):
+    model = lively(small_config(condition, vocab_size=5000))
+
+    def largest(length, chunk):
+        with Largest() as found:
+            prefill(model, random_tokens(model.config, 1, length), chunk=chunk)
+        return found.numel
+
+    assert largest(512, 32) == largest(128, 32) < largest(512, 512)
+    assert largest(512, 512) < 512 * 5000  # no logits of every token
+
+
 @pytest.mark.parametrize("padding", [[0, 3], [-1, 0], [0], [0.0, 1.0]], ids=str)
 def test_impossible_padding_is_refused(padding):
     model = variant("interdomain")
@@ -116,8 +142,8 @@ def test_steps_of_fixed_shape(condition):
     _, state = prefill(model, tokens[:, :10], padding=padding)
     free, fixed = state.clone(), state.clone()
     fixed.reserve(20)
-    before = fixed.clone()
     fixed.cursor = torch.tensor([fixed.length])
+    before = fixed.snapshot()
     for t in tokens[:, 10:].T:
         torch.testing.assert_close(decode(model, t, fixed), decode(model, t, free), rtol=0, atol=1e-10)
     assert fixed.length == 10  # the host's to count
