@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# benchmarks/gpu.sh                       everything in ten minutes: check, kernels, decode, training
-# benchmarks/gpu.sh kernels [TOOL FLAGS]  one part: check, kernels, decode, training; also passes and tune
+# benchmarks/gpu.sh                       everything in ten minutes: check, kernels, decode, inference, training
+# benchmarks/gpu.sh kernels [TOOL FLAGS]  one part: check, kernels, decode, inference, training; also passes and tune
 # benchmarks/gpu.sh all --out DIR         results go to DIR (default: benchmarks/results/<UTC date and time>)
 #
 # Needs PyTorch and Triton, and no network: nothing is installed. INTERDOMAIN_PYTHON names the interpreter (default: .venv's,
@@ -8,14 +8,14 @@
 # without its .git. INTERDOMAIN_SECONDS changes the ten minutes. Without a GPU everything runs tiny and says so.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-parts=(check kernels decode training)
+parts=(check kernels decode inference training)
 
 fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
 
 part=all
 if [ $# -gt 0 ] && [[ $1 != -* ]]; then part=$1; shift; fi
 case $part in
-  all | check | kernels | decode | training | passes | tune) ;;
+  all | check | kernels | decode | inference | training | passes | tune) ;;
   *) fail "there is no part '$part'; allowed: all, ${parts[*]}, passes, tune." ;;
 esac
 out=
@@ -98,9 +98,10 @@ left() { echo $((total - (SECONDS - began))); }
 at_most() { local rest; rest=$(left); echo $((rest < $1 ? rest : $1)); }
 
 if [ "$part" = all ]; then
-  run check "$(at_most 160)"
-  run kernels "$(at_most 170)"
-  run decode "$(at_most 60)"
+  run check "$(at_most 150)"
+  run kernels "$(at_most 130)"
+  run decode "$(at_most 40)"
+  run inference "$(at_most 120)" --quick
   run training "$(left)" --case-limit 150
 else
   run "$part" "$(left)" ${flags[@]+"${flags[@]}"}

@@ -64,12 +64,13 @@ class Mode:
     long_prompt: tuple[int, int] = LONG_PROMPT
     chunk: int = PREFILL_CHUNK
     dtype: str = "bfloat16"
-    steps: int = 64
+    steps: int = 32
     rounds: int = 20
     seconds: float = 0.5
 
 
 GPU = Mode()
+QUICK = replace(GPU, prefixes=(4096, 16_384, 512), steps=16, rounds=8)
 TINY = Mode(
     *(("debug",), PARTS, (1, 2), (32, 64), (1, 2), ((2, 64),), (1, 128), 32, "float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
@@ -184,7 +185,8 @@ class Bench:
 
 def settle(args, device: torch.device) -> tuple[list[str], Mode]:
     """The sizes, smallest first, and what of a mode was asked for otherwise. Raises: ValueError."""
-    mode = GPU if device.type == "cuda" else CPU if args.sizes else TINY
+    gpu = QUICK if args.quick else GPU
+    mode = gpu if device.type == "cuda" else CPU if args.sizes else TINY
     sizes = choose("--sizes", args.sizes or list(mode.sizes), tuple(SIZES))
     parts = choose("--parts", args.parts or list(mode.parts), PARTS)
     for flag in ("batches", "prefixes", "steps", "rounds", "threads"):
@@ -214,10 +216,13 @@ def parse(argv) -> argparse.Namespace:
     )
     p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(BATCHES)))}")
     p.add_argument("--prefixes", nargs="+", type=int, help=f"tokens; default {' '.join(map(str, sorted(PREFIXES)))}")
-    p.add_argument("--steps", type=int, help="tokens in a timed call; default 64 (CPU: 16)")
+    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 16)")
     p.add_argument("--rounds", type=int, help="turns of a candidate at most, and at least 3; default 20")
     p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
     p.add_argument("--threads", type=int, help="of PyTorch on a CPU; default: as PyTorch chooses")
+    p.add_argument(
+        "--quick", action="store_true", help="on a GPU, what fits into two minutes: three prefixes, fewer steps"
+    )
     p.add_argument("--compile", action="store_true", help="time steps that torch.compile compiled before capture, too")
     return p.parse_args(argv)
 

@@ -230,7 +230,7 @@ def test_one_command_from_a_clone_that_is_not_installed(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["everything"], "no part 'everything'; allowed: all, check kernels decode training"),
+        (["everything"], "no part 'everything'; allowed: all, check kernels decode inference training"),
         (["all", "--rounds", "3"], "flags are for one part"),
         (["check", "--out"], "--out needs a folder"),
     ],
@@ -251,5 +251,5 @@ def test_an_interpreter_without_pytorch_is_named(tmp_path):
 def test_no_time_left_is_said(tmp_path):
     done = gpu_sh(REPOSITORY, "all", "--out", str(tmp_path), INTERDOMAIN_SECONDS="5")
     assert done.stdout.splitlines()[-1].endswith(
-        "(check: not run, kernels: not run, decode: not run, training: not run)"
+        "(check: not run, kernels: not run, decode: not run, inference: not run, training: not run)"
     )
