@@ -30,6 +30,9 @@ def parse(argv):
     p.add_argument(
         "--max-tokens", type=int, default=128, help="tokens to write per prompt (default 128); 0 with --save-state"
     )
+    p.add_argument(
+        "--endless", action="store_true", help="write until Ctrl-C, whatever --max-tokens and the end of text"
+    )
     p.add_argument("--temperature", type=float, default=0.8, help="0 for greedy (default 0.8)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all")
     p.add_argument(
@@ -146,46 +149,50 @@ def main(argv=None) -> int:
     written, began = 0, time.perf_counter()
 
     def emit(i: int, piece: str) -> None:
-        texts[i] += piece
         if single:
             print(piece, end="", flush=True)
+        else:
+            texts[i] += piece
 
     def close(i: int) -> None:
+        open_rows.discard(i)
         emit(i, streams[i].flush())
         if not single:
             print(f"=== {i + 1}: {given[i]!r}\n{given[i]}{texts[i]}\n", flush=True)
 
     if single:
         print(given[0], end="", flush=True)
-    stop = None if args.no_stop else tokenizer.eos_id
-    open_rows = set(range(len(ids)))
-    for row in continuation(
-        model,
-        logits,
-        state,
-        max_tokens=args.max_tokens,
-        sampling=sampling,
-        seed=args.seed,
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-        graph=False if args.no_graph else None,
-    ):
-        for i, token in enumerate(row):
-            if token is None:
-                continue
-            written += 1
-            if token != stop:
-                emit(i, streams[i].push(token))
-            else:
-                close(i)
-                open_rows.discard(i)
+    stop = None if args.no_stop or args.endless else tokenizer.eos_id
+    open_rows, status = set(range(len(ids))), 0
+    try:
+        for row in continuation(
+            model,
+            logits,
+            state,
+            max_tokens=None if args.endless else args.max_tokens,
+            sampling=sampling,
+            seed=args.seed,
+            stop=stop,
+            vocab_size=tokenizer.vocab_size,
+            graph=False if args.no_graph else None,
+        ):
+            for i, token in enumerate(row):
+                if token is None:
+                    continue
+                written += 1
+                if token != stop:
+                    emit(i, streams[i].push(token))
+                else:
+                    close(i)
+    except KeyboardInterrupt:
+        status = 0 if args.endless else 130
     for i in sorted(open_rows):
         close(i)
     if single:
         print()
     seconds = time.perf_counter() - began
     print(f"[{written} tokens in {seconds:.1f} s, {written / seconds:.1f} tokens/s]", file=sys.stderr)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 The state has a fixed size for every mixer but softmax, so a step costs the same after ten tokens and after a million.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ def generate(
     model: Transformer,
     prompts: list[list[int]],
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     prefill_chunk: int = PREFILL_CHUNK,
     state: ModelState | None = None,
     **options,
@@ -165,7 +166,7 @@ def generate(
         token, as of any iterator.
     """
     _at_least_one(max_tokens=max_tokens, prefill_chunk=prefill_chunk)
-    logits, state = read(model, prompts, state, prefill_chunk, room=max_tokens)
+    logits, state = read(model, prompts, state, prefill_chunk, room=max_tokens or 0)
     yield from continuation(model, logits, state, max_tokens=max_tokens, **options)
 
 
@@ -174,7 +175,7 @@ def continuation(
     logits: Tensor,
     state: ModelState,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: int | None = None,
@@ -185,21 +186,24 @@ def continuation(
 
     Args:
         logits: after the last token, [B, V]. state: after the last token; advanced.
+        max_tokens: None for as many as are taken: without end, at a cost that does not grow (but softmax's).
         stop: a token that ends a row (it is yielded), or None.
         vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
         graph: decode with a CUDA graph; None for on CUDA alone.
     """
     _at_least_one(max_tokens=max_tokens)
+    if max_tokens is None and state.capacity is not None:
+        graph = False  # a cache that grows without end cannot be captured
     sampling = sampling or Sampling()
     generators = [torch.Generator(logits.device).manual_seed(seed) for _ in logits]
-    decoder = Decoder(model, state, room=max_tokens, graph=graph) if max_tokens > 1 else None
+    decoder = Decoder(model, state, room=max_tokens or 0, graph=graph) if max_tokens != 1 else None
     ended = [False] * len(logits)
-    for step in range(max_tokens):
+    for step in itertools.count(1):
         tokens = sample(logits[:, :vocab_size], sampling, generators)
         ids = tokens.tolist()
         yield [None if done else t for t, done in zip(ids, ended, strict=True)]
         ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]
-        if all(ended) or step + 1 == max_tokens:
+        if all(ended) or step == max_tokens:
             return
         logits = decoder.step(tokens)
 
@@ -237,9 +241,9 @@ def read(
     return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
 
 
-def _at_least_one(**values: int) -> None:
+def _at_least_one(**values: int | None) -> None:
     for name, value in values.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1: got {value}.")
 
 

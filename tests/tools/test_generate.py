@@ -165,6 +165,30 @@ def test_prompt_from_standard_input(source, capsys, monkeypatch):
     assert capsys.readouterr().out == piped
 
 
+class Enough(io.StringIO):
+    """A reader who presses Ctrl-C, once."""
+
+    pressed = False
+
+    def write(self, text):
+        if len(self.getvalue()) > 300 and not self.pressed:
+            self.pressed = True
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_without_end(source, monkeypatch, capsys):
+    options = ("--prompt", "x", "--temperature", 0)
+    run(source, *options, "--max-tokens", 400, "--no-stop")
+    long = capsys.readouterr().out
+    for more, status in ((["--endless", "--max-tokens", 3], 0), (["--max-tokens", 400, "--no-stop"], 130)):
+        screen = Enough()
+        monkeypatch.setattr(sys, "stdout", screen)
+        run(source, *options, *more, expect=status)
+        assert len(screen.getvalue()) > 300
+        assert long.startswith(screen.getvalue().removesuffix("\n"))
+
+
 LONG = "def f(x):\n    return x + 1\n\n" * 30
 
 
