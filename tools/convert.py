@@ -1,7 +1,8 @@
 """python -m interdomain.tools.convert outputs/debug exports/debug
 
-Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer), and back: with --to-checkpoint, a
-standalone folder becomes a checkpoint that training starts from (--checkpoint.initial_load_path).
+Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer, model card, and the code that
+transformers' AutoModelForCausalLM runs), and back: with --to-checkpoint, a standalone folder becomes a checkpoint that training
+starts from (--checkpoint.initial_load_path).
 
 Only the model's tensors are read, shard by shard, whatever topology wrote them; optimizer state is never touched. It is safe
 while training goes on. The result is read back and compared: every value, to the bit of its dtype, and the logits of a forward
@@ -18,12 +19,14 @@ import torch
 from tqdm import tqdm
 
 import interdomain
-from interdomain.data.tokenizer_export import write_for_transformers
+from interdomain.bundle import write_code
+from interdomain.data.tokenizer_export import padding_id, write_for_transformers
 from interdomain.folders import new_folder
-from interdomain.model import Transformer, condition_of, meta_model, pretrained
+from interdomain.model import ModelConfig, Transformer, condition_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
 from ._cli import user_errors
+from ._model_card import last_validation, write_card
 
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
@@ -75,15 +78,33 @@ def to_folder(args) -> str:
             )
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
+        facts["validation"] = last_validation(checkpoint, record["step"])
         tokenizer.write(folder)
         try:
             write_for_transformers(tokenizer, folder)
         except NotImplementedError as e:
             print(f"note: no tokenizer.json for transformers was written: {e}", file=sys.stderr)
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
+        write_generation_config(folder, config, tokenizer)
+        write_code(folder)
+        write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
     size = sum(f.stat().st_size for f in args.output.iterdir())
     return f"wrote {args.output} ({size / 1e6:.1f} MB, {count} tensors, step {record['step']}, {difference})"
+
+
+def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:
+    """generation_config.json, what transformers' `generate` does unless it is told otherwise."""
+    record = {
+        # Training documents follow an end-of-text token: a text without a prompt begins with it.
+        "bos_token_id": tokenizer.bos_id if tokenizer.eos_id is None else tokenizer.eos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": padding_id(tokenizer),
+        # Rows of a vocabulary that was padded to a round number mean nothing.
+        "suppress_tokens": list(range(tokenizer.vocab_size, config.vocab_size)) or None,
+    }
+    record = {name: value for name, value in record.items() if value is not None}
+    (folder / "generation_config.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 @torch.inference_mode()

@@ -55,10 +55,13 @@ def write_for_transformers(tokenizer, folder):
     described = kinds[type(tokenizer)](tokenizer)
     made = tokenizers.Tokenizer.from_str(json.dumps(described))
     _compare(tokenizer, made)
-    by_name = zip(SPECIALS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.unk_id), strict=True)
+    ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
+    by_name = zip(SPECIALS, ids, strict=True)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: made.id_to_token(token) for name, token in by_name if token is not None},
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
@@ -66,6 +69,14 @@ def write_for_transformers(tokenizer, folder):
     }
     for name, contents in (("tokenizer.json", described), (CONFIG_FILE, config)):
         write_whole(Path(folder) / name, (json.dumps(contents, ensure_ascii=False, indent=1) + "\n").encode())
+
+
+def padding_id(tokenizer):
+    """The token that stands for padding in transformers; where there is none, one that no text encodes to. None: none is left.
+
+    Not the end of text, if there is another: what fine-tunes a model leaves padding out of the loss.
+    """
+    return next((i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None)
 
 
 def _compare(tokenizer, made):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from interdomain import bundle
 from interdomain.model import Transformer
 from interdomain.model import distributed_checkpoint as checkpoints
 from interdomain.model.pretrained import load_pretrained, read_config
@@ -93,9 +94,13 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert wrote.startswith(f"wrote {output} (")
     assert f"{len(model.state_dict())} tensors, step 100, logits equal to" in wrote
     assert_same(stored(output), model.state_dict())
-    assert sorted(os.listdir(output)) == [
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ]
+    data = {path.name for path in output.iterdir() if path.suffix != ".py"}
+    assert data == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+        *("generation_config.json", "README.md"),
+    }
+    code = {path.name: path.read_text() for path in output.glob("*.py")}
+    assert code == bundle.bundled()
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in output.iterdir())
     config, record = read_config(output)
     assert config == model.config
@@ -121,7 +126,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert_same(checkpoints.read_tensors(tmp_path / "again" / "step-0", list(index), index), model.state_dict())
     run(tmp_path / "again", tmp_path / "exports" / "second")
     first, second = contents(output), contents(tmp_path / "exports" / "second")
-    first.pop("config.json"), second.pop("config.json")  # facts differ: step 0, started from step 100
+    for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
+        assert first.pop(name) != second.pop(name)
     assert first == second
 
 

@@ -1,0 +1,61 @@
+"""What an exported folder says of itself: the model card, and what transformers' `generate` starts from."""
+
+import json
+
+import pytest
+
+from interdomain.model import count_parameters
+from interdomain.model.pretrained import read_config
+from interdomain.tools import convert
+
+from .checkpoints import small_model, write_checkpoint
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "folder"
+
+
+def convert_to(output, checkpoint):
+    assert convert.main([str(checkpoint), str(output)]) == 0
+
+
+def test_what_transformers_generates_with(tmp_path, tokenizer, output):
+    """The vocabulary has rows that are no tokens; a text begins where training documents began."""
+    convert_to(output, write_checkpoint(tmp_path / "run", small_model(), tokenizer))
+    record = json.loads((output / "generation_config.json").read_text())
+    assert record == {
+        "bos_token_id": tokenizer.eos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.unk_id,
+        "suppress_tokens": list(range(tokenizer.vocab_size, 420)),
+    }
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condition):
+    pytest.importorskip("tensorboard", reason="the extra `train` is not installed")
+    from torch.utils.tensorboard import SummaryWriter
+
+    model = small_model(condition)
+    checkpoint = write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
+    convert_to(output, checkpoint)
+    assert "| validation perplexity | not recorded |" in (output / "README.md").read_text()
+    with SummaryWriter(str(tmp_path / "run" / "tb")) as writer:
+        for step, perplexity in ((50, 30.0), (100, 20.25), (150, 10.0)):
+            writer.add_scalar("validation_metrics/perplexity", perplexity, step)
+    convert_to(tmp_path / "measured", checkpoint)
+    card = (tmp_path / "measured" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    for line in (
+        f"# Interdomain Attention, debug, {condition}",
+        f"| parameters | {count_parameters(model):,} |",
+        "| tokens trained on | 204,800 |",
+        "| step | 100 of 400 |",
+        "| validation perplexity | 20.250 at step 100 |",
+        "| vocabulary | 420 (400 in use) |",
+    ):
+        assert line + "\n" in card
+    assert ("softmax attention, the baseline" in card) == (condition == "softmax")
+    facts = read_config(tmp_path / "measured")[1]["facts"]
+    assert facts["validation"] == {"step": 100, "perplexity": 20.25}

@@ -1,0 +1,119 @@
+"""README.md of an exported folder: a model card as the Hugging Face hub reads it, of what the run recorded."""
+
+from pathlib import Path
+
+from interdomain.model import ModelConfig, count_parameters, meta_model
+
+from ._curves import EVENTS, FOLDER, read_curves
+
+VALIDATION = "validation_metrics/perplexity"
+KINDS = {
+    True: "softmax attention, the baseline: its cache grows with every token read",
+    False: "a recurrent state of fixed size: a token costs the same after ten tokens and after a million",
+}
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- interdomain-attention
+- {condition}
+- {state}
+---
+
+# Interdomain Attention, {size}, {condition}
+
+A decoder of the study in *Interdomain Attention: Beyond Token-Level Key-Value Memory* (2026), with {kind}.
+
+| | |
+|---|---|
+{facts}
+
+## Use
+
+Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else: the code is in this folder (read it before you
+trust it). On an NVIDIA GPU of compute capability 8.0 or higher, with Triton installed, the layers run as Triton kernels;
+elsewhere as plain PyTorch.
+
+```python
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.{dtype})
+
+{start}
+prompts = ["Once upon a time", "import"]
+rows = [{first}tokenizer(prompt).input_ids for prompt in prompts]
+inputs = tokenizer.pad({{"input_ids": rows}}, return_tensors="pt").to(model.device)
+output = model.generate(**inputs, max_new_tokens=100, do_sample=True, temperature=0.8, top_p=0.95)
+for text in tokenizer.batch_decode(output, skip_special_tokens=True):
+    print(text)
+```
+
+- Prompts of unequal length are padded on the left, and `generate` needs the mask, as here.
+- A text that goes on: `generate(..., return_dict_in_generate=True)` returns `past_key_values`; give it back with the longer
+  text, and only what is new is read. It is advanced in place: `copy.deepcopy` it to continue in several ways.
+- A long prompt is read in pieces of 2,048 tokens.
+- Whatever `dtype` is, the parameters of the recurrence stay float32.
+- Fine-tuning works through `Trainer`. Not supported: gradient checkpointing, assisted and contrastive generation, attention
+  matrices, another vocabulary.
+
+With the project's own package (`interdomain`) installed, this folder also works in `python -m interdomain.tools.generate`.
+
+## Limits
+
+A base model of a study: trained to predict text, not to follow instructions and not to be safe. It repeats what its data said,
+and is often wrong. Its sequences were {seq_len} tokens long in training; quality beyond that is for you to measure.
+"""
+
+
+def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
+    run = facts["run"]
+    rows = {
+        "size": facts["size"],
+        "condition": facts["condition"],
+        "parameters": f"{count_parameters(meta_model(config)):,}",
+        "layers x width": f"{config.n_layers} x {config.dim}",
+        "stored as": f"{dtype} (the parameters of the recurrence in float32)"
+        if config.mixer.kind != "softmax"
+        else dtype,
+        "vocabulary": f"{config.vocab_size:,} ({tokenizer.vocab_size:,} in use)",
+        "tokens trained on": f"{facts['tokens']:,}",
+        "step": f"{facts['step']:,}" + (f" of {run['planned_steps']:,}" if "planned_steps" in run else ""),
+        "tokens per sequence": f"{run['seq_len']:,}" if "seq_len" in run else None,
+        "data (fingerprint)": run.get("data_fingerprint"),
+        "seed": run.get("seed"),
+        "validation perplexity": "{perplexity:.3f} at step {step:,}".format(**facts["validation"])
+        if facts.get("validation")
+        else "not recorded",
+        "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
+    }
+    softmax = config.mixer.kind == "softmax"
+    eos = tokenizer.eos_id is not None
+    text = CARD.format(
+        size=facts["size"],
+        condition=facts["condition"],
+        kind=KINDS[softmax],
+        state="attention" if softmax else "linear-attention",
+        facts="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
+        dtype=dtype,
+        start="# Every text of the training data followed an end-of-text token: begin with one." if eos else "",
+        first="[tokenizer.eos_token_id] + " if eos else "",
+        seq_len=f"{run.get('seq_len', config.max_seq_len):,}",
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def last_validation(checkpoint: Path, step: int) -> dict | None:
+    """The newest validation of the run up to `step`: {"step", "perplexity"}; None where there is none to be read."""
+    folder = checkpoint.resolve().parent.parent / FOLDER
+    if not any(folder.glob(EVENTS)):
+        return None
+    try:
+        measured = read_curves(folder).get(VALIDATION, {})
+    except ImportError:  # no tensorboard here
+        return None
+    seen = [at for at in measured if at <= step]
+    return {"step": max(seen), "perplexity": measured[max(seen)]} if seen else None
