@@ -247,15 +247,13 @@ def decode_rows(
     return rows
 
 
-def flat_row(candidate: Candidate, prefixes, s: Setup) -> dict:
-    """ms of a step at every prefix, from one graph in one set of turns, and the most over the least."""
-    times = interleaved(
-        {prefix: timed(candidate, prefix, s) for prefix in prefixes},
-        s.device,
-        rounds=s.rounds,
-        seconds=s.seconds,
-        lead_ms=0,
-    )
+def flat_row(candidate: Candidate, prefixes, s: Setup) -> dict | None:
+    """ms of a step at every prefix, from one graph in one set of turns, and the most over the least; None if it fails."""
+    calls = {prefix: timed(candidate, prefix, s) for prefix in prefixes}
+    _, bad = usable(dict([*calls.items()][:1]), s.device)
+    if bad:  # it will fail in every cell, and say why
+        return None
+    times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)
     ms = {prefix: taken.median / s.steps for prefix, (_, taken, _) in times.items()}
     return {"ms": ms, "flat": max(ms.values()) / min(ms.values())}
 

@@ -140,6 +140,23 @@ def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_grid_of_a_gpu_is_the_paper_s():
+    def plan(*argv):
+        return bench_inference.settle(bench_inference.parse([*argv]), torch.device("cuda"))
+
+    sizes, mode = plan()
+    assert sizes == ["125M", "350M", "760M", "1.3B"]
+    assert sorted(mode.batches) == sorted(_inference_paper.SUMMARY)
+    assert sorted(mode.prefixes) == list(_inference_paper.PREFIXES)
+    assert sorted(mode.size_batches) == sorted(_inference_paper.SIZES)
+    assert set(mode.prompts) == _inference_paper.MEMORY.keys()
+    assert mode.long_prompt == (1, 2**17)
+    _, quick = plan("--quick")
+    assert {(1, 4096), (1, 16_384), (64, 4096)} <= {(b, p) for b in quick.batches[:2] for p in quick.prefixes}
+    assert plan("--sizes", "1.3B", "125M", "--batches", "4", "4", "--steps", "8")[0] == ["125M", "1.3B"]
+    assert plan("--batches", "4", "4", "--steps", "8")[1].batches == (4,)
+
+
 # Floors
 
 
