@@ -181,8 +181,8 @@ def attention_flops(shape: Shape) -> dict[str, int]:
 
 
 def step_bytes(B: int, H: int, d: int, M: int, width: int = 2) -> int:
-    """One token of one layer: the state read and written (fp32 pairs), W once for the batch, q, k, v in and o out."""
-    return B * H * (2 * 4 * 2 * M * 2 * d + 4 * d * width) + H * 4 * (2 * M) ** 2
+    """One token of one layer: the state read and written (fp32 pairs), half of W once for the batch, q, k, v in and o out."""
+    return B * H * (2 * 4 * 2 * M * 2 * d + 4 * d * width) + H * 4 * M * 2 * M
 
 
 def attention_step_bytes(B: int, H: int, d: int, length: int, width: int = 2) -> int:

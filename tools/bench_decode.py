@@ -47,18 +47,19 @@ def layers_for(nbytes: int, device: torch.device) -> int:
 
 
 def interdomain_layers(s: Sizes, n: int, device: torch.device, fused: bool) -> list[Callable]:
-    """The step of n layers, each updating a state of its own in place."""
+    """The step of n layers, each updating a state of its own in place, with what a model computes once for all steps."""
     theta, W, _ = (x.float().to(device) for x in dynamics(s.H, s.M))
+    decay, W = scan.decay_factor(theta), W[:, : s.M]
 
     def layer():
         q, k, v = (torch.randn(s.B, s.H, s.d, device=device).bfloat16() for _ in range(3))
         state = torch.zeros(s.B, s.H, s.M, 2 * s.d, 2, device=device)
-        args = q, k, v, theta.clone(), W.clone(), state
+        own = theta, W.clone(), state  # memory of its own for what is large
         if fused:
-            return lambda: scan.interdomain_step(*args, inplace=True)[0]
+            return lambda: scan.interdomain_step(q, k, v, *own, decay=decay, inplace=True)[0]
 
         def plain():
-            o, new = step.scan_step(*args)
+            o, new = step.scan_step(q, k, v, decay, *own[1:])
             state.copy_(new)
             return o
 

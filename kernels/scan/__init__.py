@@ -7,11 +7,13 @@ Derivation, notation, backends and tolerances: kernels/README.md.
 
 import functools
 import logging
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from . import ops, parallel, reference, step, triton_support
+from .step import decay_factor
 from .tables import (
     MAX_DECAY_PER_TOKEN,
     READOUTS,
@@ -27,6 +29,7 @@ __all__ = [
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
     "decay_exponent",
+    "decay_factor",
     "input_gain",
     "interdomain_scan",
     "interdomain_step",
@@ -143,12 +146,23 @@ def linear_scan(
 
 
 def interdomain_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *, inplace: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    state: Tensor,
+    *,
+    decay: Tensor | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token of `interdomain_scan`: one kernel on CUDA where no gradient is recorded, else plain PyTorch.
+    """One token of `interdomain_scan`: fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
 
     Args:
         q: [B, Hq, R]; k: [B, H, R]; v: [B, H, D]; state: [B, H, M, R + D, 2], from the scan or zeros (None is refused).
+        mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] = [V | -Y] where W = [[V, -Y], [Y, V]], as the readout `complex`
+            (and no other) has it: half the bytes.
+        decay: `decay_factor(log_decay)`, to compute it once for many steps; None: computed here.
         inplace: write the new state over `state`, which must be contiguous, and return that; for CUDA graphs.
     Returns: (o [B, Hq, D] in v's dtype, new state; without `inplace` the one passed in is left as it was).
     """
@@ -160,20 +174,19 @@ def interdomain_step(
     D, M = v.shape[2], _basis_size(log_decay, H)
     _check_shape("v", v, (B, H, D))
     _check_query(q, (B,), H, R)
-    _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
-    _check_shape("state", state, (B, H, M, R + D, 2))
-    _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "state": state})
-    _check_inplace(state, inplace)
-    args = q, k, v, log_decay, mixing, state
-    with torch.autocast(k.device.type, enabled=False):
-        if _fused(args):
-            return (step.fused_scan_step_(*args), state) if inplace else step.fused_scan_step(*args)
-        o, new = step.scan_step(*args)
-        return o, state.copy_(new) if inplace else new
+    if tuple(mixing.shape) != (H, M, 2 * M):
+        _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
+    return _step(step.INTERDOMAIN, (q, k, v), log_decay, decay, mixing, state, (B, H, M, R + D, 2), inplace)
 
 
 def linear_step(
-    z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor, *, inplace: bool = False
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    state: Tensor,
+    *,
+    decay: Tensor | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state); see the step above."""
     if z.ndim != 3:
@@ -181,22 +194,43 @@ def linear_step(
     B, H, P = z.shape
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
-    _check_shape("state", state, (B, H, M, P, 2))
-    _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "state": state})
-    _check_inplace(state, inplace)
-    args = z, log_decay, readout, state
-    with torch.autocast(z.device.type, enabled=False):
-        if _fused(args):
-            return (step.fused_linear_step_(*args), state) if inplace else step.fused_linear_step(*args)
-        y, new = step.linear_one_step(*args)
-        return y, state.copy_(new) if inplace else new
+    return _step(step.LINEAR, (z,), log_decay, decay, readout, state, (B, H, M, P, 2), inplace)
 
 
-def _fused(args: tuple[Tensor, ...]) -> bool:
-    """The kernels of a step record no gradient."""
-    if args[0].device.type != "cuda" or (torch.is_grad_enabled() and any(x.requires_grad for x in args)):
-        return False
-    return triton_support.missing(args[0].device) is None
+def _step(
+    forms: step.Forms,
+    token: tuple[Tensor, ...],
+    log_decay: Tensor,
+    decay: Tensor | None,
+    table: Tensor,
+    state: Tensor,
+    shape: tuple[int, ...],
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    _check_shape("state", state, shape)
+    tables = {"log_decay": log_decay, "decay": decay, forms.table: table, "state": state}
+    _check_tensors(dict(zip(forms.token, token, strict=True)), tables)
+    if decay is not None:
+        _check_shape("decay", decay, tuple(log_decay.shape))
+    if inplace and not state.is_contiguous():
+        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
+    device = state.device
+    # Entering a context that changes nothing would cost a CPU as much as one of the products.
+    aside = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    with aside:
+        args = *token, decay_factor(log_decay) if decay is None else decay, table, state
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in args)
+        if _fused(device) and not recorded:  # the kernels record no gradient
+            return (forms.fused_(*args), state) if inplace else forms.fused(*args)
+        # Compiled, real arithmetic on pairs is what inductor fuses.
+        if inplace and device.type == "cpu" and not recorded and not torch.compiler.is_compiling():
+            return forms.plain_(*args), state
+        out, new = forms.plain(*args)
+        return out, state.copy_(new) if inplace else new
+
+
+def _fused(device: torch.device) -> bool:
+    return device.type == "cuda" and triton_support.missing(device) is None
 
 
 def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M: int) -> str:
@@ -273,11 +307,6 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
 def _check_time(T: int) -> None:
     if T == 0:
         raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
-
-
-def _check_inplace(state: Tensor, inplace: bool) -> None:
-    if inplace and not state.is_contiguous():
-        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
 
 
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:

@@ -1,9 +1,15 @@
 """One token at a time: O(M (R + D) + M^2) work per head, and no position anywhere (the recurrence is time-invariant).
 
 Shapes: B batch, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
-M basis functions. `scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, so that
-inductor fuses it. The ops further down are the fused kernels of triton_step.py, for CUDA and without gradients.
+M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
+
+`scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, so that inductor fuses it. Those
+whose name ends in an underscore overwrite the state and record no gradient. The ops further down are the fused kernels of
+triton_step.py, for CUDA and without gradients.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,31 +18,75 @@ from .namespace import op_name
 from .tables import powers
 
 
-def scan_step(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    dtype, R, M = log_decay.dtype, q.shape[-1], log_decay.shape[1]
-    X_re, X_im = _advance(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, state)
+def decay_factor(log_decay: Tensor) -> Tensor:
+    """Lambda = exp(log_decay) per token, both [H, M, 2]."""
+    one = torch.ones(1, device=log_decay.device)  # made there: a copy from the host would break CUDA-graph capture
+    return powers(log_decay, one)[:, 0]
+
+
+def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    dtype, R, M = decay.dtype, q.shape[-1], decay.shape[1]
+    X_re, X_im = _advanced(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), decay, state)
     q = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, R]
-    a = torch.cat((q @ X_re[..., :R].mT, q @ X_im[..., :R].mT), dim=-1)  # [B, H, G, 2M]
-    b = a @ mixing.mT
+    a_re, a_im = q @ X_re[..., :R].mT, q @ X_im[..., :R].mT  # [B, H, G, M]
+    b = torch.cat((a_re, a_im), dim=-1) @ mixing.mT
+    if mixing.shape[1] == M:
+        b = torch.cat((b, torch.cat((a_im, -a_re), dim=-1) @ mixing.mT), dim=-1)
     o = b[..., :M] @ X_re[..., R:] - b[..., M:] @ X_im[..., R:]
     return o.flatten(1, 2).to(v.dtype), torch.stack((X_re, X_im), dim=-1)
 
 
-def linear_one_step(z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    M = log_decay.shape[1]
-    X_re, X_im = _advance(z.to(log_decay.dtype), log_decay, state)
+def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    M = decay.shape[1]
+    X_re, X_im = _advanced(z.to(decay.dtype), decay, state)
     y = (readout[:, :M, None] * X_re - readout[:, M:, None] * X_im).sum(-2)
     return y.to(z.dtype), torch.stack((X_re, X_im), dim=-1)
 
 
-def _advance(z: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Lambda X + z^T; z [B, H, P], state [B, H, M, P, 2]."""
-    one = torch.ones(1, device=z.device)  # made on the device: a copy from the host would break CUDA-graph capture
-    decay_re, decay_im = powers(log_decay, one)[:, 0, :, None, :].unbind(-1)  # [H, M, 1]
+    decay_re, decay_im = decay[:, :, None].unbind(-1)  # [H, M, 1]
     X_re, X_im = state.unbind(-1)
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
+
+
+# In place, for a CPU: complex where that is one pass, and products of rows with the pairs as they lie in memory.
+
+# Rows whose products with the pairs are (Re, Im), for W, and after them (Im, -Re), with which its upper half gives the lower.
+_ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], device="cpu")
+
+
+def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+    B, H, M, P, _ = state.shape
+    R, G = q.shape[2], q.shape[1] // H
+    _advance(torch.cat((k, v), dim=-1), decay, state)
+    pairs = state.view(B * H, M, 2 * P)
+    rows = _ROWS[: 4 if mixing.shape[1] == M else 2].to(state.dtype)  # n of them
+    q = (q.view(B, H, G, 1, R, 1) * rows[:, None]).view(B * H, -1, 2 * R)
+    a = torch.bmm(q, pairs[..., : 2 * R].mT).view(B, H, -1, 2 * M)  # [B, H, G n/2, 2M]
+    b = torch.bmm(a.transpose(0, 1).reshape(H, -1, 2 * M), mixing.mT)  # [H, B G n/2, 2M or M]
+    b = b.view(H, B, -1, M).transpose(0, 1).reshape(B * H, 2 * G, M)
+    o = torch.bmm(b, pairs[..., 2 * R :])
+    return _real(o, B, v.dtype)
+
+
+def linear_one_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+    B, H, M, P, _ = state.shape
+    _advance(z, decay, state)
+    w = readout.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
+    return _real(torch.bmm(w, state.view(B * H, M, 2 * P)), B, z.dtype)
+
+
+def _advance(z: Tensor, decay: Tensor, state: Tensor) -> None:
+    X = torch.view_as_complex(state)
+    X.mul_(torch.view_as_complex(decay)[:, :, None])
+    state.add_(torch.view_as_real(z.to(X.dtype))[:, :, None])
+
+
+def _real(products: Tensor, B: int, dtype: torch.dtype) -> Tensor:
+    """Re(b^T X) [B, Hq, D] from Re b and Im b against pairs, [B H, 2 G, 2 D]."""
+    re, im = products.view(B, -1, 2, products.shape[-1] // 2, 2).unbind(2)
+    return (re[..., 0] - im[..., 1]).to(dtype)
 
 
 # The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The names that end in an
@@ -46,62 +96,77 @@ def _advance(z: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tenso
 @torch.library.custom_op(
     op_name(__name__, "scan_step"),
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor state) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor mixing, Tensor state) -> (Tensor, Tensor)",
 )
-def fused_scan_step(q, k, v, log_decay, mixing, state):
+def fused_scan_step(q, k, v, decay, mixing, state):
     from . import triton_step
 
-    return triton_step.scan_step(q, k, v, log_decay, mixing, state)
+    return triton_step.scan_step(q, k, v, decay, mixing, state)
 
 
 @torch.library.custom_op(
     op_name(__name__, "scan_step_"),
     mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor(a!) state) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor mixing, Tensor(a!) state) -> Tensor",
 )
-def fused_scan_step_(q, k, v, log_decay, mixing, state):
+def fused_scan_step_(q, k, v, decay, mixing, state):
     from . import triton_step
 
-    return triton_step.scan_step(q, k, v, log_decay, mixing, state, inplace=True)[0]
+    return triton_step.scan_step(q, k, v, decay, mixing, state, inplace=True)[0]
 
 
 @torch.library.custom_op(
     op_name(__name__, "linear_step"),
     mutates_args=(),
-    schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor state) -> (Tensor, Tensor)",
+    schema="(Tensor z, Tensor decay, Tensor readout, Tensor state) -> (Tensor, Tensor)",
 )
-def fused_linear_step(z, log_decay, readout, state):
+def fused_linear_step(z, decay, readout, state):
     from . import triton_step
 
-    return triton_step.linear_one_step(z, log_decay, readout, state)
+    return triton_step.linear_one_step(z, decay, readout, state)
 
 
 @torch.library.custom_op(
     op_name(__name__, "linear_step_"),
     mutates_args=("state",),
-    schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor(a!) state) -> Tensor",
+    schema="(Tensor z, Tensor decay, Tensor readout, Tensor(a!) state) -> Tensor",
 )
-def fused_linear_step_(z, log_decay, readout, state):
+def fused_linear_step_(z, decay, readout, state):
     from . import triton_step
 
-    return triton_step.linear_one_step(z, log_decay, readout, state, inplace=True)[0]
+    return triton_step.linear_one_step(z, decay, readout, state, inplace=True)[0]
 
 
 @fused_scan_step_.register_fake
-def _(q, k, v, log_decay, mixing, state):
+def _(q, k, v, decay, mixing, state):
     return v.new_empty(*q.shape[:2], v.shape[2])
 
 
 @fused_scan_step.register_fake
-def _(q, k, v, log_decay, mixing, state):
+def _(q, k, v, decay, mixing, state):
     return v.new_empty(*q.shape[:2], v.shape[2]), state.new_empty(state.shape)
 
 
 @fused_linear_step_.register_fake
-def _(z, log_decay, readout, state):
+def _(z, decay, readout, state):
     return z.new_empty(z.shape)
 
 
 @fused_linear_step.register_fake
-def _(z, log_decay, readout, state):
+def _(z, decay, readout, state):
     return z.new_empty(z.shape), state.new_empty(state.shape)
+
+
+class Forms(NamedTuple):
+    """The names of a step's inputs, and the ways to compute it: plain PyTorch and fused kernels, an underscore for in place."""
+
+    token: tuple[str, ...]
+    table: str
+    plain: Callable
+    plain_: Callable
+    fused: Callable
+    fused_: Callable
+
+
+INTERDOMAIN = Forms(("q", "k", "v"), "mixing", scan_step, scan_step_, fused_scan_step, fused_scan_step_)
+LINEAR = Forms(("z",), "readout", linear_one_step, linear_one_step_, fused_linear_step, fused_linear_step_)

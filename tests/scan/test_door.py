@@ -78,6 +78,10 @@ def test_step_errors():
         scan.interdomain_step(q, k, v, *tables, state[:1])
     with pytest.raises(ValueError, match=r"state is torch\.float64"):
         scan.interdomain_step(q, k, v, *tables, state.double())
+    with pytest.raises(ValueError, match=r"mixing has shape \(2, 5, 12\); expected \(2, 12, 12\)"):
+        scan.interdomain_step(q, k, v, tables[0], tables[1][:, :5], state)
+    with pytest.raises(ValueError, match=r"decay has shape \(1, 6, 2\); expected \(2, 6, 2\)"):
+        scan.interdomain_step(q, k, v, *tables, state, decay=tables[0][:1])
     with pytest.raises(ValueError, match="a step has no time axis"):
         scan.linear_step(LINEAR["z"], LINEAR["log_decay"], LINEAR["readout"], state)
     with pytest.raises(ValueError, match="readout has shape"):

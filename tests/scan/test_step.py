@@ -5,7 +5,7 @@ import torch
 
 from interdomain import scan
 
-from .common import CASES, ON_CPU, Case, assert_agree, op_inputs, paper_linear, paper_query, run_query
+from .common import CASES, ON_CPU, Case, assert_agree, error, op_inputs, paper_linear, paper_query, run_query
 from .common import run_linear as run_linear_case
 
 SHORT = [case for case in CASES if case.T <= 70 or case.decay != "middle"]
@@ -64,3 +64,55 @@ def test_step_keeps_its_state_in_fp32(linear):
         again = (scan.linear_step if linear else scan.interdomain_step)(**tokens, state=state)
     assert torch.equal(out, again[0])
     assert torch.equal(new, again[1])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=1, B=3, R=4, D=5),
+        Case(T=1, B=2, G=3, R=7, D=4, readout="hermitian"),
+        Case(T=1, G=2, M=5, readout="real"),
+        Case(T=1, B=2, R=64, D=65, M=64, decay="s4d"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_step_in_place(case, linear):
+    """Over the state itself: where nothing is recorded (in other arithmetic), where something is, and compiled."""
+    inputs = {n: x.detach() for n, x in op_inputs(case, torch.float64, linear=linear)[0].items()}
+    inputs |= {n: x[:, 0] for n, x in inputs.items() if n in ("q", "k", "v", "z")}
+    state = inputs.pop("initial_state")
+    fn = scan.linear_step if linear else scan.interdomain_step
+    expected = dict(zip(("out", "state"), fn(**inputs, state=state), strict=True))
+    leaf = inputs | {("z" if linear else "v"): inputs["z" if linear else "v"].clone().requires_grad_()}
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    decay = scan.decay_factor(inputs["log_decay"])
+    for call, given in ((fn, inputs), (fn, inputs | {"decay": decay}), (fn, leaf), (compiled, inputs)):
+        live = state.clone()
+        out, new = call(**given, state=live, inplace=True)
+        assert new is live
+        assert out.requires_grad == (given is leaf)
+        assert_agree({"out": out, "state": live}, expected, "float64")
+    with pytest.raises(ValueError, match="to be updated in place it must be contiguous"):
+        fn(**inputs, state=state.mT.contiguous().mT, inplace=True)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_upper_half_of_w(inplace):
+    """All that the readout `complex` has; of another one it is another function."""
+    for readout in ("complex", "hermitian"):
+        inputs = {n: x.detach() for n, x in op_inputs(Case(T=1, B=2, G=2, readout=readout), torch.float64)[0].items()}
+        inputs |= {n: inputs[n][:, 0] for n in ("q", "k", "v")}
+        state = inputs.pop("initial_state")
+        whole, _ = scan.interdomain_step(**inputs, state=state)
+        half = inputs | {"mixing": inputs["mixing"][:, :16]}
+        got, _ = scan.interdomain_step(**half, state=state.clone(), inplace=inplace)
+        assert (error(got, whole, "max") < 1e-10) == (readout == "complex")
+
+
+def test_decay_is_rounded_once():
+    """128 radians per token included."""
+    theta = op_inputs(Case(T=1, M=64, decay="s4d"), torch.float32)[0]["log_decay"].detach()
+    exact = torch.view_as_complex(theta.double()).exp()
+    torch.testing.assert_close(scan.decay_factor(theta).double(), torch.view_as_real(exact), rtol=1e-7, atol=1e-9)

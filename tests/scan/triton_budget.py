@@ -96,15 +96,18 @@ def launches_sequential(capability, dtype, R, D, M, G=1, linear=False, **kw):
 
 
 def launches_step(capability, dtype, R, D, M, G=1, linear=False):
+    """With W whole, and with its upper half for more sequences; or the linear readout."""
     found = []
-    for name in ("decay_table_kernel", "scan_step_kernel", "linear_step_kernel"):
+    for name in ("contract_step_kernel", "expand_step_kernel"):
         _record(triton_step, name, found)
-    theta, state = torch.zeros(2, M, 2), torch.zeros(2, 2, M, R + D, 2)
-    if linear:
-        triton_step.linear_one_step(torch.zeros(2, 2, R + D, dtype=dtype), theta, torch.zeros(2, 2 * M), state)
-    else:
-        q, k, v = (torch.zeros(2, 2 * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
-        triton_step.scan_step(q, k, v, theta, torch.zeros(2, 2 * M, 2 * M), state)
+    decay = torch.zeros(2, M, 2)
+    for B, rows in ((2, 2 * M), (128, M)):
+        state = torch.zeros(B, 2, M, R + D, 2)
+        if linear:
+            triton_step.linear_one_step(torch.zeros(B, 2, R + D, dtype=dtype), decay, torch.zeros(2, 2 * M), state)
+        else:
+            q, k, v = (torch.zeros(B, 2 * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
+            triton_step.scan_step(q, k, v, decay, torch.zeros(2, rows, 2 * M), state)
     return found
 
 

@@ -71,9 +71,9 @@ def test_attention_by_hand():
 
 
 def test_bytes_of_a_step_by_hand():
-    """16 M P for the state in and out, 16 M^2 for W, four bf16 rows of the token."""
-    assert _problems.step_bytes(1, 1, 64, 64) == 131_072 + 65_536 + 4 * 128
-    assert _problems.step_bytes(8, 2, 64, 64) == 16 * (131_072 + 4 * 128) + 2 * 65_536
+    """16 M P for the state in and out, 8 M^2 for half of W, four bf16 rows of the token."""
+    assert _problems.step_bytes(1, 1, 64, 64) == 131_072 + 32_768 + 4 * 128
+    assert _problems.step_bytes(8, 2, 64, 64) == 16 * (131_072 + 4 * 128) + 2 * 32_768
 
 
 def test_floor_is_the_larger_of_two_times():
