@@ -1,0 +1,63 @@
+import os
+import sys
+
+import pytest
+
+from interdomain.data import load_tokenizer
+from interdomain.tools import convert
+
+from ..common import small_tokenizer
+from ..tools.checkpoints import small_model, write_checkpoint
+from .common import CASES
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules_cache(tmp_path_factory):
+    """transformers copies a folder's code here and imports it from here; not from the user's cache."""
+    dynamic = pytest.importorskip(
+        "transformers.dynamic_module_utils", reason="the extra `hf` (or `dev`) is not installed", exc_type=ImportError
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", [*sys.path])
+        yield
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory, tokenizer):
+    """exported(case) -> (the model, its folder as convert writes it), one of CASES."""
+    path, made = tmp_path_factory.mktemp("exported"), {}
+
+    def export(case):
+        if case not in made:
+            condition, overrides = CASES[case]
+            model = small_model(condition, **overrides).eval()
+            checkpoint = write_checkpoint(path / f"{case}-run", model, tokenizer)
+            assert convert.main([str(checkpoint), str(path / case), "--no-logit-check"]) == 0
+            made[case] = model, path / case
+        return made[case]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def loaded(exported):
+    """loaded(case) -> (the model, the same in transformers, by the folder's own code)."""
+    from transformers import AutoModelForCausalLM
+
+    made = {}
+
+    def load(case):
+        if case not in made:
+            model, folder = exported(case)
+            made[case] = model, AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        return made[case]
+
+    return load
