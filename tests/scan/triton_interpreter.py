@@ -1,15 +1,17 @@
 """What Triton's interpreter lacks: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
 `repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them;
-associative scans by rows, where it goes number by number; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it
-in a process that runs with TRITON_INTERPRET=1.
+associative scans by doubling, where it goes number by number; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. It also
+ends what the interpreter does again for every operation. Call it in a process that runs with TRITON_INTERPRET=1.
 """
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 
 def _widen(handle: TensorHandle) -> np.ndarray:
@@ -45,14 +47,14 @@ def repair(monkeypatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
     def generic_scan(self, inputs):
-        rows = [np.moveaxis(x.handle.data, self.axis, 0) for x in inputs]
-        found = [tuple(row[0] for row in rows)]
-        for i in range(1, len(rows[0])):
-            both = (*found[-1], *(row[i] for row in rows))
+        data, length = [x.handle.data for x in inputs], inputs[0].handle.data.shape[self.axis]
+        at = np.arange(length).reshape([-1 if i == self.axis else 1 for i in range(data[0].ndim)])
+        for shift in (2**i for i in range((length - 1).bit_length())):
+            both = [*(np.roll(x, shift, self.axis) for x in data), *data]
             wrapped = (self.to_tensor(x, y.dtype) for x, y in zip(both, inputs * 2, strict=True))
-            found.append(tuple(x.handle.data for x in self.combine_fn.fn(*wrapped)))
-        columns = zip(*found, strict=True)
-        return [self.to_tensor(np.stack(c, self.axis), x.dtype) for c, x in zip(columns, inputs, strict=True)]
+            found = (x.handle.data for x in self.combine_fn.fn(*wrapped))
+            data = [np.where(at < shift, x, y) for x, y in zip(data, found, strict=True)]
+        return [self.to_tensor(x, y.dtype) for x, y in zip(data, inputs, strict=True)]
 
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
     patch = interpreter._patch_lang_tensor
@@ -62,3 +64,86 @@ def repair(monkeypatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
+    _hasten(monkeypatch)
+
+
+def _hasten(monkeypatch) -> None:
+    """The same results sooner: what is computed is left alone, but for an assertion that is dropped without `debug`."""
+    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, op: None)
+
+    # A kernel patches the language for its module, and a function that it calls, at every call, for its own.
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(fn):
+        patched.clear()
+        patched.add(id(fn.__globals__))
+        return patch(fn)
+
+    def call(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in patched:
+            patched.add(id(self.fn.__globals__))
+            patch(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(InterpretedFunction, "__call__", call)
+
+    np_dtype, np_dtypes = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype):
+        name = dtype.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(dtype)
+        return np_dtypes[name]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
+
+    # Types of blocks and what tensors say of their shape, made once for each shape.
+    make_type, types = core.block_type.__init__, {}
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = self.__dict__
+        self.__dict__ = types[key]
+
+    make_tensor, shapes = core.tensor.__init__, {}
+
+    def tensor(self, handle, type):
+        key = type.name
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    monkeypatch.setattr(core.block_type, "__init__", block_type)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
+
+    # Operands of one type need no promotion, and shapes that met before meet in the same shape again.
+    plain = {dtype.name for dtype in (tl.float32, tl.float64, tl.int32, tl.int64)}
+    promote, broadcast, joint = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, {}
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
+        both = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
+        if both and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in plain:
+            return self.broadcast_impl_value(lhs, rhs)
+        return promote(self, lhs, rhs, *args, **kwargs)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in joint:
+            joint[key] = [x.type for x in broadcast(self, lhs, rhs)]
+        return tuple(
+            x if x.type.name == type.name else self.tensor(spread(x.handle, type), type)
+            for x, type in zip((lhs, rhs), joint[key], strict=True)
+        )
+
+    def spread(handle, type):
+        return TensorHandle(np.broadcast_to(handle.data, type.shape.values), handle.dtype)
+
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)
