@@ -184,7 +184,8 @@ def panels(rows: list[dict], size: str) -> list[Panel]:
             curves += [
                 Curve(f"RTX 6000 Ada (paper): {path}", paper.PREFIXES[: len(ms)], ms)
                 for path, ms in paper.CURVES.get(batch, {}).items()
+                if path != "interdomain, eager"
             ]
         if curves:
-            found.append(Panel(f"{size}, B = {batch}", curves, "prefix (tokens)", "ms a step", log_x=True))
+            found.append(Panel(f"{size}, B = {batch}", curves, "prefix (tokens)", "ms a step", log_x=True, log_y=True))
     return found

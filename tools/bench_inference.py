@@ -75,7 +75,7 @@ TINY = Mode(
     *(("debug",), PARTS, (1, 2), (32, 64), (1, 2), ((2, 64),), (1, 128), 32, "float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
 )
-CPU = Mode(parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=16, seconds=20)
+CPU = Mode(parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=16, seconds=10)
 
 
 @dataclass

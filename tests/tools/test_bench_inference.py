@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from interdomain.model import SIZES, Transformer, build_config
+from interdomain.model.generation import decode
 from interdomain.tools import _bench, _inference_paper, _inference_tables, bench_inference
-from interdomain.tools._inference import random_model, step_bytes
+from interdomain.tools._inference import Candidate, Setup, random_model, step_bytes, timed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
 CPU = torch.device("cpu")
@@ -155,6 +156,22 @@ def test_the_grid_of_a_gpu_is_the_paper_s():
     assert {(1, 4096), (1, 16_384), (64, 4096)} <= {(b, p) for b in quick.batches[:2] for p in quick.prefixes}
     assert plan("--sizes", "1.3B", "125M", "--batches", "4", "4", "--steps", "8")[0] == ["125M", "1.3B"]
     assert plan("--batches", "4", "4", "--steps", "8")[1].batches == (4,)
+
+
+def test_every_turn_starts_at_its_prefix():
+    model = random_model(build_config("debug", "softmax"), CPU, torch.float32)
+    state = model.init_state(2, capacity=20)
+    state.cursor = torch.zeros(1, dtype=torch.int64)
+    tokens = torch.zeros(2, dtype=torch.int64)
+    candidate = Candidate(lambda: decode(model, tokens, state), state)
+    prepare, run = timed(candidate, 8, Setup(CPU, steps=3, rounds=1, seconds=1))
+    for _ in range(2):
+        run(prepare())
+        assert (state.cursor.tolist(), state.position.tolist()) == ([11], [11, 11])
+        assert (state.layers[0].k.abs().sum((0, 1, 3)) > 0).nonzero().flatten().tolist() == [8, 9, 10]
+    state.cursor = None
+    run(prepare())
+    assert state.length == 11
 
 
 # Floors
