@@ -240,11 +240,12 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         next_sequence_length: int | None = None,
         **kwargs,
     ) -> dict:
-        """The tokens that the state has not read: transformers 5 counts them; 4 gives all that the mask covers, or a chunk."""
+        """The tokens that the state has not read: transformers 5 counts them, or gives no others; in 4 the mask is as long as
+        the text so far."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         new = next_sequence_length
-        if new is None and seen and attention_mask is not None and attention_mask.shape[1] == input_ids.shape[1]:
-            new = input_ids.shape[1] - seen
+        if new is None and seen and attention_mask is not None:
+            new = attention_mask.shape[1] - seen
         if new is not None:
             if new < 1:
                 raise ValueError(
