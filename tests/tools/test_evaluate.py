@@ -1,0 +1,325 @@
+"""Perplexity by context length against a whole forward pass, what is written of it, and everything that can be wrong."""
+
+import importlib.util
+import json
+import math
+import shutil
+import sys
+
+import pytest
+import torch
+
+from interdomain.data import IndexedDatasetWriter, load_tokenizer
+from interdomain.model.pretrained import load_model
+from interdomain.tools import _harness, convert, evaluate, prepare_data
+from interdomain.tools._perplexity import measure, read_spans, window_losses
+from interdomain.tools._plots import Curve, Panel, draw
+
+from ..common import small_tokenizer
+from .checkpoints import small_model, write_checkpoint
+
+CONDITIONS = ("interdomain", "softmax")
+# Different lengths, characters of several bytes, and one that is too short for anything.
+TEXTS = ["def f(x):\n    return x\n" * 30, "Straße, 漢字, 🙂. " * 40, "short", "import os, sys\n" * 25]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tokenizer):
+    """One folder per condition, made by convert."""
+    path = tmp_path_factory.mktemp("evaluate")
+    for condition in CONDITIONS:
+        checkpoint = write_checkpoint(path / f"run-{condition}", small_model(condition), tokenizer)
+        assert convert.main([str(checkpoint), str(path / condition)]) == 0
+    return [path / condition for condition in CONDITIONS]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def run(*argv, expect=0):
+    assert evaluate.main([str(a) for a in argv]) == expect
+
+
+def error(capsys):
+    """The one paragraph on stderr, below what progress bars leave there."""
+    line = capsys.readouterr().err.strip().split("\n")[-1]
+    assert line.startswith("error: "), line
+    return line
+
+
+def documents(tokenizer):
+    return [tokenizer.encode(text, add_eos=True) for text in TEXTS]
+
+
+# The protocol
+
+
+def test_spans_tile_each_document(corpus, tokenizer):
+    size = 60
+    spans = read_spans(str(corpus), tokenizer, size, text_field="body")
+    wanted = [ids[i : i + size] for ids in documents(tokenizer) for i in range(0, len(ids) - size + 1, size)]
+    assert spans.ids.tolist() == wanted
+    assert len({len(ids) // size for ids in documents(tokenizer)}) > 2
+    assert (spans.documents, spans.skipped) == (4, 1)
+    few = read_spans(str(corpus), tokenizer, size, text_field="body", limit=2)
+    assert few.ids.tolist() == wanted[:2]
+
+
+def test_packed_spans_are_the_training_stream(corpus, tokenizer):
+    stream = [token for ids in documents(tokenizer) for token in ids]
+    spans = read_spans(str(corpus), tokenizer, 700, text_field="body", packed=True)
+    assert spans.ids.reshape(-1).tolist() == stream[: len(stream) // 700 * 700]
+    assert len(spans.ids) > 1
+
+
+def test_bytes_are_those_of_the_text(corpus, tmp_path):
+    tokenizer = load_tokenizer(small_tokenizer(tmp_path / "tokenizer.model", 500))
+    total = sum(len(ids) for ids in documents(tokenizer))
+    spans = read_spans(str(corpus), tokenizer, total, text_field="body", packed=True)
+    assert spans.sizes.sum() == sum(len(text.encode()) for text in TEXTS)
+    assert (spans.sizes[spans.ids == tokenizer.eos_id] == 0).all()
+
+
+def test_tokens_on_the_disk_are_the_same_as_text(corpus, tokenizer, tmp_path):
+    """A corpus of prepare_data's and bare shards: the same spans as from the text."""
+    options = [
+        "--input",
+        corpus,
+        "--text-field",
+        "body",
+        "--tokenizer",
+        tokenizer.path,
+        "--output",
+        tmp_path / "prepared",
+    ]
+    assert prepare_data.main([*map(str, options), "--validation-fraction", "0"]) == 0
+    with IndexedDatasetWriter(tmp_path / "bare", tokenizer.vocab_size) as writer:
+        for ids in documents(tokenizer):
+            writer.add_document(ids)
+    wanted = read_spans(str(corpus), tokenizer, 60, text_field="body")
+    for name in ("prepared", "bare", "bare.bin", "bar*"):
+        found = read_spans(str(tmp_path / name), tokenizer, 60)
+        assert found.ids.tolist() == wanted.ids.tolist(), name
+        assert found.sizes.tolist() == wanted.sizes.tolist(), name
+
+
+@torch.no_grad()
+def direct(model, spans, length, start) -> torch.Tensor:
+    """NLL [windows, length] without state, chunks or batches: every window as a whole sequence."""
+    windows = [span[i : i + length] for span in spans.ids for i in range(0, len(span) - length + 1, length)]
+    losses = []
+    for window in windows:
+        logits = model(torch.tensor([[start, *window[:-1]]]))[0].double()
+        losses.append(-logits.log_softmax(-1)[torch.arange(length), torch.tensor(window).long()])
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer):
+    model = small_model(condition)
+    spans = read_spans(str(corpus), tokenizer, 150, text_field="body")
+    assert len(spans.ids) % 4
+    for length in (150, 60):  # 60 does not divide the span; 16 divides neither
+        wanted = direct(model, spans, length, tokenizer.eos_id)
+        found = measure(model, spans, length, tokenizer.eos_id, batch=4, chunk=16)
+        assert found["windows"] == len(wanted) == len(spans.ids) * (150 // length)
+        assert found["tokens"] == wanted.numel()
+        assert found["nll"] == pytest.approx(wanted.mean().item(), rel=1e-6)
+        assert found["perplexity"] == pytest.approx(wanted.mean().exp().item(), rel=1e-5)
+        used = spans.sizes[:, : 150 // length * length].sum()
+        assert found["bits per byte"] == pytest.approx(wanted.sum().item() / math.log(2) / used, rel=1e-6)
+        parts = found["positions"]
+        assert [part["from"] for part in parts] == [0, *(part["to"] for part in parts[:-1])]
+        assert parts[-1]["to"] == length
+        for part in parts:
+            assert part["nll"] == pytest.approx(wanted[:, part["from"] : part["to"]].mean().item(), rel=1e-5)
+
+
+def test_the_state_is_what_carries_the_context():
+    """Far back, and only what is in the same window: a change of the first token is felt behind several chunks."""
+    model = small_model("interdomain")
+    tokens = torch.randint(400, (2, 50), generator=torch.Generator().manual_seed(0))
+    one = window_losses(model, tokens, 2, 8)
+    tokens[0, 0] += 1
+    other = window_losses(model, tokens, 2, 8)
+    assert (one[0] - other[0])[40:].abs().max() > 1e-4
+    assert torch.equal(one[1], other[1])
+
+
+# The tool
+
+
+def test_results(folders, corpus, tokenizer, tmp_path, capsys):
+    second = tmp_path / "second.txt"
+    second.write_text(TEXTS[3])
+    rows = tmp_path / "first.jsonl"
+    rows.write_text(corpus.read_text().replace('"body"', '"text"'))
+    out = tmp_path / "out"
+    options = ("--perplexity", rows, second, "--lengths", 80, 40, 80, "--chunk", 32, "--batch-size", 3, "--out", out)
+    run(*folders, *options)
+    printed = capsys.readouterr().out
+    contents = json.loads((out / "evaluation.json").read_text())
+    assert contents["status"] == "complete"
+    assert not contents["tasks"]
+    assert {name: facts["condition"] for name, facts in contents["folders"].items()} == dict(
+        zip(CONDITIONS, CONDITIONS, strict=True)
+    )
+    assert contents["folders"]["softmax"]["step"] == 100
+    found = {(row["folder"], row["corpus"], row["length"]): row for row in contents["perplexity"]}
+    assert len(found) == 8
+    page = (out / "evaluation.md").read_text()
+    for folder in folders:
+        model = load_model(folder)
+        for length in (40, 80):
+            means = []
+            for source in (rows, second):
+                spans = read_spans(str(source), tokenizer, 80)
+                wanted = direct(model, spans, length, tokenizer.eos_id).mean().exp().item()
+                row = found[folder.name, source.name, length]
+                assert row["perplexity"] == pytest.approx(wanted, rel=1e-5)
+                assert f" {wanted:.2f} |" in page
+                means.append(wanted)
+            assert f" {sum(means) / 2:.2f} |" in next(
+                x for x in page.splitlines() if x.startswith(f"| mean of 2 | {length} ")
+            )
+    assert page in printed
+    assert printed.endswith(f"wrote {out / 'evaluation.json'} and evaluation.md and perplexity.png\n")
+    assert (out / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    run(*folders, *options, expect=2)
+    assert "never overwritten" in error(capsys)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_trial_and_a_plot_that_cannot_be(folders, corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    options = ("--perplexity", corpus, "--text-field", "body", "--lengths", 30, "--limit", 2, "--dtype", "bfloat16")
+    run(folders[0], *options, "--out", tmp_path)
+    printed = capsys.readouterr().out
+    assert "A trial: only the first 2 " in printed
+    assert "no plot without matplotlib: " in printed
+    (row,) = json.loads((tmp_path / "evaluation.json").read_text())["perplexity"]
+    assert row["windows"] == 2
+    assert not (tmp_path / "perplexity.png").exists()
+
+
+def test_curves_with_gaps_and_rows_that_are_not_full(tmp_path):
+    curves = [Curve("a", [1, 2, 4], [1.0, None, 3.0]), Curve("b", [2, 4], [math.inf, 2.0])]
+    panels = [Panel("one", curves, "x", "y", log_x=True, log_y=True), Panel("two", curves[:1], "x", "y")] * 2
+    path = tmp_path / "plot.png"
+    assert draw(path, panels[:3]) == path
+    three = path.read_bytes()
+    draw(path, panels[:3])
+    assert path.read_bytes() == three
+    draw(path, panels)
+    assert path.read_bytes() != three
+
+
+def test_numbers_that_json_lacks():
+    assert json.loads(json.dumps(evaluate._finite({"a": [math.inf, 1.5, (math.nan,)]}))) == {"a": ["inf", 1.5, ["nan"]]}
+
+
+# What is refused, before anything is computed
+
+
+def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    text = ("--perplexity", corpus, "--text-field", "body", "--out", out)
+    model = folders[0]
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    data = bytearray((damaged / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (damaged / "model.safetensors").write_bytes(data)
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "modeling_interdomain.py").unlink()
+    other = shutil.copytree(model, tmp_path / "elsewhere" / "interdomain")
+    for argv, part in (
+        ((*text,), "no folder was given"),
+        ((tmp_path, *text), "config.json"),
+        ((tmp_path / "nowhere", *text), "nowhere"),
+        ((damaged, *text), "not as it was written"),
+        ((model, model, *text), "given twice"),
+        ((model, *text, "--lengths", 0), "--lengths must be positive"),
+        ((model, *text, "--lengths", 64, -1), "--lengths must be positive"),
+        ((model, *text, "--batch-size", 0), "--batch-size must be at least 1: got 0"),
+        ((model, *text, "--limit", 0), "--limit must be at least 1"),
+        ((model, *text, "--max-length", -3), "--max-length must be at least 1"),
+        ((model, *text, "--lengths", 5000), "the longest of its 4 documents has"),
+        ((model, *text, "--lengths", 5000, "--packed"), "it has"),
+        ((model, "--perplexity", tmp_path / "no.txt", "--out", out), "No file matches"),
+        ((model, "--perplexity", corpus, "--out", out), "text"),
+        ((model, other, "--perplexity", corpus, corpus, "--text-field", "body"), "given twice"),
+    ):
+        run(*argv, expect=2)
+        assert part in error(capsys), argv
+    assert evaluate.labels([model, other]) == [str(model), str(other)]
+    monkeypatch.setattr(_harness, "NEEDED", ())
+    run(bare, "--tasks", "lambada", "--out", out, expect=2)
+    assert "lacks modeling_interdomain.py. Convert the checkpoint again" in error(capsys)
+    monkeypatch.setattr(_harness, "NEEDED", ("lm_eval",))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    run(model, expect=2)  # the default is tasks
+    message = error(capsys)
+    assert "--tasks needs lm_eval, not installed here" in message
+    assert "pip install -c constraints.txt -e '.[eval]'" in message
+    assert not out.exists()
+
+
+def test_a_corpus_of_another_tokenizer(folders, corpus, tmp_path, capsys):
+    options = ["--input", "stdlib", "--max-bytes", "60000", "--vocab-size", "450", "--output", tmp_path / "prepared"]
+    assert prepare_data.main([*map(str, options), "--validation-fraction", "0"]) == 0
+    run(folders[0], "--perplexity", tmp_path / "prepared", "--lengths", 32, "--out", tmp_path / "out", expect=2)
+    assert "prepared with another tokenizer than the model's" in error(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+# The harness's results as a table (test_evaluate_harness.py runs it)
+
+
+def test_the_paper_s_average_is_of_its_own_eight():
+    assert len(_harness.COMMONSENSE) == 8
+    for i, paper in enumerate(_harness.PAPER_AVERAGE):
+        assert sum(_harness.PAPER[key][i] for key in _harness.COMMONSENSE) / 8 == pytest.approx(paper, abs=0.006)
+    for i in range(3):  # bytes per word of WikiText, from both of the paper's figures
+        word, byte = (_harness.PAPER["wikitext", name][i] for name in ("word_perplexity", "bits_per_byte"))
+        assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
+
+
+def test_the_table_has_folders_and_paper_side_by_side():
+    def results(shift):
+        ours = {}
+        for i, (task, metric) in enumerate(_harness.PAPER):
+            ours.setdefault(task, {})[metric] = {"value": 0.1 * i + shift, "stderr": 0.01}
+        ours["lambada_openai"]["other"] = {"value": 3.0, "stderr": None}  # not in the paper's table: left to the JSON
+        return ours | {"mine": {"acc": {"value": 0.5, "stderr": None}}}
+
+    half = results(0.02)
+    del half["boolq"]
+    head, *rows = _harness.table({"a": results(0.0), "b": half})
+    assert head == ["task", "metric", "a", "b", *(f"paper's 1.3B {c}" for c in ("softmax", "interdomain", "s4d"))]
+    assert [row[:2] for row in rows] == [
+        *([task, f"{metric} %"] for task, metric in _harness.COMMONSENSE),
+        ["average of the eight", "acc %"],
+        *(["lambada_openai", "perplexity"], ["wikitext", "word_perplexity"], ["wikitext", "bits_per_byte"]),
+        ["mine", "acc %"],
+    ]
+    assert rows[1] == ["piqa", "acc %", "10.00 ± 1.00", "12.00 ± 1.00", "69.42", "71.38", "71"]
+    assert rows[7][2:4] == ["70.00 ± 1.00", "-"]
+    assert rows[8][2:] == ["35.00", "-", "51.51", "54.54", "49.44"]
+    assert rows[9][2:] == ["0.8000 ± 0.0100", "0.8200 ± 0.0100", "21.03", "14.76", "41.02"]
+    assert rows[-1] == ["mine", "acc %", "50.00", "50.00", "-", "-", "-"]
+    assert _harness.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}) == [
+        ["task", "metric", "a"],
+        ["mine", "acc %", "50.00"],
+    ]
+
+
+def test_suites_taken_apart():
+    assert _harness.task_names(["paper", "lambada", "mine"]) == [
+        *("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq"),
+        *("wikitext", "mine"),
+    ]
