@@ -253,7 +253,10 @@ def flat_row(candidate: Candidate, prefixes, s: Setup) -> dict | None:
     _, bad = usable(dict([*calls.items()][:1]), s.device)
     if bad:  # it will fail in every cell, and say why
         return None
-    times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)
+    try:
+        times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)
+    except torch.OutOfMemoryError:
+        return None
     ms = {prefix: taken.median / s.steps for prefix, (_, taken, _) in times.items()}
     return {"ms": ms, "flat": max(ms.values()) / min(ms.values())}
 

@@ -126,10 +126,14 @@ class Bench:
         for prefix in self.mode.prefixes:
             if self.late(f"{table}, B={batch}, prefix {prefix:,}"):
                 continue
-            for row in self.decode_cell(models, batch, prefix, ours, remarks):
+            try:
+                rows = self.decode_cell(models, batch, prefix, ours, remarks)
+            except torch.OutOfMemoryError as e:  # the timer itself needs some
+                rows = [{"path": "any", "prefix": prefix, "remark": reason(e)}]
+            release(self.setup.device)
+            for row in rows:
                 self.rows.append({"size": size, "B": batch, **row})
                 self.report.add(table, self.rows[-1])
-            release(self.setup.device)
 
     def decode_cell(self, models, batch, prefix, ours, remarks) -> list[dict]:
         s, deadline = self.setup, self.deadline

@@ -7,7 +7,7 @@ import torch
 
 from interdomain.model import SIZES, Transformer, build_config
 from interdomain.model.generation import decode
-from interdomain.tools import _bench, _inference_paper, _inference_tables, bench_inference
+from interdomain.tools import _bench, _inference, _inference_paper, _inference_tables, bench_inference
 from interdomain.tools._inference import Candidate, Setup, random_model, step_bytes, timed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -107,6 +107,19 @@ def test_what_does_not_fit_is_a_result(tmp_path, monkeypatch):
     assert (summary["max-fit"], summary["max-fit interdomain"]) == (32, 64)
     prompt, _ = contents["tables"]["peak memory of reading a prompt, debug"]["rows"]
     assert prompt["softmax whole GiB"] == prompt["interdomain chunked GiB"] == "out of memory"
+
+
+def test_not_even_room_to_time_is_a_result(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("Tried to allocate")
+
+    monkeypatch.setattr(_inference, "interleaved", full)
+    assert bench_inference.main(["--out", str(tmp_path), "--batches", "1", "--parts", "decode"]) == 0
+    contents, _ = results(tmp_path)
+    rows = contents["tables"]["decode, debug"]["rows"]
+    assert [(row["path"], row["prefix"], row["remark"]) for row in rows] == [
+        ("any", prefix, "out of memory") for prefix in (32, 64)
+    ]
 
 
 def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
