@@ -81,18 +81,18 @@ def model_bytes(model: Transformer) -> int:
 def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
     """What a step must move: weights read; the state read and written, or a cache of `prefix` tokens read and one written.
 
-    Of the embedding only a row per sequence is read, and of the dynamics what the state holds of them: neither's parameters
-    count.
+    Of the embedding only a row per sequence is read: none counts. Of the dynamics (in fp32), Lambda and half of W: the
+    readout `complex` has the other half by symmetry.
     """
     weights = sum(
         p.numel() * p.element_size()
         for name, p in model.named_parameters()
         if not name.startswith("tok_embeddings.") and ".ssm." not in name
     )
-    weights += sum(x.numel() * x.element_size() for layer in state.dynamics for x in layer)
-    if state.capacity is None:
-        return weights + 2 * state.nbytes()
-    return weights + state.nbytes() // state.capacity * (prefix + 1)
+    if state.capacity is not None:
+        return weights + state.nbytes() // state.capacity * (prefix + 1)
+    M = model.config.mixer.n_basis
+    return weights + model.config.n_layers * model.config.n_kv_heads * 4 * (2 * M + 2 * M * M) + 2 * state.nbytes()
 
 
 # One token

@@ -198,7 +198,7 @@ def test_bytes_of_a_step_by_hand():
     assert step_bytes(softmax, cache, 40) == shared + 3 * 41 * 2 * 16 * 2  # keys and values of 40 tokens in, one out
     ours = random_model(build_config("debug"), CPU, torch.bfloat16)
     small = 2 * (2 * (4 + 1) * 16 + 2 * (8 + 16))  # two convolutions of width 4, two input norms
-    dynamics = 4 * (2 * 4 * 2 + 2 * 8 * 8)  # log decay and W
+    dynamics = 4 * 2 * (4 * 2 + 4 * 8)  # Lambda and the upper half of W
     state = 3 * (4 * 2 * 4 * 16 * 2 + 2 * 2 * 3 * 16)  # X, and the last three inputs of two convolutions
     assert step_bytes(ours, ours.init_state(3), 40) == shared + small + dynamics + 2 * state
 
