@@ -6,13 +6,14 @@ Derivation, bytes and budget: kernels/README.md.
 
 import functools
 import logging
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from . import ops, plain, support
 
-__all__ = ["BACKENDS", "input_features"]
+__all__ = ["BACKENDS", "input_features", "input_features_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ def input_features(
     """
     if x.ndim != 3 or x.shape[2] % head_dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"x is {x.dtype}; allowed: bfloat16, float16, float32 or float64")
+    _check_dtype(x)
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     if T == 0:
@@ -89,6 +89,71 @@ def input_features(
             *(x, R, *(conv or (None, None)), past, documents),
             *(*(rope or (None, None)), silu, *(norm or (None, None)), eps),
         )
+
+
+def input_features_step(
+    x: Tensor,
+    head_dim: int,
+    *,
+    conv: tuple[Tensor, Tensor] | None = None,
+    past: Tensor | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rotated: int = 0,
+    silu: int = 0,
+    norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 1e-5,
+    backend: str = "auto",
+) -> Tensor:
+    """`input_features` of one token for all projections of a layer at once, without gradients: one kernel on CUDA.
+
+    Args:
+        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R.
+        conv: (weight [W, C], bias [C]) of the first C channels; the weight transposed, its last row that of the token itself.
+        past: their W - 1 inputs before x, [B, W - 1, C], OVERWRITTEN with the last W - 1, x among them.
+        rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
+        silu: how many of the first heads have SiLU and the l2 norm.
+        norm: (scale, shift), each [N, R], of the last N heads.
+        backend: as there.
+    Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
+    """
+    if x.ndim != 2 or x.shape[1] % head_dim:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {head_dim}")
+    _check_dtype(x)
+    B, R, H = x.shape[0], head_dim, x.shape[1] // head_dim
+    W = C = 0
+    if (conv is None) != (past is None):
+        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
+    if conv is not None:
+        W, C = conv[0].shape
+        _check("conv", conv, ((W, C), (C,)), x)
+        _check("past", (past,), ((B, W - 1, C),), x)
+    if rope is not None:
+        _check("rope", rope, ((*((B,) if rope[0].ndim == 4 else ()), 1, 1, R // 2),) * 2, x)
+    N = 0
+    if norm is not None:
+        N = norm[0].shape[0]
+        _check("norm", norm, ((N, R),) * 2, x)
+    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (rope is not None) or (rotated and R % 2):
+        raise ValueError(
+            f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
+            f"{silu}, norm of {N}"
+        )
+    given = x, past, *(conv or ()), *(norm or ())
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        raise ValueError("a step records no gradient: use torch.no_grad(), or input_features for one token")
+    backend = _choose(backend, x, R, W, rope)
+    run = ops.features_step if backend == "triton" else plain.step
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        return run(
+            *(x, R, *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu),
+            *(*(norm or (None, None)), eps),
+        )
+
+
+def _check_dtype(x: Tensor) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"x is {x.dtype}; allowed: bfloat16, float16, float32 or float64")
 
 
 def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The Triton kernels as `torch.library` ops: one node for torch.compile, one name for activation checkpointing.
 
     torch.ops.interdomain.features.default            torch.ops.interdomain.features_backward.default
+    torch.ops.interdomain.features_step.default       one token, without gradients
 
 Only the inputs are saved. The ops trust them; `interdomain.features` is the door. Triton is imported where it runs: a CPU box
 has none.
@@ -75,3 +76,20 @@ def _gradient(ctx, dy):
 
 
 features.register_autograd(_gradient, setup_context=_setup)
+
+
+@torch.library.custom_op(
+    op_name(__name__, "features_step"),
+    mutates_args=("past",),
+    schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor(a!)? past, Tensor? cos, Tensor? sin, int rotated, "
+    "int silu, Tensor? scale, Tensor? shift, float eps) -> Tensor",
+)
+def features_step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
+    from . import triton_step
+
+    return triton_step.step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps)
+
+
+@features_step.register_fake
+def _(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
+    return x.new_empty(x.shape[0], x.shape[1] // head_dim, head_dim)
