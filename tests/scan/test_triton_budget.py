@@ -1,15 +1,11 @@
-"""The recurrence and the step in Triton against a written budget, by compilation alone. No GPU; one process per row."""
+"""The recurrence and the step in Triton against a written budget, by compilation alone. No GPU."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from .test_triton_compile import compiled
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 REGISTERS = 255
@@ -17,26 +13,26 @@ SPILL = 64  # bytes per thread; the shipped tiles spill nothing
 SHARED = 48 * 1024  # bytes per program: several on every multiprocessor since sm_80
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "shapes"),
-    [
-        (
-            90,
-            "bf16",
-            ["sequential/64x64x64:documents", "sequential/64x64x64:linear", "step/64x64x64", "step/64x64x64:linear"],
-        ),
-        (80, "bf16", ["sequential/96x97x64", "step/96x97x64", "step/64x64x64:G4"]),
-        (89, "fp32", ["sequential/128x129x128:linear", "sequential/128x129x128:G2", "step/128x129x128:G2"]),
+ROWS = {
+    (90, "bf16"): [
+        "sequential/64x64x64:documents",
+        "sequential/64x64x64:linear",
+        "step/64x64x64",
+        "step/64x64x64:linear",
     ],
-    ids=["sm_90", "sm_80", "sm_89"],
-)
-def test_budget(capability, dtype, shapes, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.scan.triton_budget", str(capability), dtype, *shapes]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    (80, "bf16"): ["sequential/96x97x64", "step/96x97x64", "step/64x64x64:G4"],
+    (89, "fp32"): ["sequential/128x129x128:linear", "sequential/128x129x128:G2", "step/128x129x128:G2"],
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    return compiled(ROWS, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.mark.parametrize(("capability", "dtype"), ROWS, ids=str)
+def test_budget(capability, dtype, reports):
+    reports = reports[capability, dtype]
     kernels = {r["kernel"] for r in reports}
     assert kernels >= {
         "contract_scan_kernel",

@@ -1,8 +1,9 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
-`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents;
-TRITON_INTERPRET must be unset. The launches are recorded, not described a second time: what is compiled is what runs.
+`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents; more
+may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be
+unset. The launches are recorded, not described a second time: what is compiled is what runs.
 """
 
 import json
@@ -15,13 +16,15 @@ import tempfile
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 
 from interdomain.scan import triton_chunkwise, triton_launch, triton_sequential, triton_step
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
 
 
 class Recorder:
@@ -146,17 +149,25 @@ def report(launch, capability):
 
 
 def main(argv=None) -> int:
-    capability, dtype, *shapes = argv or sys.argv[1:]
-    for shape in shapes:
-        family, _, rest = shape.rpartition("/")
-        sizes, _, kind = rest.partition(":")
-        R, D, M = map(int, sizes.split("x"))
-        G = int(kind[1:]) if kind.startswith("G") else 1
-        find = FAMILIES[family or "chunkwise"]
-        kinds = kind.split("+")
-        options = {"documents": True} if "documents" in kinds else {}
-        for launch in find(int(capability), DTYPES[dtype], R, D, M, G, "linear" in kinds, **options):
-            print(json.dumps({"shape": shape, **report(launch, int(capability))}), flush=True)
+    done = []
+    for argument in argv or sys.argv[1:]:
+        if argument.isdigit():
+            capability = int(argument)
+        elif argument in DTYPES:
+            dtype = argument
+        else:
+            family, _, rest = argument.rpartition("/")
+            sizes, _, kind = rest.partition(":")
+            R, D, M = map(int, sizes.split("x"))
+            G = int(kind[1:]) if kind.startswith("G") else 1
+            find = FAMILIES[family or "chunkwise"]
+            kinds = kind.split("+")
+            options = {"documents": True} if "documents" in kinds else {}
+            for launch in find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options):
+                if (capability, dtype, launch) not in done:
+                    done.append((capability, dtype, launch))
+                    what = {"capability": capability, "dtype": dtype, "shape": argument}
+                    print(json.dumps(what | report(launch, capability)), flush=True)
     return 0
 
 
