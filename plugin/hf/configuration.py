@@ -16,7 +16,7 @@ class InterdomainConfig(PretrainedConfig):
     """
 
     model_type = "interdomain"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (Trainer adds a list to it)
 
     def __init__(self, interdomain: dict | None = None, weights: dict | None = None, **kwargs):
         self.interdomain = build_config("debug").to_dict() if interdomain is None else interdomain

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from interdomain.model.config import Execution
@@ -79,11 +78,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = InterdomainConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = False
-    _is_stateful = True
-    _supported_generation_modes = (
-        *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
-        *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),
-    )
+    _is_stateful = True  # no assisted generation, which takes tokens back
     # Writes this code into a folder. Only the package has one: what a folder holds, transformers copies by itself.
     write_code = None
 

@@ -83,7 +83,9 @@ def test_beams(loaded, case, monkeypatch):
 def test_sampling(loaded, case):
     _, there = loaded(case)
     tokens = random_texts(2, 9)
-    options = dict(max_new_tokens=6, do_sample=True, temperature=0.9, top_p=0.95, num_return_sequences=2, eos_token_id=None)
+    options = dict(
+        max_new_tokens=6, do_sample=True, temperature=0.9, top_p=0.95, num_return_sequences=2, eos_token_id=None
+    )
     texts = []
     for use_cache in (True, True, False):
         torch.manual_seed(5)

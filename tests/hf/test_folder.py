@@ -1,0 +1,285 @@
+"""Folders: what is loaded is what was written, saved folders load again, and everything that can be wrong with one."""
+
+import ast
+import copy
+import importlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from interdomain import bundle
+from interdomain.model.pretrained import checksums, load_model
+from interdomain.tools import convert
+
+from .common import CLOSE, KINDS, greedy, random_texts
+
+ON = dict(do_sample=False, eos_token_id=None)
+
+
+def load(folder, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
+
+
+@pytest.fixture
+def folder(tmp_path, exported):
+    return shutil.copytree(exported("interdomain")[1], tmp_path / "folder")
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_every_bit_arrives(loaded, case):
+    model, there = loaded(case)
+    found, wanted = there.state_dict(), model.state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert not there.training
+    assert there.num_parameters() == sum(p.numel() for p in model.parameters())
+    assert there.get_input_embeddings().weight is not there.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_dynamics_stay_float32(exported, case, dtype):
+    model, folder = exported(case)
+    there = load(folder, dtype=dtype)
+    for name, tensor in there.state_dict().items():
+        spared = ".ssm." in name or name.endswith("frequencies")
+        wanted = model.state_dict()[name]
+        assert tensor.dtype == (torch.float32 if spared else dtype), name
+        assert torch.equal(tensor, wanted if spared else wanted.to(dtype)), name
+    ours = load_model(folder, dtype=dtype)
+    tokens = random_texts(1, 9)
+    with torch.no_grad():
+        assert torch.equal(there(tokens, use_cache=False).logits, ours(tokens))
+    there.generate(tokens, max_new_tokens=2, **ON)
+    assert there.to(torch.float32).to(torch.bfloat16).state_dict()["norm.weight"].dtype == torch.bfloat16
+    if case != "softmax":
+        assert there.layers["0"].attention.ssm.log_dt.dtype == torch.float32
+
+
+def test_shards(tmp_path, exported):
+    model, folder = exported("interdomain")
+    run = folder.with_name("interdomain-run")
+    assert convert.main([str(run / "step-100"), str(tmp_path / "sharded"), "--max-shard-gb", "2e-5"]) == 0
+    assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
+    tokens = random_texts(1, 9)
+    found = load(tmp_path / "sharded")
+    assert torch.equal(found.generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3))
+    lost = min((tmp_path / "sharded").glob("model-00002-*"))
+    data = lost.read_bytes()
+    lost.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ValueError, match=f"{lost.name} is not the file that was exported"):
+        load(tmp_path / "sharded")
+    lost.unlink()
+    with pytest.raises(FileNotFoundError, match=f"lacks {lost.name}; copy the whole folder again"):
+        load(tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_saved_and_loaded_again(tmp_path, loaded, case):
+    model, there = loaded(case)
+    there.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
+    record = json.loads((tmp_path / "saved" / "config.json").read_text())
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert record["weights"] == checksums(files)
+    assert len(files) > 1
+    assert {p.name for p in (tmp_path / "saved").glob("*.py")} == set(bundle.bundled())
+    again = load(tmp_path / "saved")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert again.generation_config.suppress_tokens == there.generation_config.suppress_tokens
+    # It is a folder of ours still.
+    ours = load_model(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(ours(random_texts(1, 5)), model(random_texts(1, 5)))
+
+
+def test_a_copy_is_a_model_of_its_own(loaded):
+    model, there = loaded("interdomain")
+    tokens = random_texts(1, 9)
+    other = copy.deepcopy(there)
+    with torch.no_grad():
+        other.layers["0"].attention.wo.weight.zero_()
+        other.tok_embeddings = copy.deepcopy(other.tok_embeddings)
+        other.tok_embeddings.weight.mul_(2)
+        assert not torch.allclose(other(tokens).logits, model(tokens), **CLOSE)
+        changed = copy.deepcopy(model)
+        changed.layers["0"].attention.wo.weight.zero_()
+        changed.tok_embeddings.weight.mul_(2)
+        torch.testing.assert_close(other(tokens).logits, changed(tokens), **CLOSE)
+        torch.testing.assert_close(there(tokens).logits, model(tokens), **CLOSE)
+
+
+def test_the_package_and_two_folders_in_one_process(exported, loaded):
+    """Each with its own ops, and the package's are what they were."""
+    import interdomain.hf
+    from interdomain.scan import ops
+
+    before = torch.ops.interdomain.scan.default
+    tokens = random_texts(2, 9)
+    there = {case: loaded(case) for case in ("interdomain", "s4d")}
+    package = interdomain.hf.InterdomainForCausalLM.from_pretrained(exported("interdomain")[1])
+    assert type(package).__module__ == "interdomain.hf.modeling"
+    namespaces = set()
+    for case, (model, found) in there.items():
+        assert torch.equal(found.generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3)), case
+        scan = sys.modules[type(found).__module__.rpartition(".")[0] + ".interdomain_scan_ops"]
+        namespaces.add(scan.scan._qualname)
+    assert torch.equal(package.generate(tokens, max_new_tokens=3, **ON), greedy(there["interdomain"][0], tokens, 3))
+    assert torch.ops.interdomain.scan.default is before
+    assert ops.scan._qualname == "interdomain::scan"
+    assert len({*namespaces, "interdomain::scan"}) == 3
+
+
+def test_the_package_needs_no_trust(tmp_path, exported):
+    """Without code in the folder: the installed package's own; saving writes the code."""
+    import interdomain.hf
+
+    model, folder = exported("interdomain")
+    folder = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.py"))
+    record = json.loads((folder / "config.json").read_text())
+    del record["auto_map"]
+    (folder / "config.json").write_text(json.dumps(record))
+    from transformers import AutoModelForCausalLM
+
+    there = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(there, interdomain.hf.InterdomainForCausalLM)
+    there.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    tokens = random_texts(1, 9)
+    assert torch.equal(again.generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3))
+
+
+def test_how_it_is_computed_can_be_chosen(exported):
+    model, folder = exported("interdomain")
+    tokens = random_texts(1, 9)
+    for options in (dict(backend="sequential" if torch.cuda.is_available() else "reference"), dict(features="torch")):
+        there = load(folder, **options)
+        assert vars(there.layers["0"].attention.execution).items() >= options.items()
+        with torch.no_grad():
+            torch.testing.assert_close(there(tokens).logits, model(tokens), **CLOSE)
+
+
+def test_a_new_model(loaded):
+    from transformers import AutoModelForCausalLM
+
+    _, there = loaded("interdomain")
+    config = copy.deepcopy(there.config)
+    made = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        made.append(AutoModelForCausalLM.from_config(config, trust_remote_code=True).state_dict())
+    assert all(tensor.isfinite().all() for tensor in made[0].values())
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+    assert not torch.equal(made[0]["output.weight"], made[2]["output.weight"])
+
+
+# What is in the code
+
+
+def test_transformers_finds_every_file(exported):
+    """By the text of the imports, and without a requirement but torch and itself."""
+    from transformers import dynamic_module_utils as dynamic
+
+    folder = exported("interdomain")[1]
+    main = folder / "modeling_interdomain.py"
+    files = set(bundle.bundled())
+    assert {f"{name}.py" for name in dynamic.get_relative_imports(main)} == files - {main.name}  # all that 4 copies
+    for name in files:
+        assert {f"{found}.py" for found in dynamic.get_relative_imports(folder / name)} <= files, name
+        needed = {n for n in dynamic.get_imports(folder / name) if n not in sys.stdlib_module_names}
+        assert needed <= {"torch", "transformers"}, name
+
+
+def test_the_code_is_the_project_s():
+    """Line for line but for imports; nothing of data preparation, training or tools; names that say where from."""
+    for name, text in bundle.bundled().items():
+        first, rest = text.split("\n", 1)
+        module = first.split(" ")[6].rstrip(":")
+        source = Path(importlib.util.find_spec(module).origin).read_text()
+        assert name == f"{bundle.flat_name(module)}.py"
+        assert module.split(".")[1] in ("hf", "model", "scan", "features")
+        left = without_imports(rest.partition("\n\n\nthis_module = ")[0].partition("\n\nif False:")[0])
+        assert left == without_imports(source), name
+
+
+def without_imports(source):
+    lines = source.rstrip().splitlines()
+    for node in ast.walk(ast.parse(source)):
+        handled = isinstance(node, ast.Try) and isinstance(node.body[0], ast.Import | ast.ImportFrom)
+        if handled or isinstance(node, ast.Import | ast.ImportFrom):
+            for i in range(node.lineno - 1, node.end_lineno):
+                lines[i] = None
+    return [line for line in lines if line is not None]
+
+
+# What can be wrong
+
+
+def edit(folder, change):
+    record = json.loads((folder / "config.json").read_text())
+    change(record)
+    (folder / "config.json").write_text(json.dumps(record))
+
+
+def rewrite(folder, change):
+    """Other tensors, with their checksum."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit(folder, lambda record: record.update(weights=checksums([file])))
+
+
+DAMAGE = {
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop("norm.weight")), ["do not fit", "missing norm.weight"]),
+    "unknown tensor": (
+        lambda f: rewrite(f, lambda t: t.update(extra=torch.zeros(3))),
+        ["do not fit its config.json", "unexpected extra"],
+    ),
+    "altered weights": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1] + b"\x07"),
+        ["model.safetensors is not the file that was exported", "Copy the folder again"],
+    ),
+    "cut weights": (lambda f: os.truncate(f / "model.safetensors", 5000), ["is not the file that was exported"]),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), ["lacks model.safetensors"]),
+    "newer version": (
+        lambda f: edit(f, lambda r: r["interdomain"].update(format_version=2)),
+        ["format version 2", "reads version 1", "update"],
+    ),
+    "unknown setting": (
+        lambda f: edit(f, lambda r: r["interdomain"]["mixer"].update(turbo=True)),
+        ["unknown mixer setting(s): turbo"],
+    ),
+    "two widths": (lambda f: edit(f, lambda r: r.update(hidden_size=64)), ["hidden_size is 32", "under `interdomain`"]),
+    "tied": (lambda f: edit(f, lambda r: r.update(tie_word_embeddings=True)), ["tie_word_embeddings", "not tied"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.filterwarnings("ignore")  # transformers warns of missing tensors before it is told that they are needed
+def test_a_damaged_folder_is_refused(folder, damage):
+    break_it, words = DAMAGE[damage]
+    break_it(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        load(folder)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_another_shape_is_refused(folder):
+    edit(folder, lambda r: (r["interdomain"].update(vocab_size=421), r.update(vocab_size=421)))
+    with pytest.raises((ValueError, RuntimeError), match=r"size mismatch|mismatched|MISMATCH"):
+        load(folder)
+
+
+def test_the_vocabulary_is_fixed(loaded):
+    _, there = loaded("interdomain")
+    with pytest.raises(NotImplementedError, match="vocabulary of this model is fixed"):
+        there.resize_token_embeddings(500)

@@ -1,0 +1,98 @@
+"""Fine-tuning: the loss and its gradients are the model's, by hand and through Trainer."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from .common import CASES, KINDS, random_texts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(loaded, case):
+    model, there = loaded(case)
+    model, there = copy.deepcopy(model), copy.deepcopy(there).train()
+    tokens = random_texts(2, 17)
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    out = there(tokens, labels=labels)
+    out.loss.backward()
+    assert out.past_key_values is None
+    wanted = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    wanted.backward()
+    torch.testing.assert_close(out.loss, wanted)
+    found = dict(there.named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(
+            found[name].grad, p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_gradients_behind_padding(loaded, case):
+    """Rows of unequal length, on the left or on the right, give the gradients of the rows by themselves.
+
+    In float64, but for the loss, which transformers computes in float32.
+    """
+    model, there = loaded(case)
+    rows = [random_texts(1, n, seed=n) for n in (5, 12)]
+    model = copy.deepcopy(model).double()
+    losses = [F.cross_entropy(model(row)[0, :-1], row[0, 1:], reduction="sum") for row in rows]
+    (sum(losses) / 15).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    for pad in ((7, 0), (0, 7)):
+        tuned = copy.deepcopy(there).double().train()
+        tokens = torch.cat([F.pad(rows[0], pad, value=9), rows[1]])
+        mask = torch.cat([F.pad(torch.ones(1, 5), pad), torch.ones(1, 12)]).long()
+        labels = tokens.masked_fill(mask == 0, -100)
+        # The padding's last token is labelled with nothing, and the text's first is predicted by no token of it.
+        labels[0, 7] = -100 if pad[0] else labels[0, 7]
+        out = tuned(tokens, attention_mask=mask, labels=labels)
+        out.loss.backward()
+        for name, p in tuned.named_parameters():
+            torch.testing.assert_close(
+                p.grad, wanted[name], rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def test_trainer(tmp_path, loaded, exported):
+    """A few steps: the loss falls, and what it saves is a folder that loads, with other weights."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate, of the extra `eval`")
+    pytest.importorskip("datasets", reason="Trainer needs a datasets of its own age, or none", exc_type=ImportError)
+    _, there = loaded("interdomain")
+    tuned = copy.deepcopy(there)
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in random_texts(8, 16)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=12,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        save_steps=12,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        eval_strategy="steps",
+        eval_steps=6,
+    )
+    trainer = transformers.Trainer(model=tuned, args=arguments, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 6
+    saved = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "run" / "checkpoint-12", trust_remote_code=True
+    )
+    assert not torch.equal(saved.output.weight, there.output.weight)
+    assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in tuned.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_gradient_checkpointing_is_refused(loaded):
+    _, there = loaded("interdomain")
+    with pytest.raises(ValueError, match=r"does not support (gradient|activation) checkpointing"):
+        there.gradient_checkpointing_enable()
