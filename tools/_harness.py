@@ -105,7 +105,7 @@ def load_tasks(names: list[str], include: list[Path]) -> dict:
         else:
             found = {kind: found[kind] | loaded[kind] for kind in found}
     if missing:
-        raise _missing(missing, reason, offline)
+        raise _missing(missing, reason, names, offline)
     for task in found["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
@@ -113,14 +113,14 @@ def load_tasks(names: list[str], include: list[Path]) -> dict:
     return found
 
 
-def _missing(missing: dict[str, str], reason: Exception, offline: bool) -> FileNotFoundError:
+def _missing(missing: dict[str, str], reason: Exception, asked: list[str], offline: bool) -> FileNotFoundError:
     named = ", ".join(f"{task} ({dataset})" if dataset else task for task, dataset in missing.items())
     if set(missing.values()) <= set(LOCAL):
         return FileNotFoundError(f"the files of {named} cannot be read: {reason} Mend the paths in the task's file.")
     why = "; ".join(f"{name} is set" for name in OFFLINE if os.environ.get(name)) if offline else str(reason)
     return FileNotFoundError(
         f"the data of {named} are not on this machine and were not fetched ({why}). They need a network once: where there is "
-        f"one, run `python -m interdomain.tools.evaluate --fetch --tasks {' '.join(missing)}` without HF_HUB_OFFLINE and copy "
+        f"one, run `python -m interdomain.tools.evaluate --fetch --tasks {' '.join(asked)}` without HF_HUB_OFFLINE and copy "
         "the folder ~/.cache/huggingface (HF_HOME) here; or give tasks on local files by --include-path."
     )
 

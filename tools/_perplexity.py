@@ -35,6 +35,8 @@ from interdomain.data.corpus import MANIFEST, read_manifest
 from interdomain.data.documents import list_files, read_documents
 from interdomain.data.pieces import check_files
 
+from ._bench import say
+
 # Shapes: B windows at once, L tokens of a window, N spans, S tokens of a span.
 
 BUCKETS = 32  # equal parts of a length, for perplexity by position
@@ -75,8 +77,10 @@ def read_corpus(corpus: str, tokenizer, text_field: str) -> Iterator[np.ndarray]
                 f"{corpus} was prepared with another tokenizer than the model's. Give the text itself, or prepare it with "
                 f"{tokenizer.path}."
             )
-        # The validation split, which no run trains on.
-        tokens = TokenCorpus(corpus, "validation" if manifest["splits"].get("validation") else "train")
+        # No run trains on the validation split; a corpus prepared to be measured on may have none.
+        split = "validation" if manifest["splits"].get("validation") else "train"
+        say(f"{corpus}: its {split} split")
+        tokens = TokenCorpus(corpus, split)
     else:
         tokens = TokenCorpus(corpus, vocab_size=tokenizer.vocab_size)
     starts = tokens.document_starts(0, tokens.num_tokens).tolist()

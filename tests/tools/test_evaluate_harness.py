@@ -196,7 +196,7 @@ def test_tasks_that_cannot_be(ran):
         "the data of gone (nobody/nothing) are not on this machine and were not fetched (HF_HUB_OFFLINE is set"
         in gone[1]
     )
-    assert "evaluate --fetch --tasks gone`" in gone[1]
+    assert "evaluate --fetch --tasks choice gone`" in gone[1]
     assert "the files of away (json) cannot be read: " in away[1]
     assert "away.jsonl" in away[1]
     assert "unknown tasks: no_such_task. Suites are commonsense, lambada, wikitext, paper; " in unknown[1]
