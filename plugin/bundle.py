@@ -21,12 +21,11 @@ MODULE = "this_module"  # the name under which a file exports itself, for those 
 EXPORT = f'\n\n{MODULE} = __import__("sys").modules[__name__]\n'
 
 
-def write_code(folder: Path | str) -> list[str]:
-    """Write the files into `folder`. Returns their names."""
-    files = bundled()
-    for name, text in files.items():
+def write_code(folder: Path | str) -> dict[str, str]:
+    """Write the files into `folder`. Returns the `auto_map` of its config.json, by which transformers finds them."""
+    for name, text in bundled().items():
         (Path(folder) / name).write_text(text, encoding="utf-8")
-    return sorted(files)
+    return AUTO_MAP
 
 
 def bundled() -> dict[str, str]:

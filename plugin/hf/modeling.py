@@ -132,9 +132,9 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         if not is_main_process:
             return
         folder = Path(save_directory)
-        if self.write_code is not None:
-            self.write_code(folder)
         record = json.loads((folder / "config.json").read_text())
+        if self.write_code is not None:
+            record["auto_map"] = self.write_code(folder)
         record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,3 +1,4 @@
+import importlib
 import os
 import sys
 
@@ -28,6 +29,31 @@ def modules_cache(tmp_path_factory):
         patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         patch.setattr(sys, "path", [*sys.path])
         yield
+
+
+@pytest.fixture(autouse=True)
+def not_registered(monkeypatch):
+    """Whoever imported `interdomain.hf` before: transformers 5 takes registered code even where the folder's is trusted."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        others = {
+            key: value
+            for key, value in mapping._extra_content.items()
+            if "interdomain" not in (key, getattr(key, "model_type", ""))
+        }
+        monkeypatch.setattr(mapping, "_extra_content", others)
+
+
+@pytest.fixture
+def package():
+    """package() imports `interdomain.hf`, which registers it for this test."""
+
+    def register():
+        return importlib.reload(importlib.import_module("interdomain.hf"))
+
+    return register
 
 
 @pytest.fixture(scope="session")

@@ -116,31 +116,28 @@ def test_a_copy_is_a_model_of_its_own(loaded):
         torch.testing.assert_close(there(tokens).logits, model(tokens), **CLOSE)
 
 
-def test_the_package_and_two_folders_in_one_process(exported, loaded):
+def test_the_package_and_two_folders_in_one_process(exported, loaded, package):
     """Each with its own ops, and the package's are what they were."""
-    import interdomain.hf
     from interdomain.scan import ops
 
     before = torch.ops.interdomain.scan.default
     tokens = random_texts(2, 9)
     there = {case: loaded(case) for case in ("interdomain", "s4d")}
-    package = interdomain.hf.InterdomainForCausalLM.from_pretrained(exported("interdomain")[1])
-    assert type(package).__module__ == "interdomain.hf.modeling"
+    ours = package().InterdomainForCausalLM.from_pretrained(exported("interdomain")[1])
+    assert type(ours).__module__ == "interdomain.hf.modeling"
     namespaces = set()
     for case, (model, found) in there.items():
         assert torch.equal(found.generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3)), case
         scan = sys.modules[type(found).__module__.rpartition(".")[0] + ".interdomain_scan_ops"]
         namespaces.add(scan.scan._qualname)
-    assert torch.equal(package.generate(tokens, max_new_tokens=3, **ON), greedy(there["interdomain"][0], tokens, 3))
+    assert torch.equal(ours.generate(tokens, max_new_tokens=3, **ON), greedy(there["interdomain"][0], tokens, 3))
     assert torch.ops.interdomain.scan.default is before
     assert ops.scan._qualname == "interdomain::scan"
     assert len({*namespaces, "interdomain::scan"}) == 3
 
 
-def test_the_package_needs_no_trust(tmp_path, exported):
+def test_the_package_needs_no_trust(tmp_path, exported, package):
     """Without code in the folder: the installed package's own; saving writes the code."""
-    import interdomain.hf
-
     model, folder = exported("interdomain")
     folder = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*.py"))
     record = json.loads((folder / "config.json").read_text())
@@ -148,9 +145,14 @@ def test_the_package_needs_no_trust(tmp_path, exported):
     (folder / "config.json").write_text(json.dumps(record))
     from transformers import AutoModelForCausalLM
 
+    with pytest.raises(ValueError, match="interdomain"):  # no model type of transformers'
+        AutoModelForCausalLM.from_pretrained(folder)
+    kind = package().InterdomainForCausalLM
     there = AutoModelForCausalLM.from_pretrained(folder)
-    assert isinstance(there, interdomain.hf.InterdomainForCausalLM)
+    assert isinstance(there, kind)
     there.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"] == bundle.AUTO_MAP
+    assert {p.name: p.read_text() for p in (tmp_path / "saved").glob("*.py")} == bundle.bundled()
     again = load(tmp_path / "saved")
     tokens = random_texts(1, 9)
     assert torch.equal(again.generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3))
