@@ -1,25 +1,43 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure mechanism-arch)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from interdomain.features import input_features
-from interdomain.scan import interdomain_scan, interdomain_step, linear_scan, linear_step
+from interdomain.features import input_features, input_features_step
+from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
+from .joined import JoinedProjections
 from .ssm import SSMDynamics
 from .state import MixerState, ModelState, writable
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
-#         M basis functions.
+#         M basis functions, W convolution width, E channels.
 
 
-class InterdomainMixer(nn.Module):
+class StepTables(NamedTuple):
+    """What a step reads of a mixer's parameters, as it reads them (`input_features_step`, `interdomain_step`).
+
+    readout: W, its upper half where that is all of it, or w. conv: ([W, E], [E]). norm: ([2 G, R], [2 G, R]), or None.
+    """
+
+    log_decay: Tensor
+    decay: Tensor
+    readout: Tensor
+    conv: tuple[Tensor, Tensor]
+    norm: tuple[Tensor, Tensor] | None
+
+
+class InterdomainMixer(JoinedProjections):
     """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. final-readout), or the linear readout of s4d.
 
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
     """
+
+    together = ("wq", "wk", "wv")
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -61,16 +79,39 @@ class InterdomainMixer(nn.Module):
         return self.ssm()
 
     def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MixerState:
-        convs = {name: conv for name, conv in self.named_children() if isinstance(conv, ShortConv)}
         width = 2 * self.head_dim + self.config.normalize
+        shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
+        step = self._step_tables()
         return MixerState(
-            conv={
-                name: torch.zeros(batch, conv.width - 1, conv.bias.shape[0], dtype=dtype, device=device)
-                for name, conv in convs.items()
-            },
-            ssm=torch.zeros(
-                batch, self.n_kv_heads, self.config.n_basis, width, 2, dtype=self.ssm.log_dt.dtype, device=device
+            conv=torch.zeros(batch, self.config.conv_width - 1, len(step.conv[1]), dtype=dtype, device=device),
+            ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
+            step=step,
+        )
+
+    def _convolutions(self) -> dict[str, ShortConv]:
+        """In the order of their channels in a state."""
+        return {name: self._modules[f"{name}_conv"] for name in "qkv" if f"{name}_conv" in self._modules}
+
+    @torch.no_grad()
+    def _step_tables(self) -> StepTables:
+        log_decay, readout = self.ssm()
+        if self.config.query_readout and self.config.readout == "complex":
+            readout = readout[:, : self.config.n_basis].contiguous()
+        convs = self._convolutions().values()
+        norm = None
+        if self.k_norm is not None:
+            norms = self.k_norm, self.v_norm
+            scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
+            norm = scale, torch.cat([widened(n.bias) for n in norms])
+        return StepTables(
+            log_decay,
+            decay_factor(log_decay),
+            readout,
+            conv=(
+                torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
+                torch.cat([widened(c.bias) for c in convs]),
             ),
+            norm=norm,
         )
 
     def forward(
@@ -82,20 +123,11 @@ class InterdomainMixer(nn.Module):
         packing: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token."""
-        log_decay, readout = self.ssm() if dynamics is None else dynamics
-        past = None if state is None else state.conv
-        k, v, conv = self._inputs(x, rope, past, packing)
-        q = None
-        if self.config.query_readout:
-            q = self._features("q", x, past, conv, packing, rope=rope, mapped=True)
-
-        initial = None if state is None else state.ssm
-        if state is not None and x.shape[1] == 1 and packing is None:
-            o, final = self._step(q, k, v, log_decay, readout, initial)
+        recorded = torch.is_grad_enabled() or state is None or not writable(state.ssm, state.ssm)
+        if x.shape[1] == 1 and packing is None and not recorded:
+            o = self._step(x[:, 0], rope, state)[:, None]
         else:
-            o, final = self._scan(q, k, v, log_decay, readout, initial, packing)
-        if state is not None:
-            state.advance(conv, final)
+            o = self._whole(x, rope, self.ssm() if dynamics is None else dynamics, state, packing)
         if self.config.normalize:
             o = _divided(o)
 
@@ -103,6 +135,50 @@ class InterdomainMixer(nn.Module):
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
         return self.wo(o)
+
+    def _step(self, x: Tensor, rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
+        """One token where nothing is recorded, x [B, dim] -> [B, H, D]: few operations, the state written in place."""
+        mixer, heads, step = self.config, self.wk.out_features // self.head_dim, state.step
+        q_heads = self.wq.out_features // self.head_dim if mixer.query_readout else 0
+        mapped = q_heads + heads * mixer.dual_input
+        y = input_features_step(
+            self.project(x),
+            self.head_dim,
+            conv=step.conv,
+            past=state.conv,
+            rope=rope if mixer.rope else None,
+            rotated=q_heads + heads if mixer.rope else 0,
+            silu=mapped if self.feature_map is None else 0,
+            norm=step.norm,
+            eps=1e-5 if self.k_norm is None else self.k_norm.eps,
+            backend=self.execution.features,
+        )
+        if self.feature_map is not None:
+            for part in (y[:, :q_heads], y[:, q_heads:mapped]):
+                part.copy_(self.feature_map(part[:, None])[:, 0])
+        tables = dict(state=state.ssm, decay=step.decay, inplace=True)
+        q, k, v = y.split([q_heads, heads, heads], dim=1)
+        if mixer.normalize:
+            v = _with_ones(v)
+        if mixer.query_readout:
+            return interdomain_step(q, k, v, step.log_decay, step.readout, **tables)[0]
+        return linear_step(torch.cat([k, v], dim=-1), step.log_decay, step.readout, **tables)[0]
+
+    def _whole(self, x, rope, dynamics, state, documents) -> Tensor:
+        """Any number of tokens, x [B, T, dim] -> [B, T, H, D]."""
+        past = {}
+        if state is not None:
+            convs = self._convolutions()
+            widths = [len(conv.bias) for conv in convs.values()]
+            past = dict(zip(convs, state.conv.split(widths, dim=2), strict=True))
+        k, v, conv = self._inputs(x, rope, past, documents)
+        q = None
+        if self.config.query_readout:
+            q = self._features("q", x, past, conv, documents, rope=rope, mapped=True)
+        o, final = self._scan(q, k, v, *dynamics, None if state is None else state.ssm, documents)
+        if state is not None:
+            state.advance(torch.cat([conv[name] for name in past], dim=2), final)
+        return o
 
     @staticmethod
     def packing(documents: Tensor) -> Tensor:
@@ -118,22 +194,22 @@ class InterdomainMixer(nn.Module):
         return (after & (padding[:, None] > 0)).int()
 
     def _inputs(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict | None, documents: Tensor | None
+        self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict[str, Tensor], documents: Tensor | None
     ) -> tuple[Tensor, Tensor, dict]:
         """The two halves of z, k and v (dual input) or the paper's a and b, each [B, T, G, R]; and their `conv` of a state."""
         conv = {}
         k = self._features("k", x, past, conv, documents, rope=rope, mapped=self.config.dual_input, norm=self.k_norm)
         v = self._features("v", x, past, conv, documents, norm=self.v_norm)
-        if self.config.normalize:  # the ones channel: its coefficients are eta of paper eq. matrix
-            v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+        if self.config.normalize:
+            v = _with_ones(v)
         return k, v, conv
 
     def _features(
         self,
         name: str,
         x: Tensor,
-        past: dict | None,
-        conv: dict,
+        past: dict[str, Tensor],
+        conv: dict[str, Tensor],
         documents: Tensor | None,
         *,
         rope: tuple[Tensor, Tensor] | None = None,
@@ -145,10 +221,9 @@ class InterdomainMixer(nn.Module):
         With a past, its convolution's last inputs are written to `conv`.
         """
         x = getattr(self, f"w{name}")(x)
-        short, before = getattr(self, f"{name}_conv", None), None
-        if short is not None and past is not None:
-            before = past[f"{name}_conv"]
-            conv[f"{name}_conv"] = short.last_inputs(x, before)
+        short, before = getattr(self, f"{name}_conv", None), past.get(name)
+        if before is not None:
+            conv[name] = short.last_inputs(x, before)
         y = input_features(
             x,
             self.head_dim,
@@ -169,13 +244,10 @@ class InterdomainMixer(nn.Module):
             return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
         return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)
 
-    def _step(self, q, k, v, log_decay, readout, initial):
-        run = dict(inplace=not torch.is_grad_enabled() and writable(initial, initial))
-        if q is None:
-            y, final = linear_step(torch.cat([k, v], dim=-1)[:, 0], log_decay, readout, initial, **run)
-        else:
-            y, final = interdomain_step(q[:, 0], k[:, 0], v[:, 0], log_decay, readout, initial, **run)
-        return y[:, None], final
+
+def _with_ones(v: Tensor) -> Tensor:
+    """v with the ones channel: its coefficients are eta of paper eq. matrix."""
+    return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 
 
 def _divided(o: Tensor, eps: float = 1e-6) -> Tensor:

@@ -24,6 +24,7 @@ from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 
 from .config import Execution, ModelConfig
+from .joined import join_projections
 from .transformer import Transformer, meta_model
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
@@ -240,6 +241,7 @@ def load_model(
         for name, tensor in tensors.items()
     }
     model.load_state_dict(placed, assign=True)
+    join_projections(model)
     return model.requires_grad_(False).eval()
 
 

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from interdomain.features import input_features
+from interdomain.features import input_features, input_features_step
 
 from .config import Execution, ModelConfig
+from .joined import JoinedProjections
 from .state import KVCache, ModelState
 
 # Shapes: B batch, T time, S slots of the cache.
@@ -25,7 +26,9 @@ class Window(NamedTuple):
     begin: int | Tensor = 0
 
 
-class SoftmaxMixer(nn.Module):
+class SoftmaxMixer(JoinedProjections):
+    together = ("wq", "wk", "wv")
+
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.execution = execution or Execution()
@@ -79,11 +82,14 @@ class SoftmaxMixer(nn.Module):
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
         B, T, _ = x.shape
-        q, k = (
-            input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features).transpose(1, 2)
-            for proj in (self.wq, self.wk)
-        )
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if T == 1 and state is not None and not torch.is_grad_enabled():
+            q, k, v = (part[:, :, None] for part in self._token(x[:, 0], rope))
+        else:
+            q, k = (
+                input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features).transpose(1, 2)
+                for proj in (self.wq, self.wk)
+            )
+            v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         packing = packing or Window()
         if state is not None:
             k, v = state.append(k, v, packing.begin)
@@ -96,3 +102,9 @@ class SoftmaxMixer(nn.Module):
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))
+
+    def _token(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, head_dim] of one token x [B, dim] where nothing is recorded: few operations."""
+        heads = [layer.out_features // self.head_dim for layer in (self.wq, self.wk, self.wv)]
+        run = dict(rope=rope, rotated=heads[0] + heads[1], backend=self.execution.features)
+        return input_features_step(self.project(x), self.head_dim, **run).split(heads, dim=1)

@@ -14,29 +14,28 @@ from torch.nn import functional as F
 
 @dataclass
 class MixerState:
-    """conv: per convolved projection the last W - 1 inputs, [B, W - 1, E]; ssm: unit-gain X, [B, H, M, P, 2] float32."""
+    """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
+    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own."""
 
-    conv: dict[str, Tensor]
+    conv: Tensor
     ssm: Tensor
+    step: tuple | None = None
 
-    def advance(self, conv: dict[str, Tensor], ssm: Tensor) -> None:
+    def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
-        self.conv = {name: overwritten(old, conv[name]) for name, old in self.conv.items()}
-        self.ssm = overwritten(self.ssm, ssm)
+        self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)
 
     def without_padding(self, seen: Tensor) -> None:
         """Remove what padding before the first of `seen` [B] tokens of each row has left."""
-        conv = {}
-        for name, x in self.conv.items():
-            back = torch.arange(x.shape[1], 0, -1, device=x.device)  # the input of how many tokens ago
-            conv[name] = x.where((back <= seen[:, None])[:, :, None], 0)
+        back = torch.arange(self.conv.shape[1], 0, -1, device=seen.device)  # the input of how many tokens ago
+        conv = self.conv.where((back <= seen[:, None])[:, :, None], 0)
         self.advance(conv, self.ssm.where((seen > 0)[:, None, None, None, None], 0))
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"ssm": self.ssm, **self.conv}
+        return {"ssm": self.ssm, "conv": self.conv}
 
     def replaced(self, tensors: dict[str, Tensor]) -> "MixerState":
-        return MixerState({name: tensors[name] for name in self.conv}, tensors["ssm"])
+        return MixerState(tensors["conv"], tensors["ssm"], self.step)
 
 
 @dataclass

@@ -7,13 +7,16 @@ from torch.nn import functional as F
 from .config import Execution, ModelConfig
 from .feature_map import rope_tables
 from .initialize import initialize
+from .joined import JoinedProjections
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
 from .state import ModelState
 
 
-class FeedForward(nn.Module):
+class FeedForward(JoinedProjections):
     """SwiGLU."""
+
+    together = ("w1", "w3")
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -22,6 +25,9 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.joined is not None and x.shape[1] == 1 and not torch.is_grad_enabled():
+            gate, up = self.project(x).chunk(2, dim=-1)
+            return self.w2(F.silu(gate) * up)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from interdomain.model.feature_map import rope_tables
+from interdomain.model.generation import prefill
+from interdomain.model.joined import join_projections
 
 from .common import lively, random_tokens, small_config
 
@@ -46,3 +48,28 @@ def test_a_block_is_one_graph(condition, situation):
     for found, wanted in zip(run(compiled), run(block), strict=True):
         # aot_eager runs the same kernels; decompositions may reorder a sum.
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "dual-linear", "softmax"])
+def test_a_decode_step_is_one_graph(condition):
+    """The whole model, its projections joined or not, over several steps: the states stay those of the model itself."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = lively(small_config(condition), torch.float32)
+    tokens = random_tokens(model.config, 2, 10)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for part in ("apart", "joined"):
+        if part == "joined":
+            join_projections(model)
+        _, state = prefill(model, tokens[:, :5])
+        own = state.clone()
+        addresses = [x.data_ptr() for layer in own.layers for x in layer.tensors().values()]
+        with torch.no_grad():
+            for token in tokens[:, 5:].split(1, dim=1):
+                torch.testing.assert_close(compiled(token, own), model(token, state), rtol=1e-4, atol=1e-4)
+        for found, wanted in zip(own.layers, state.layers, strict=True):
+            for x, y in zip(tensors_of(found), tensors_of(wanted), strict=True):
+                torch.testing.assert_close(x[:, :, :10], y[:, :, :10], rtol=1e-4, atol=1e-4)
+        if condition != "softmax":  # its cache grows
+            assert addresses == [x.data_ptr() for layer in own.layers for x in layer.tensors().values()]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8  # and not one a step

@@ -1,0 +1,68 @@
+"""Projections that read the same input as one product: at one token each is bound by reading its weights, and by its launch.
+
+`join_projections(model)`, after loading, makes the weights views of one matrix per group: the same parameters under the same
+names, no memory beyond them.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class JoinedProjections(nn.Module):
+    """A module whose linear layers `together` read the same input; without a bias."""
+
+    together: tuple[str, ...] = ()
+    joined: Tensor | None = None  # their weights as one matrix [sum E, dim], which they are views of
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(_parted)  # assign=True replaces parameters
+
+    @torch.no_grad()
+    def join(self) -> None:
+        weights = [layer.weight for layer in self._layers()]
+        self.joined = torch.cat([weight.detach() for weight in weights])
+        for weight, rows in zip(weights, self.joined.split([len(weight) for weight in weights]), strict=True):
+            weight.data = rows
+
+    def project(self, x: Tensor) -> Tensor:
+        """The layers' outputs one after the other, [..., sum E]."""
+        if self._is_joined():
+            return F.linear(x, self.joined)
+        return torch.cat([layer(x) for layer in self._layers()], dim=-1)
+
+    def _layers(self) -> list[nn.Linear]:
+        return [self._modules[name] for name in self.together if name in self._modules]
+
+    def _is_joined(self) -> bool:
+        """Whether `joined` still is the weights: what moves, copies or loads a model parts them, what replaces a weight too."""
+        if self.joined is None or torch.compiler.is_compiling():
+            return self.joined is not None
+        at = self.joined.data_ptr()
+        for layer in self._layers():
+            if layer.weight.data_ptr() != at:
+                return False
+            at += layer.weight.nbytes
+        return True
+
+    def _apply(self, fn, recurse=True):
+        was, self.joined = self.joined is not None, None
+        super()._apply(fn, recurse)
+        if was:
+            self.join()
+        return self
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "joined": None}  # copies of the weights are no views of a copy of the matrix
+
+
+def _parted(module: JoinedProjections, keys) -> None:
+    module.joined = None
+
+
+def join_projections(model: nn.Module) -> None:
+    """Join every group of projections, one at a time."""
+    for module in model.modules():
+        if isinstance(module, JoinedProjections):
+            module.join()
