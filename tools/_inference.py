@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from interdomain.model import ModelConfig, ModelState, Transformer
 from interdomain.model.generation import Decoder, decode, prefill
 from interdomain.model.initialize import initial_value
+from interdomain.model.joined import join_projections
 
 from ._bench import Deadline, reason, require_healthy
 from ._timing import Ceilings, cuda_timer, interleaved, peak_memory, ratio, release, usable, wall_timer
@@ -63,7 +64,7 @@ def put(state: ModelState, prefix: int) -> ModelState:
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Small tensors, the dynamics among them, as training starts from them; large ones normal."""
+    """As a folder is loaded; small tensors, the dynamics among them, as training starts from them, large ones normal."""
     with torch.device(device):
         model = Transformer(config)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
@@ -71,7 +72,9 @@ def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
             x.copy_(initial_value(name, x.shape, config, seed=0))
         else:
             x.normal_(0, 0.02)
-    return model.to(dtype).eval()
+    model.to(dtype)
+    join_projections(model)
+    return model.requires_grad_(False).eval()
 
 
 def model_bytes(model: Transformer) -> int:
