@@ -24,12 +24,24 @@ find_python() {
   fail "no Python 3.11 to 3.13 with venv was found on PATH (Debian: apt-get install python3-venv). Install one, or set INTERDOMAIN_PYTHON to an environment that has this project installed."
 }
 
+# install EXTRAS: with the exact versions, into $venv.
+install() {
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+  # torch first and alone: a range in another package must not choose it.
+  "${pip[@]}" "$(grep '^torch==' constraints.txt)" && "${pip[@]}" -c constraints.txt -e ".[$1]" || return
+  [[ ,$1, == *,dev,* ]] || return 0
+  # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, and transformers' other major.
+  "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
+    "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
+      transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+}
+
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from.
 make_environment() {
   local extras=$1 stamp wanted base
   venv=${INTERDOMAIN_VENV:-.venv}
   stamp=$venv/.installed-$extras
-  wanted=$(cat pyproject.toml constraints.txt | cksum)
+  wanted=$(cat pyproject.toml constraints.txt launch.sh | cksum)
   if [ ! -x "$venv/bin/python" ]; then
     base=$(find_python)
     echo "making an environment in $venv with $("$base" --version)"
@@ -37,10 +49,7 @@ make_environment() {
   fi
   if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
     echo "installing interdomain[$extras] into $venv (minutes on a first start)"
-    # torch first and alone: a range in another package must not choose it.
-    { "$venv/bin/python" -m pip install --disable-pip-version-check "$(grep '^torch==' constraints.txt)" &&
-      "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extras]"; } \
-      >"$venv/install.log" 2>&1 || {
+    install "$extras" >"$venv/install.log" 2>&1 || {
       tail -n 20 "$venv/install.log" >&2
       fail "the installation into $venv failed (whole log: $venv/install.log). Mend the cause and start again: it continues there."
     }
@@ -52,7 +61,10 @@ make_environment() {
 if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
-  [ -n "$python" ] || make_environment train,dev
+  if [ -z "$python" ]; then
+    make_environment train,dev
+    export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}
+  fi
   # Two workers (tests/conftest.py says how the tests spread).
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --no-loadscope-reorder "$@"
 fi
