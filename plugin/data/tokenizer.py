@@ -138,8 +138,8 @@ class SentencePieceTokenizer(TokenizerFile):
         ids = (self._sp.bos_id(), self._sp.eos_id(), self._sp.pad_id(), self._sp.unk_id())
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (i if i >= 0 else None for i in ids)
         # The model's own setting, read off its behaviour: with a dummy prefix a leading space is not part of the text.
-        first = SPACE + "a"
-        self._strips_leading_space = self._sp.DecodePieces([first]) == "a"
+        # Two pieces of the space alone: a longer one may not be in the vocabulary, and unknown pieces keep theirs.
+        self._strips_leading_space = self._sp.DecodePieces([SPACE, SPACE]) == " "
 
     def encode(self, text, add_bos=False, add_eos=False):
         self._check_specials(add_bos, add_eos)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from interdomain.data import SentencePieceTokenizer, StreamDecoder, check_vocab, load_tokenizer
+from interdomain.data.documents import read_documents
+from interdomain.tools.train_tokenizer import train_sentencepiece
 
 NASTY = [
     "",
@@ -83,6 +85,16 @@ def test_stream_after_every_prompt(tokenizer, text):
         decoder = StreamDecoder(tokenizer, after=ids[:n])
         continued = "".join(map(decoder.push, ids[n:])) + decoder.flush()
         assert "".join(given) + continued == tokenizer.decode(ids)
+
+
+def test_stream_of_a_vocabulary_without_words(tmp_path):
+    """So small that a space and a letter are no piece: the space before the first word is still not part of the text."""
+    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=200_000), 360))
+    small = SentencePieceTokenizer(tmp_path / "tokenizer.model")
+    for text in ("a b", " a", "def f"):
+        ids = small.encode(text)
+        pieces, rest = stream(small, ids)
+        assert "".join(pieces) + rest == small.decode(ids) == text
 
 
 def test_stream_gives_text_at_once(tokenizer):
