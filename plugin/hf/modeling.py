@@ -114,7 +114,10 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, folder, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers. Raises ValueError for weights that are altered, missing or of another model."""
+        """As in transformers.
+
+        Raises: FileNotFoundError, ValueError for weights that are altered, missing or of another model, or on several devices.
+        """
         if os.path.isdir(folder):
             _check_weights(Path(folder) / (kwargs.get("subfolder") or ""))
         model, found = super().from_pretrained(folder, *args, output_loading_info=True, **kwargs)
@@ -122,6 +125,11 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         if wrong:
             raise ValueError(
                 f"the weights of {folder} do not fit its config.json: {', '.join(wrong)}. Copy the folder again."
+            )
+        places = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))
+        if len(places) > 1:
+            raise ValueError(
+                f"this model runs on one device, device_map spreads it over {', '.join(places)}: name one."
             )
         return (model, found) if output_loading_info else model
 
@@ -172,7 +180,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         seen = 0 if state is None else state.length
         if not torch.compiler.is_compiling() and not (seen and input_ids.shape[1] == 1):
             self._check_tokens(input_ids)
-        padding = _padding(attention_mask, input_ids, seen, use_cache)
+        padding = _padding(attention_mask, input_ids, state, use_cache)
         if state is None and (use_cache or padding is not None):
             state = self.transformer.init_state(len(input_ids), capacity=input_ids.shape[1])
         last = logits_to_keep if isinstance(logits_to_keep, int) else 0
@@ -278,11 +286,11 @@ class _Recorder:
             hook.remove()
 
 
-def _padding(mask: Tensor | None, tokens: Tensor, seen: int, cached: bool) -> Tensor | None:
+def _padding(mask: Tensor | None, tokens: Tensor, state: ModelState | None, cached: bool) -> Tensor | None:
     """How many of the first tokens of each row are padding, [B]; None if the mask leaves none out."""
     if mask is None:
         return None
-    B, T = tokens.shape
+    (B, T), seen = tokens.shape, 0 if state is None else state.length
     if mask.ndim != 2 or mask.shape[0] != B or mask.shape[1] not in (T, seen + T):
         raise ValueError(
             f"attention_mask is {list(mask.shape)}; expected {[B, T]}{f' or {[B, seen + T]}' if seen else ''}."
@@ -290,7 +298,8 @@ def _padding(mask: Tensor | None, tokens: Tensor, seen: int, cached: bool) -> Te
     mask = mask[:, -T:].bool()
     if mask.all():
         return None
-    before = mask.cumsum(1) == 0
+    begun = torch.zeros_like(mask) if state is None else (state.position > 0)[:, None]
+    before = (mask.cumsum(1) == 0) & ~begun
     after = mask.flip(1).cumsum(1).flip(1) == 0
     if not (mask | before | after).all():
         raise ValueError(

@@ -89,6 +89,11 @@ def test_auto_tokenizer_agrees_token_for_token(exported, monkeypatch):
     assert [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b] == []
     assert loaded(TEXTS[5]).input_ids == loaded.encode(TEXTS[5]) == tokenizer.encode(TEXTS[5])
     assert (loaded.bos_token_id, loaded.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert loaded.padding_side == "left"
+    batch = loaded(["a", TEXTS[5]], padding=True)
+    assert set(batch) == {"input_ids", "attention_mask"}  # all that the model takes
+    assert batch.attention_mask[0][0] == 0
+    assert batch.input_ids[0][0] == tokenizer_export.padding_id(tokenizer)
     for text, ids in zip(texts, ours, strict=True):
         assert loaded.decode(ids) == tokenizer.decode(ids), text
         assert loaded.decode([*ids, tokenizer.eos_id], skip_special_tokens=True) == tokenizer.decode(ids)

@@ -281,6 +281,15 @@ def test_another_shape_is_refused(folder):
         load(folder)
 
 
+def test_several_devices_are_refused(tmp_path, exported):
+    pytest.importorskip("accelerate", reason="device_map needs accelerate, of the extra `eval`")
+    _, folder = exported("interdomain")
+    places = dict.fromkeys(("tok_embeddings", "layers.0", "norm", "output"), "cpu")
+    assert load(folder, device_map="cpu").device.type == "cpu"
+    with pytest.raises(ValueError, match="runs on one device, device_map spreads it over cpu, disk: name one"):
+        load(folder, device_map={**places, "layers.1": "disk"}, offload_folder=tmp_path)
+
+
 def test_the_vocabulary_is_fixed(loaded):
     _, there = loaded("interdomain")
     with pytest.raises(NotImplementedError, match="vocabulary of this model is fixed"):

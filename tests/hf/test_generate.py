@@ -158,6 +158,32 @@ def test_a_long_prompt_is_read_in_pieces(loaded):
     assert torch.equal(found, greedy(model, tokens, 2))
 
 
+@pytest.mark.parametrize("case", ["interdomain", "softmax"])
+def test_a_state_of_inference_mode_goes_on_outside(loaded, case):
+    model, there = loaded(case)
+    with torch.inference_mode():
+        out = there.generate(random_texts(1, 9), max_new_tokens=3, return_dict_in_generate=True, **ON)
+    mask = torch.ones(1, 12)  # or a token that pads would be taken for padding
+    found = there.generate(
+        out.sequences, attention_mask=mask, past_key_values=out.past_key_values, max_new_tokens=3, **ON
+    )
+    assert torch.equal(found, greedy(model, random_texts(1, 9), 6))
+
+
+def test_the_pipeline(exported, tokenizer):
+    from transformers import pipeline
+
+    model, folder = exported("interdomain")
+    generate = pipeline("text-generation", model=str(folder), trust_remote_code=True, device="cpu")
+    prompts = ["import os", "def f(x):"]
+    out = generate(prompts, max_new_tokens=5, do_sample=False, batch_size=2, return_full_text=False)
+    for prompt, (found,) in zip(prompts, out, strict=True):
+        ids = tokenizer.encode(prompt)
+        text = greedy(model, torch.tensor([ids]), 5)[0].tolist()
+        assert tokenizer.eos_id not in text
+        assert found["generated_text"] == tokenizer.decode(text).removeprefix(prompt)
+
+
 @torch.no_grad()
 def test_hidden_states(loaded):
     _, there = loaded("interdomain")

@@ -76,6 +76,13 @@ def test_a_mask_made_of_pad_tokens_says_so(loaded, tokenizer):
     model, there = loaded("interdomain")
     tokens = random_texts(1, 9)
     tokens[0, 4] = tokenizer.unk_id
-    with pytest.raises(ValueError, match="makes one of the pad tokens in input_ids: then give one"):
+    told = "makes one of the pad tokens in input_ids: then give one"
+    with pytest.raises(ValueError, match=told):
         there.generate(tokens, **ON)
-    assert torch.equal(there.generate(tokens, attention_mask=torch.ones(1, 9), **ON), greedy(model, tokens, 2))
+    out = there.generate(tokens, attention_mask=torch.ones(1, 9), return_dict_in_generate=True, **ON)
+    assert torch.equal(out.sequences, greedy(model, tokens, 2))
+    # In a text that goes on: the first new token.
+    text = torch.cat([out.sequences, torch.tensor([[tokenizer.unk_id, 7]])], dim=1)
+    text[0, 10] = tokenizer.unk_id
+    with pytest.raises(ValueError, match=told):
+        there.generate(text, past_key_values=out.past_key_values, **ON)
