@@ -1,4 +1,4 @@
-"""Real runs, shared by all tests of this folder: one start of torchrun trains many small configurations (driver.py)."""
+"""Real runs, shared by all tests of this folder: one start of the ranks trains many small configurations (driver.py)."""
 
 import json
 import os
@@ -20,13 +20,16 @@ TINY = HERE / "tiny.toml"
 TIMEOUT = 240  # seconds for any start of torchrun; the slowest takes a minute on two cores
 
 
-def launch(ranks, *program, timeout=TIMEOUT, **options):
-    """torchrun on this machine. Returns the finished process with its output as text."""
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def torchrun(ranks, *program, timeout=TIMEOUT, **options):
+    """On this machine. Returns the finished process with its output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         [str(part) for part in command],
-        env=environment,
+        env=environment(),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -59,11 +62,31 @@ def refusal(capsys, act, *arguments, **named):
     return error
 
 
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory):
+    """launch(ranks, FILE, *arguments): the program on forked ranks (forks.py). Returns its output, if it came to its end."""
+    command = [sys.executable, HERE / "forks.py"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(), text=True, **pipes) as forks:
+
+        def launch(ranks, *program):
+            log = tmp_path_factory.mktemp("log") / "log.txt"
+            start = {"ranks": ranks, "program": [str(part) for part in program], "log": str(log)}
+            forks.stdin.write(json.dumps(start) + "\n")
+            forks.stdin.flush()
+            status, output = forks.stdout.readline(), log.read_text()
+            assert status == "0\n", output[-8000:]
+            return output
+
+        yield launch
+        forks.stdin.close()
+
+
 class Runs:
     """Jobs of one start of the driver: what was seen, by job and rank."""
 
-    def __init__(self, ranks, folder, corpus):
-        self.ranks, self.folder, self.corpus, self.jobs = ranks, folder, corpus, []
+    def __init__(self, ranks, folder, corpus, launch):
+        self.ranks, self.folder, self.corpus, self.launch, self.jobs = ranks, folder, corpus, launch, []
 
     def add(self, name, *, probes=(), folder=None, spoil=None, stops=False, **settings):
         arguments = flags(self.corpus, folder or self.folder / name, **settings)
@@ -73,9 +96,7 @@ class Runs:
     def start(self):
         jobs = self.folder / "jobs.json"
         jobs.write_text(json.dumps(self.jobs))
-        done = launch(self.ranks, HERE / "driver.py", jobs, self.folder)
-        self.output = done.stdout + done.stderr
-        assert done.returncode == 0, self.output[-8000:]
+        self.output = self.launch(self.ranks, HERE / "driver.py", jobs, self.folder)
         return self
 
     def seen(self, name, rank=0):
@@ -124,9 +145,9 @@ SHORT = {**VALIDATED, "training__steps": 3}
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory, corpus):
+def two(tmp_path_factory, corpus, launch):
     """On two ranks."""
-    runs = Runs(2, tmp_path_factory.mktemp("two"), corpus)
+    runs = Runs(2, tmp_path_factory.mktemp("two"), corpus, launch)
     local = {"training__local_batch_size": 4}
     runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
     spoil = {"rank": 1, 2: "loss", 3: "gradient", 5: "both"}
@@ -139,12 +160,13 @@ def two(tmp_path_factory, corpus):
         runs.add(condition, **local, **settings, training__steps=4)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
     compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
-    runs.add("compiled", **local, **compiled, **SHORT, compile__backend="aot_eager", probes=["scan"])
-    runs.add("inductor", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
+    runs.add("compiled", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
     apart = {"data__reset_state_at_documents": True}
     runs.add("documents", **local, **apart, **SHORT)
     runs.add("documents compiled", **local, **apart, **compiled, **SHORT, compile__backend="aot_eager")
     runs.add("documents softmax", **local, **apart, mixer__condition="softmax", training__steps=1)
+    other = runs.folder / "interdomain"
+    runs.add("other model", folder=other, **local, mixer__condition="s4d", **WITH_CHECKPOINTS, stops=True)
     asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     runs.add("asynchronous", **local, **WITH_CHECKPOINTS, **asynchronous, training__steps=4)
     return runs.start()
@@ -162,9 +184,9 @@ def half(runs, folder, step=3, whole=True):
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory, corpus, two):
+def one(tmp_path_factory, corpus, launch, two):
     """On one rank."""
-    runs = Runs(1, tmp_path_factory.mktemp("one"), corpus)
+    runs = Runs(1, tmp_path_factory.mktemp("one"), corpus, launch)
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
     runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
@@ -188,9 +210,9 @@ def one(tmp_path_factory, corpus, two):
 
 
 @pytest.fixture(scope="session")
-def four(tmp_path_factory, corpus, two):
+def four(tmp_path_factory, corpus, launch, two):
     """On four ranks."""
-    runs = Runs(4, tmp_path_factory.mktemp("four"), corpus)
+    runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     local = {"training__local_batch_size": 2}
     runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2)
     runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)

@@ -17,7 +17,7 @@ import torch
 from interdomain.model.distributed_checkpoint import read_sidecar, read_tensors, tensor_index
 from interdomain.tools._supervise import CONTINUE, supervise
 
-from .conftest import HERE, REPOSITORY, TIMEOUT, flags
+from .conftest import HERE, TIMEOUT, environment, flags
 
 pytestmark = pytest.mark.e2e
 
@@ -52,8 +52,7 @@ def story(tmp_path_factory, corpus):
         torchrun += [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         torchrun += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
         to_log = ["timeout", "--foreground", "-k", "1", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-        status = supervise([str(part) for part in (*to_log, *torchrun)], environment)
+        status = supervise([str(part) for part in (*to_log, *torchrun)], environment())
         orphans = remaining(folder / f"plan{i}.json")
         found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
         chapters.append(SimpleNamespace(status=status, said=log.read_text(), found=found, orphans=orphans))

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 
-from .conftest import flags, launch
+from .conftest import flags, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def stock(tmp_path_factory, corpus):
     """(finished process, folder) of a run of two ranks with everything on."""
     folder = tmp_path_factory.mktemp("stock")
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
-    done = launch(2, *TRAIN, *flags(corpus, folder, training__local_batch_size=4, **settings))
+    done = torchrun(2, *TRAIN, *flags(corpus, folder, training__local_batch_size=4, **settings))
     assert done.returncode == 0, done.stderr[-8000:]
     return done, folder
 
@@ -110,20 +110,10 @@ def assert_one_paragraph(done, *said):
 
 
 def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path):
-    done = launch(2, *TRAIN, *flags(corpus, tmp_path / "run", training__local_batch_size=4, mixer__condition="s4"))
+    done = torchrun(2, *TRAIN, *flags(corpus, tmp_path / "run", training__local_batch_size=4, mixer__condition="s4"))
     assert_one_paragraph(done, "mixer.condition = 's4' is unknown", "softmax, interdomain, interdomain-norope")
     assert not (tmp_path / "run").exists()
     assert "Building" not in done.stdout + done.stderr
-
-
-def test_another_models_checkpoint_is_not_continued(corpus, stock, tmp_path):
-    shutil.copytree(stock[1] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
-    settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "mixer__condition": "s4d"}
-    done = launch(2, *TRAIN, *flags(corpus, tmp_path, **settings))
-    assert_one_paragraph(
-        done, "step-3 is a checkpoint of another model (there: debug, interdomain)", "--job.dump_folder"
-    )
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock, tmp_path):
@@ -140,7 +130,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
     shards = [path.stat().st_size for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp")]
     assert min(shards) > limit
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
-    done = launch(2, *TRAIN, *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
+    done = torchrun(2, *TRAIN, *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
     assert "Training starts at step 4" in done.stdout + done.stderr
     assert_one_paragraph(
         done, "The disk is full: saving", "step-6 failed (File too large)", "whole checkpoint is step 3"

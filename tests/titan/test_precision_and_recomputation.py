@@ -38,9 +38,8 @@ def test_bfloat16_is_bfloat16_on_one_rank_as_on_two(one, two):
     assert ours[1]["loss"] == pytest.approx(exact[1]["loss"], rel=2e-3)
 
 
-@pytest.mark.parametrize("name", ["compiled", "inductor"])
-def test_compiled_blocks_compute_the_same(one, two, name):
-    runs, reference = two.seen(name), one.seen("interdomain")
+def test_compiled_blocks_compute_the_same(one, two):
+    runs, reference = two.seen("compiled"), one.seen("interdomain")
     assert [call["fullgraph"] for call in runs["compiled"]] == [True] * LAYERS
     assert len(runs["log"]) >= 3
     for step, log in runs["log"].items():
@@ -52,9 +51,8 @@ def test_compiled_blocks_compute_the_same(one, two, name):
         assert validation["mixer/layer_03/readout_rms"] > 0  # the probe runs beside compiled blocks
 
 
-@pytest.mark.parametrize("name", ["compiled", "inductor"])
-def test_compiled_selective_checkpointing_saves_the_scan(two, name):
-    calls = two.seen(name)["calls"]
+def test_compiled_selective_checkpointing_saves_the_scan(two):
+    calls = two.seen("compiled")["calls"]
     assert {step: n for step, n in calls.items() if step != "validation"} == dict.fromkeys((1, 2, 3), LAYERS)
 
 

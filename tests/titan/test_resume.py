@@ -92,3 +92,13 @@ def test_asynchronous_saves_keep_the_latest_two_whole(two):
     assert torch.isfinite(saved).all()
     # The step before it, copied in the background while step 4 was computed, holds other weights.
     assert not torch.equal(read_tensors(folder / "step-3", ["output.weight"], index)["output.weight"], saved)
+
+
+def test_another_models_checkpoint_is_not_continued(two):
+    """In the folder of the interdomain run, when that is done."""
+    error = two.output.partition("error: " + str(checkpoint(two, "interdomain", 6)))[2].partition("\n")[0]
+    assert error.startswith(" is a checkpoint of another model (there: debug, interdomain)")
+    assert "--job.dump_folder" in error
+    assert two.seen("other model")["log"] == {}
+    found = (two.folder / "interdomain" / "checkpoint").iterdir()
+    assert sorted(path.name for path in found) == ["step-3", "step-6"]
