@@ -180,7 +180,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         seen = 0 if state is None else state.length
         if not torch.compiler.is_compiling() and not (seen and input_ids.shape[1] == 1):
             self._check_tokens(input_ids)
-        padding = _padding(attention_mask, input_ids, state, use_cache)
+        padding = _padding(attention_mask, input_ids, state, use_cache or state is not None)
         if state is None and (use_cache or padding is not None):
             state = self.transformer.init_state(len(input_ids), capacity=input_ids.shape[1])
         last = logits_to_keep if isinstance(logits_to_keep, int) else 0
