@@ -1,5 +1,6 @@
 """SLURM: the same line in an allocation. Stand-ins for srun and scontrol start real processes, as two nodes of this machine."""
 
+import json
 import os
 import re
 import shlex
@@ -194,6 +195,7 @@ TINY += ("--validation.no-enable", "--metrics.log_freq", "1", "--metrics.mixer_f
 
 
 TIMEOUT = 300  # seconds for one run
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -209,10 +211,9 @@ def corpus(tmp_path_factory):
 def until_the_signal(corpus, folder, *argv):
     """Run the launcher's line, send it SIGUSR1 when step 4 is logged, and return (exit status, what it said)."""
     command = [sys.executable, "-m", "interdomain.tools.launch", *TINY, *argv, "--training.steps", "200"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [*command, "--data.corpus", str(corpus), "--job.dump_folder", str(folder)],
-        env=environment,
+        env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -229,9 +230,28 @@ def until_the_signal(corpus, folder, *argv):
     return running.returncode, "".join(said)
 
 
+def alone(corpus, folder, steps):
+    """The first steps of that run on two ranks of this machine, forked as the trainer's own tests do it."""
+    flags = [*TINY[: TINY.index("--max-restarts")], "--lr_scheduler.total_steps", "200", "--training.steps", str(steps)]
+    flags += ["--checkpoint.no-enable", "--data.corpus", str(corpus), "--job.dump_folder", str(folder)]
+    job = {"name": "machine", "args": ["--job.config_file", launch.DEFAULT_CONFIG, *flags]}
+    jobs, log = folder.with_suffix(".json"), folder.with_suffix(".log")
+    jobs.write_text(json.dumps([job]))
+    program = [str(ROOT / "tests/titan/driver.py"), str(jobs), str(folder.parent)]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/titan/forks.py"],
+        input=json.dumps({"ranks": 2, "program": program, "log": str(log)}),
+        env={**os.environ, **ENVIRONMENT},
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert done.stdout == "0\n", log.read_text()[-5000:]
+
+
 @pytest.mark.e2e
 def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(slurm, corpus, tmp_path, capsys):
-    """Two torchrun agents of one rank each, against one of two; and the time limit's SIGUSR1 on its way to the ranks."""
+    """Two torchrun agents of one rank each, against two ranks; and the time limit's SIGUSR1 on its way to the ranks."""
     nodes, machine = tmp_path / "nodes", tmp_path / "machine"
     slurm("localhost", "localhost")
     code, said = until_the_signal(corpus, nodes, "--ranks", "1")
@@ -239,8 +259,6 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(slurm, corpus, t
     left = int(re.search(r"leaving after step (\d+) \(SIG", said)[1])
     assert (nodes / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert said.count("step:  1 ") == 1  # one node speaks for all
-    slurm("a", JOB_ID="")
-    code, said = until_the_signal(corpus, machine, "--ranks", "2")
-    assert code == launch.CONTINUE, said[-5000:]
+    alone(corpus, machine, left)
     assert compare_runs.main([str(nodes), str(machine)]) == 0, capsys.readouterr().out
     assert "the same to the bit at" in capsys.readouterr().out
