@@ -6,9 +6,10 @@ form, and nothing else does.
 """
 
 import ast
-import importlib.metadata
 import importlib.util
 from pathlib import Path
+
+from interdomain import __version__
 
 ENTRY = "interdomain.hf.modeling"
 NAMES = {ENTRY: "modeling_interdomain", "interdomain.hf.configuration": "configuration_interdomain"}
@@ -36,8 +37,9 @@ def bundled() -> dict[str, str]:
         texts[module], imported = _rewritten(module)
         whole |= {target for target, name in imported if name == MODULE}
         waiting |= {target for target, _ in imported} - texts.keys()
-    version = importlib.metadata.version("interdomain")
-    headers = {module: f"# Written by interdomain {version} from {module}: edit that, not this.\n" for module in texts}
+    headers = {
+        module: f"# Written by interdomain {__version__} from {module}: edit that, not this.\n" for module in texts
+    }
     files = {
         flat_name(module): headers[module] + text + (EXPORT if module in whole else "")
         for module, text in texts.items()
@@ -80,7 +82,8 @@ def _flat(node: ast.Import | ast.ImportFrom, package: str, imported: set[tuple[s
     """The lines that take the place of an import."""
     start = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
     if isinstance(node, ast.ImportFrom) and node.level:
-        start = ".".join(filter(None, (*package.split(".")[: 3 - node.level], start)))
+        parents = package.split(".")
+        start = ".".join(filter(None, (*parents[: len(parents) + 1 - node.level], start)))
     if start.partition(".")[0] in OPTIONAL:
         return ["try:", f"    {ast.unparse(node)}", "except ImportError:", "    raise"]
     if start.partition(".")[0] != "interdomain":

@@ -82,7 +82,7 @@ def room(name):
 
 ROOMS = {
     "folders": set(),
-    "bundle": set(),
+    "bundle": {"interdomain"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {

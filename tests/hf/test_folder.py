@@ -2,7 +2,7 @@
 
 import ast
 import copy
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -209,6 +209,18 @@ def test_the_code_is_the_project_s():
         assert module.split(".")[1] in ("hf", "model", "scan", "features")
         left = without_imports(rest.partition("\n\n\nthis_module = ")[0].partition("\n\nif False:")[0])
         assert left == without_imports(source), name
+
+
+def test_every_file_can_be_imported(loaded):
+    """The kernels too, which nothing imports without a GPU."""
+    package = type(loaded("interdomain")[1]).__module__.rpartition(".")[0]
+    triton = importlib.util.find_spec("triton") is not None
+    files = [name.removesuffix(".py") for name in bundle.bundled() if triton or "_triton_" not in name]
+    for name in files:
+        importlib.import_module(f"{package}.{name}")
+    if triton:
+        kernels = sys.modules[f"{package}.interdomain_scan_triton_chunkwise"]
+        assert kernels.launch is sys.modules[f"{package}.interdomain_scan_triton_launch"]
 
 
 def without_imports(source):
