@@ -28,12 +28,17 @@ ROOM = 16  # slots beyond those that a timed call fills, for the steps that warm
 
 @dataclass(frozen=True)
 class Setup:
-    """How everything is timed. seconds: of all turns of one candidate at one prefix. compiled: torch.compile too."""
+    """How everything is timed.
+
+    seconds: of all turns of one candidate at one prefix. eager_only: without the ways that differ in a CUDA graph alone.
+    compiled: torch.compile too.
+    """
 
     device: torch.device
     steps: int
     rounds: int
     seconds: float
+    eager_only: bool = False
     compiled: bool = False
 
     @property
@@ -112,10 +117,9 @@ def interdomain_candidates(model: Transformer, batch: int, s: Setup) -> dict[str
         state = model.init_state(batch)
         return Candidate(lambda: decode(model, tokens, state), state)
 
-    found = {
-        "interdomain, eager": eager,
-        f"interdomain, {s.launched}": lambda: decoder(model, tokens, model.init_state(batch), s),
-    }
+    found = {"interdomain, eager": eager}
+    if not s.eager_only:
+        found[f"interdomain, {s.launched}"] = lambda: decoder(model, tokens, model.init_state(batch), s)
     if s.compiled:
         found[f"interdomain, compiled, {s.launched}"] = lambda: decoder(
             model, tokens, model.init_state(batch), s, compiled=True
@@ -156,11 +160,10 @@ def softmax_candidates(model: Transformer, batch: int, prefix: int, s: Setup) ->
         step()
         return Candidate(captured(step) if s.graph else step, state)
 
-    found = {
-        "softmax, eager": eager,
-        f"softmax, static cache, {s.launched}": lambda: decoder(model, tokens, shared(), s),
-        f"softmax, exact cache, {s.launched}": exact,
-    }
+    found = {"softmax, eager": eager}
+    if not s.eager_only:
+        found[f"softmax, static cache, {s.launched}"] = lambda: decoder(model, tokens, shared(), s)
+        found[f"softmax, exact cache, {s.launched}"] = exact
     if s.compiled:
         found[f"softmax, static cache, compiled, {s.launched}"] = lambda: decoder(
             model, tokens, shared(), s, compiled=True

@@ -67,6 +67,7 @@ class Mode:
     steps: int = 32
     rounds: int = 20
     seconds: float = 0.5
+    eager_only: bool = False
 
 
 GPU = Mode()
@@ -75,7 +76,9 @@ TINY = Mode(
     *(("debug",), PARTS, (1, 2), (32, 64), (1, 2), ((2, 64),), (1, 128), 32, "float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
 )
-CPU = Mode(parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=16, seconds=10)
+CPU = Mode(
+    parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=8, rounds=40, seconds=20, eager_only=True
+)
 
 
 @dataclass
@@ -223,8 +226,8 @@ def parse(argv) -> argparse.Namespace:
     )
     p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(BATCHES)))}")
     p.add_argument("--prefixes", nargs="+", type=int, help=f"tokens; default {' '.join(map(str, sorted(PREFIXES)))}")
-    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 16)")
-    p.add_argument("--rounds", type=int, help="turns of a candidate at most, and at least 3; default 20")
+    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 8)")
+    p.add_argument("--rounds", type=int, help="turns of a candidate at most, and at least 3; default 20 (CPU: 40)")
     p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
     p.add_argument("--threads", type=int, help="of PyTorch on a CPU; default: as PyTorch chooses")
     p.add_argument(
@@ -255,7 +258,7 @@ def main(argv=None) -> int:
     if args.compile:
         # Every batch size and cache is a compilation of its own, all of the same code.
         torch._dynamo.config.recompile_limit = 1000
-    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, args.compile)
+    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, mode.eager_only, args.compile)
     bench = Bench(report, mode, setup, limits, deadline)
     report.note(
         f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
