@@ -52,7 +52,7 @@ def input_features(
     """
     if x.ndim != 3 or x.shape[2] % head_dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
-    _check_dtype(x)
+    _check_dtype(x.dtype)
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     if T == 0:
@@ -107,7 +107,7 @@ def input_features_step(
     """`input_features` of one token for all projections of a layer at once, without gradients: one kernel on CUDA.
 
     Args:
-        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R.
+        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R; may be OVERWRITTEN by what is returned.
         conv: (weight [W, C], bias [C]) of the first C channels; the weight transposed, its last row that of the token itself.
         past: their W - 1 inputs before x, [B, W - 1, C], OVERWRITTEN with the last W - 1, x among them.
         rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
@@ -116,52 +116,72 @@ def input_features_step(
         backend: as there.
     Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
     """
-    if x.ndim != 2 or x.shape[1] % head_dim:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {head_dim}")
-    _check_dtype(x)
-    B, R, H = x.shape[0], head_dim, x.shape[1] // head_dim
-    W = C = 0
-    if (conv is None) != (past is None):
-        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
-    if conv is not None:
-        W, C = conv[0].shape
-        _check("conv", conv, ((W, C), (C,)), x)
-        _check("past", (past,), ((B, W - 1, C),), x)
-    if rope is not None:
-        _check("rope", rope, ((*((B,) if rope[0].ndim == 4 else ()), 1, 1, R // 2),) * 2, x)
-    N = 0
-    if norm is not None:
-        N = norm[0].shape[0]
-        _check("norm", norm, ((N, R),) * 2, x)
-    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (rope is not None) or (rotated and R % 2):
-        raise ValueError(
-            f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
-            f"{silu}, norm of {N}"
-        )
-    given = x, past, *(conv or ()), *(norm or ())
+    given = x, past, *(conv or (None, None)), *(norm or (None, None)), *(rope or (None, None))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         raise ValueError("a step records no gradient: use torch.no_grad(), or input_features for one token")
-    backend = _choose(backend, x, R, W, rope)
-    run = ops.features_step if backend == "triton" else plain.step
+    check = _check_step if torch.compiler.is_compiling() else _check_step_once
+    check(head_dim, rotated, silu, x.dtype, tuple([None if t is None else (t.shape, t.device) for t in given]))
+    W = 0 if conv is None else conv[0].shape[0]
+    run = ops.features_step if _choose(backend, x, head_dim, W, rope) == "triton" else plain.step
     device = x.device.type
+    # Entering a context that changes nothing would cost a CPU as much as several of the operations.
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         return run(
-            *(x, R, *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu),
+            *(x, head_dim, *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu),
             *(*(norm or (None, None)), eps),
         )
 
 
-def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"x is {x.dtype}; allowed: bfloat16, float16, float32 or float64")
+def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tuple) -> None:
+    """given: (shape, device) of x, past, the convolution's weight and bias, the norm's scale and shift, cos, sin; or None."""
+    x, past, weight, bias, scale, shift, cos, sin = given
+    if len(x[0]) != 2 or x[0][1] % R:
+        raise ValueError(f"x has shape {tuple(x[0])}; expected [B, H R] with R = head_dim = {R}")
+    _check_dtype(dtype)
+    B, H = x[0][0], x[0][1] // R
+    if (weight is None) != (past is None):
+        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
+    C = N = 0
+    expected = {}
+    if weight is not None:
+        W, C = weight[0]
+        expected["conv"] = (weight, (W, C)), (bias, (C,))
+        expected["past"] = ((past, (B, W - 1, C)),)
+    if scale is not None:
+        N = scale[0][0]
+        expected["norm"] = (scale, (N, R)), (shift, (N, R))
+    if cos is not None:
+        shape = *((B,) if len(cos[0]) == 4 else ()), 1, 1, R // 2
+        expected["rope"] = (cos, shape), (sin, shape)
+    for name, tensors in expected.items():
+        if any(got[0] != shape for got, shape in tensors):
+            got, wanted = tuple(tuple(t[0]) for t, _ in tensors), tuple(shape for _, shape in tensors)
+            raise ValueError(f"{name} has shapes {got}; expected {wanted} with x {tuple(x[0])}")
+        if any(got[1] != x[1] for got, _ in tensors):
+            raise ValueError(f"{name} is on {tensors[0][0][1]} and x on {x[1]}: move them to one device")
+    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (cos is not None) or (rotated and R % 2):
+        raise ValueError(
+            f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
+            f"{silu}, norm of {N}"
+        )
+
+
+# What was in order is in order, and at one token on a CPU the look costs as much as several of the operations.
+_check_step_once = functools.lru_cache(256)(_check_step)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"x is {dtype}; allowed: bfloat16, float16, float32 or float64")
 
 
 def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
-    got = tuple(tuple(t.shape) for t in tensors)
-    if got != shapes:
-        raise ValueError(f"{name} has shapes {got}; expected {shapes} with x {tuple(x.shape)}")
-    if any(t.device != x.device for t in tensors):
-        raise ValueError(f"{name} is on {tensors[0].device} and x on {x.device}: move them to one device")
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if tensor.shape != shape:
+            got = tuple(tuple(t.shape) for t in tensors)
+            raise ValueError(f"{name} has shapes {got}; expected {shapes} with x {tuple(x.shape)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensors[0].device} and x on {x.device}: move them to one device")
 
 
 def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None) -> str:

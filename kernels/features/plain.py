@@ -39,31 +39,25 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, doc
 
 
 def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps) -> Tensor:
-    """One token of all projections, x [B, H R] -> [B, H, R]: as few passes over as few numbers as can be, in place.
+    """One token of all projections, x [B, H R] -> [B, H, R]: as few operations as can be, over x itself.
 
     weight [W, C] and past [B, W - 1, C], overwritten; scale and shift [N, R]; see `input_features_step`.
     """
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if weight is None:
-        y = x.to(dtype, copy=True)
-    else:
-        C = weight.shape[1]
-        window = torch.cat([past, x[:, None, :C]], dim=1)
+    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if weight is not None:
+        u = y[:, : weight.shape[1]]
+        window = torch.cat([past, u[:, None]], dim=1)
         past.copy_(window[:, 1:])
-        y = (window * weight.to(dtype)).sum(1).add_(bias)
-        y = y if x.shape[1] == C else torch.cat([y, x[:, C:]], dim=1)
+        u.copy_((window * weight).sum(1).add_(bias))
     y = y.view(x.shape[0], -1, head_dim)
     if rotated:
-        u = y[:, :rotated].unflatten(-1, (2, -1))  # the halves
-        turned = u * cos
-        turned[..., 0, :].addcmul_(u[..., 1, :], sin[..., 0, :], value=-1)
-        turned[..., 1, :].addcmul_(u[..., 0, :], sin[..., 0, :])
-        u.copy_(turned)
+        u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)  # the halves
+        other = u.flip(2)
+        u.mul_(cos).addcmul_(other, torch.cat([-sin, sin], dim=-2))
     if silu:
-        s = F.silu(y[:, :silu], inplace=True)
-        s.div_(torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp_min_(1e-6))
+        u = F.silu(y[:, :silu], inplace=True)
+        u.div_(torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(1e-6))
     if scale is not None:
-        s = y[:, -len(scale) :]
-        m = torch.linalg.vector_norm(s, dim=-1, keepdim=True).square_().div_(head_dim).add_(eps)
-        s.mul_(m.rsqrt_()).mul_(scale).add_(shift)
+        u = y[:, -len(scale) :]
+        u.mul_((u * u).mean(-1, keepdim=True).add_(eps).rsqrt_()).mul_(scale).add_(shift)
     return y.to(x.dtype)

@@ -28,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
+    "StepInPlace",
     "decay_exponent",
     "decay_factor",
     "input_gain",
@@ -174,7 +175,7 @@ def interdomain_step(
     D, M = v.shape[2], _basis_size(log_decay, H)
     _check_shape("v", v, (B, H, D))
     _check_query(q, (B,), H, R)
-    if tuple(mixing.shape) != (H, M, 2 * M):
+    if mixing.shape != (H, M, 2 * M):
         _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     return _step(step.INTERDOMAIN, (q, k, v), log_decay, decay, mixing, state, (B, H, M, R + D, 2), inplace)
 
@@ -197,6 +198,44 @@ def linear_step(
     return _step(step.LINEAR, (z,), log_decay, decay, readout, state, (B, H, M, P, 2), inplace)
 
 
+class StepInPlace:
+    """`interdomain_step` or `linear_step` in place over one state, for token after token on a CPU: all but the token is checked
+    and prepared here, and the tokens are trusted. Records no gradient; torch.compile has the functions above.
+
+    Args:
+        decay: `decay_factor(log_decay)`. table: mixing, or readout. state: overwritten by every step; contiguous.
+        key_features: R, or 0 for the linear readout.
+    """
+
+    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, key_features: int) -> None:
+        _, H, M, P, _ = state.shape
+        _check_shape("decay", decay, (H, M, 2))
+        allowed = ((H, 2 * M, 2 * M), (H, M, 2 * M)) if key_features else ((H, 2 * M),)
+        if tuple(table.shape) not in allowed or not 0 <= key_features < P:
+            raise ValueError(
+                f"mixing or readout has shape {tuple(table.shape)} with {key_features} key features; allowed: {allowed} and "
+                f"fewer than the state's {P} channels"
+            )
+        _check_tensors({"state": state}, {"decay": decay, "mixing or readout": table})
+        _check_in_place(state)
+        if state.device.type != "cpu":
+            raise ValueError(
+                f"the state is on {state.device}; elsewhere than on a CPU, use the functions with inplace=True"
+            )
+        plain = step.InPlace(decay, table, state, key_features)
+        self.state, self._run = state, plain.scan_step if key_features else plain.linear_one_step
+
+    def __call__(self, *token: Tensor) -> Tensor:
+        """q, k, v -> o, or z -> y."""
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self._run(*token)
+        return self._run(*token)
+
+    def __deepcopy__(self, memo) -> None:
+        return None  # it would be of the state that was copied
+
+
 def _step(
     forms: step.Forms,
     token: tuple[Tensor, ...],
@@ -211,9 +250,9 @@ def _step(
     tables = {"log_decay": log_decay, "decay": decay, forms.table: table, "state": state}
     _check_tensors(dict(zip(forms.token, token, strict=True)), tables)
     if decay is not None:
-        _check_shape("decay", decay, tuple(log_decay.shape))
-    if inplace and not state.is_contiguous():
-        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
+        _check_shape("decay", decay, log_decay.shape)
+    if inplace:
+        _check_in_place(state)
     device = state.device
     # Entering a context that changes nothing would cost a CPU as much as one of the products.
     aside = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
@@ -291,12 +330,12 @@ def _numbers(documents: Tensor | None, k: Tensor) -> Tensor | None:
 
 
 def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(x.shape) != expected:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {expected} from k and log_decay (or z)")
+    if x.shape != expected:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)")
 
 
 def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
-    if q.ndim != len(leading) + 2 or tuple(q.shape[:-2]) != leading or q.shape[-1] != R or q.shape[-2] % H:
+    if q.ndim != len(leading) + 2 or q.shape[:-2] != leading or q.shape[-1] != R or q.shape[-2] % H:
         expected = ", ".join(str(n) for n in leading)
         raise ValueError(
             f"q has shape {tuple(q.shape)}; expected [{expected}, Hq, {R}] "
@@ -309,8 +348,16 @@ def _check_time(T: int) -> None:
         raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
 
 
+def _check_in_place(state: Tensor) -> None:
+    if not state.is_contiguous():
+        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
+
+
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
     """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
+    every = [x for x in (*inputs.values(), *tables.values()) if x is not None]
+    if {x.dtype for x in every} in ({torch.float32}, {torch.float64}) and len({x.device for x in every}) == 1:
+        return  # nearly all there is to do in a step on a CPU, where this counts
     double = any(x.dtype == torch.float64 for x in inputs.values())
     allowed = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     table_dtype = torch.float64 if double else torch.float32

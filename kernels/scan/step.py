@@ -4,8 +4,8 @@ Shapes: B batch, H state heads, Hq = G H query heads, R key features, D value wi
 M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
 
 `scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, so that inductor fuses it. Those
-whose name ends in an underscore overwrite the state and record no gradient. The ops further down are the fused kernels of
-triton_step.py, for CUDA and without gradients.
+whose name ends in an underscore overwrite the state, on a CPU, and record no gradient. The ops further down are the fused
+kernels of triton_step.py, for CUDA and without gradients.
 """
 
 from collections.abc import Callable
@@ -50,43 +50,60 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
 
 
-# In place, for a CPU: complex where that is one pass, and products of rows with the pairs as they lie in memory.
+# Rows whose products with pairs are (Re, Im), for W, and after them (Im, -Re), with which its upper half gives the lower.
+_ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], device="cpu")[:, None]
 
-# Rows whose products with the pairs are (Re, Im), for W, and after them (Im, -Re), with which its upper half gives the lower.
-_ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], device="cpu")
+
+class InPlace:
+    """The step over one state, in place, on a CPU: complex where that is one pass, and products of rows with the pairs as they
+    lie in memory. What does not change with the token is viewed once: at one sequence a view costs as much as an operation."""
+
+    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, R: int) -> None:
+        """R: key features; 0 for the linear readout."""
+        B, H, M, P, _ = state.shape
+        self.state, self.shape, self.R = state, (B, H, M), R
+        self.X, self.decay = torch.view_as_complex(state), torch.view_as_complex(decay)[:, :, None]
+        pairs = state.view(B * H, M, 2 * P)
+        self.keys, self.values = pairs[..., : 2 * R].mT, pairs[..., 2 * R :]
+        if R:
+            self.mixing = table.mT
+            self.rows = (_ROWS if table.shape[1] == M else _ROWS[:2]).to(state.dtype)  # n of them
+        else:
+            self.b = table.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
+
+    def scan_step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        B, H, M = self.shape
+        G = q.shape[1] // H
+        self._advance(torch.cat((k, v), dim=-1))
+        q = (q.view(B, H, G, 1, self.R, 1) * self.rows).view(B * H, -1, 2 * self.R)
+        a = torch.bmm(q, self.keys)  # [B H, G n, M]
+        if B > 1:
+            a = a.view(B, H, -1).transpose(0, 1).reshape(H, -1, 2 * M)
+        b = torch.bmm(a.view(H, -1, 2 * M), self.mixing)  # [H, B G n/2, 2M or M]
+        if B > 1:
+            b = b.view(H, B, -1).transpose(0, 1).reshape(B * H, 2 * G, M)
+        return self._read(b.view(B * H, 2 * G, M), v.dtype)
+
+    def linear_one_step(self, z: Tensor) -> Tensor:
+        self._advance(z)
+        return self._read(self.b, z.dtype)
+
+    def _advance(self, z: Tensor) -> None:
+        self.X.mul_(self.decay)
+        self.state.add_(torch.view_as_real(z.to(self.X.dtype))[:, :, None])
+
+    def _read(self, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """Re(b^T X) [B, Hq, D] from b as (Re, Im), [B H, 2 G, M]."""
+        o = torch.bmm(b, self.values).view(self.shape[0], -1, 2, self.values.shape[2] // 2, 2)
+        return (o[:, :, 0, :, 0] - o[:, :, 1, :, 1]).to(dtype)
 
 
 def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
-    B, H, M, P, _ = state.shape
-    R, G = q.shape[2], q.shape[1] // H
-    _advance(torch.cat((k, v), dim=-1), decay, state)
-    pairs = state.view(B * H, M, 2 * P)
-    rows = _ROWS[: 4 if mixing.shape[1] == M else 2].to(state.dtype)  # n of them
-    q = (q.view(B, H, G, 1, R, 1) * rows[:, None]).view(B * H, -1, 2 * R)
-    a = torch.bmm(q, pairs[..., : 2 * R].mT).view(B, H, -1, 2 * M)  # [B, H, G n/2, 2M]
-    b = torch.bmm(a.transpose(0, 1).reshape(H, -1, 2 * M), mixing.mT)  # [H, B G n/2, 2M or M]
-    b = b.view(H, B, -1, M).transpose(0, 1).reshape(B * H, 2 * G, M)
-    o = torch.bmm(b, pairs[..., 2 * R :])
-    return _real(o, B, v.dtype)
+    return InPlace(decay, mixing, state, q.shape[2]).scan_step(q, k, v)
 
 
 def linear_one_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    B, H, M, P, _ = state.shape
-    _advance(z, decay, state)
-    w = readout.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
-    return _real(torch.bmm(w, state.view(B * H, M, 2 * P)), B, z.dtype)
-
-
-def _advance(z: Tensor, decay: Tensor, state: Tensor) -> None:
-    X = torch.view_as_complex(state)
-    X.mul_(torch.view_as_complex(decay)[:, :, None])
-    state.add_(torch.view_as_real(z.to(X.dtype))[:, :, None])
-
-
-def _real(products: Tensor, B: int, dtype: torch.dtype) -> Tensor:
-    """Re(b^T X) [B, Hq, D] from Re b and Im b against pairs, [B H, 2 G, 2 D]."""
-    re, im = products.view(B, -1, 2, products.shape[-1] // 2, 2).unbind(2)
-    return (re[..., 0] - im[..., 1]).to(dtype)
+    return InPlace(decay, readout, state, 0).linear_one_step(z)
 
 
 # The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The names that end in an

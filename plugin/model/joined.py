@@ -21,10 +21,12 @@ class JoinedProjections(nn.Module):
 
     @torch.no_grad()
     def join(self) -> None:
-        weights = [layer.weight for layer in self._layers()]
-        self.joined = torch.cat([weight.detach() for weight in weights])
-        for weight, rows in zip(weights, self.joined.split([len(weight) for weight in weights]), strict=True):
-            weight.data = rows
+        layers = self._layers()
+        self.joined = torch.cat([layer.weight.detach() for layer in layers])
+        self._at = []
+        for layer, rows in zip(layers, self.joined.split([layer.out_features for layer in layers]), strict=True):
+            layer.weight.data = rows
+            self._at.append((layer._parameters, rows.data_ptr()))
 
     def project(self, x: Tensor) -> Tensor:
         """The layers' outputs one after the other, [..., sum E]."""
@@ -39,12 +41,7 @@ class JoinedProjections(nn.Module):
         """Whether `joined` still is the weights: what moves, copies or loads a model parts them, what replaces a weight too."""
         if self.joined is None or torch.compiler.is_compiling():
             return self.joined is not None
-        at = self.joined.data_ptr()
-        for layer in self._layers():
-            if layer.weight.data_ptr() != at:
-                return False
-            at += layer.weight.nbytes
-        return True
+        return all(parameters["weight"].data_ptr() == at for parameters, at in self._at)
 
     def _apply(self, fn, recurse=True):
         was, self.joined = self.joined is not None, None
@@ -54,7 +51,11 @@ class JoinedProjections(nn.Module):
         return self
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "joined": None}  # copies of the weights are no views of a copy of the matrix
+        return {
+            **self.__dict__,
+            "joined": None,
+            "_at": [],
+        }  # copies of the weights are no views of a copy of the matrix
 
 
 def _parted(module: JoinedProjections, keys) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from interdomain.features import input_features, input_features_step
-from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
+from interdomain.scan import StepInPlace, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
@@ -156,13 +156,17 @@ class InterdomainMixer(JoinedProjections):
         if self.feature_map is not None:
             for part in (y[:, :q_heads], y[:, q_heads:mapped]):
                 part.copy_(self.feature_map(part[:, None])[:, 0])
-        tables = dict(state=state.ssm, decay=step.decay, inplace=True)
-        q, k, v = y.split([q_heads, heads, heads], dim=1)
+        q, k, v = y[:, :q_heads], y[:, q_heads : q_heads + heads], y[:, q_heads + heads :]
         if mixer.normalize:
             v = _with_ones(v)
-        if mixer.query_readout:
-            return interdomain_step(q, k, v, step.log_decay, step.readout, **tables)[0]
-        return linear_step(torch.cat([k, v], dim=-1), step.log_decay, step.readout, **tables)[0]
+        token = (q, k, v) if mixer.query_readout else (torch.cat([k, v], dim=-1),)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            if state.prepared is None or state.prepared.state is not state.ssm:
+                R = self.head_dim if mixer.query_readout else 0
+                state.prepared = StepInPlace(step.decay, step.readout, state.ssm, R)
+            return state.prepared(*token)
+        run = interdomain_step if mixer.query_readout else linear_step
+        return run(*token, step.log_decay, step.readout, state.ssm, decay=step.decay, inplace=True)[0]
 
     def _whole(self, x, rope, dynamics, state, documents) -> Tensor:
         """Any number of tokens, x [B, T, dim] -> [B, T, H, D]."""

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from interdomain.scan import StepInPlace
+
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 
 
 @dataclass
 class MixerState:
     """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
-    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own."""
+    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own; prepared: the step
+    over this very ssm, made when it is first taken."""
 
     conv: Tensor
     ssm: Tensor
     step: tuple | None = None
+    prepared: StepInPlace | None = None
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
