@@ -204,17 +204,19 @@ class StepInPlace:
 
     Args:
         decay: `decay_factor(log_decay)`. table: mixing, or readout. state: overwritten by every step; contiguous.
-        key_features: R, or 0 for the linear readout.
+        key_features, query_heads: R and Hq; 0 for the linear readout.
     """
 
-    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, key_features: int) -> None:
+    def __init__(
+        self, decay: Tensor, table: Tensor, state: Tensor, key_features: int = 0, query_heads: int = 0
+    ) -> None:
         _, H, M, P, _ = state.shape
         _check_shape("decay", decay, (H, M, 2))
         allowed = ((H, 2 * M, 2 * M), (H, M, 2 * M)) if key_features else ((H, 2 * M),)
-        if tuple(table.shape) not in allowed or not 0 <= key_features < P:
+        if tuple(table.shape) not in allowed or not 0 <= key_features < P or query_heads % H:
             raise ValueError(
-                f"mixing or readout has shape {tuple(table.shape)} with {key_features} key features; allowed: {allowed} and "
-                f"fewer than the state's {P} channels"
+                f"mixing or readout has shape {tuple(table.shape)} with {key_features} key features and {query_heads} query "
+                f"heads; allowed: {allowed}, fewer than the state's {P} channels and a multiple of its {H} heads"
             )
         _check_tensors({"state": state}, {"decay": decay, "mixing or readout": table})
         _check_in_place(state)
@@ -222,7 +224,7 @@ class StepInPlace:
             raise ValueError(
                 f"the state is on {state.device}; elsewhere than on a CPU, use the functions with inplace=True"
             )
-        plain = step.InPlace(decay, table, state, key_features)
+        plain = step.InPlace(decay, table, state, key_features, query_heads)
         self.state, self._run = state, plain.scan_step if key_features else plain.linear_one_step
 
     def __call__(self, *token: Tensor) -> Tensor:

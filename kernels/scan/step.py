@@ -56,54 +56,72 @@ _ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], device="
 
 class InPlace:
     """The step over one state, in place, on a CPU: complex where that is one pass, and products of rows with the pairs as they
-    lie in memory. What does not change with the token is viewed once: at one sequence a view costs as much as an operation."""
+    lie in memory. All views and temporaries are made once: at one sequence a view costs as much as an operation.
 
-    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, R: int) -> None:
-        """R: key features; 0 for the linear readout."""
+    Args:
+        R: key features, and Hq: query heads; both 0 for the linear readout.
+    """
+
+    @torch.inference_mode(False)  # temporaries of an inference mode could not be written outside of it
+    @torch.no_grad()
+    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, R: int, Hq: int) -> None:
         B, H, M, P, _ = state.shape
-        self.state, self.shape, self.R = state, (B, H, M), R
-        self.X, self.decay = torch.view_as_complex(state), torch.view_as_complex(decay)[:, :, None]
+        self.state, self.X, self.decay = state, torch.view_as_complex(state), torch.view_as_complex(decay)[:, :, None]
+        self.z = state.new_zeros(B, H, 1, P, 2)  # real: the imaginary parts stay zero
+        self.k, self.v = self.z[:, :, 0, :R, 0], self.z[:, :, 0, R:, 0]
         pairs = state.view(B * H, M, 2 * P)
         self.keys, self.values = pairs[..., : 2 * R].mT, pairs[..., 2 * R :]
         if R:
-            self.mixing = table.mT
-            self.rows = (_ROWS if table.shape[1] == M else _ROWS[:2]).to(state.dtype)  # n of them
+            G, self.mixing = Hq // H, table.mT
+            self.rows = (_ROWS if table.shape[1] == M else _ROWS[:2]).to(state.dtype)
+            n = len(self.rows)
+            self.shape = B, H, G, 1, R, 1
+            self.q, self.a = state.new_empty(B * H, G * n, 2 * R), state.new_empty(B * H, G * n, M)
+            self.b = state.new_empty(B * H, 2 * G, M)
+            self.q_rows = self.q.view(B, H, G, n, R, 2)
+            # By head, for W: at one sequence, or of one head, in the same memory.
+            self.a_rows, self.b_rows = (x.view(B, H, -1).transpose(0, 1) for x in (self.a, self.b))
+            self.a_head, self.b_head = (x.reshape(H, B * G * n // 2, -1) for x in (self.a_rows, self.b_rows))
+            self.apart = self.a_head.data_ptr() != self.a.data_ptr()
         else:
             self.b = table.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
+        self.o = state.new_empty(B * H, self.b.shape[1], 2 * (P - R))
+        re, im = self.o.view(B, -1, 2, P - R, 2).unbind(2)
+        self.re, self.im = re[..., 0], im[..., 1]
 
     def scan_step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, H, M = self.shape
-        G = q.shape[1] // H
-        self._advance(torch.cat((k, v), dim=-1))
-        q = (q.view(B, H, G, 1, self.R, 1) * self.rows).view(B * H, -1, 2 * self.R)
-        a = torch.bmm(q, self.keys)  # [B H, G n, M]
-        if B > 1:
-            a = a.view(B, H, -1).transpose(0, 1).reshape(H, -1, 2 * M)
-        b = torch.bmm(a.view(H, -1, 2 * M), self.mixing)  # [H, B G n/2, 2M or M]
-        if B > 1:
-            b = b.view(H, B, -1).transpose(0, 1).reshape(B * H, 2 * G, M)
-        return self._read(b.view(B * H, 2 * G, M), v.dtype)
+        self.k.copy_(k)
+        self._advance(v)
+        torch.mul(q.view(self.shape), self.rows, out=self.q_rows)
+        torch.bmm(self.q, self.keys, out=self.a)
+        if self.apart:
+            self.a_head.view(self.a_rows.shape).copy_(self.a_rows)
+        torch.bmm(self.a_head, self.mixing, out=self.b_head)
+        if self.apart:
+            self.b_rows.copy_(self.b_head.view(self.b_rows.shape))
+        return self._read(v.dtype)
 
     def linear_one_step(self, z: Tensor) -> Tensor:
         self._advance(z)
-        return self._read(self.b, z.dtype)
+        return self._read(z.dtype)
 
-    def _advance(self, z: Tensor) -> None:
+    def _advance(self, v: Tensor) -> None:
+        self.v.copy_(v)
         self.X.mul_(self.decay)
-        self.state.add_(torch.view_as_real(z.to(self.X.dtype))[:, :, None])
+        self.state.add_(self.z)
 
-    def _read(self, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """Re(b^T X) [B, Hq, D] from b as (Re, Im), [B H, 2 G, M]."""
-        o = torch.bmm(b, self.values).view(self.shape[0], -1, 2, self.values.shape[2] // 2, 2)
-        return (o[:, :, 0, :, 0] - o[:, :, 1, :, 1]).to(dtype)
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        """Re(b^T X), [B, Hq, D]."""
+        torch.bmm(self.b, self.values, out=self.o)
+        return (self.re - self.im).to(dtype)
 
 
 def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
-    return InPlace(decay, mixing, state, q.shape[2]).scan_step(q, k, v)
+    return InPlace(decay, mixing, state, q.shape[2], q.shape[1]).scan_step(q, k, v)
 
 
 def linear_one_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    return InPlace(decay, readout, state, 0).linear_one_step(z)
+    return InPlace(decay, readout, state, 0, 0).linear_one_step(z)
 
 
 # The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The names that end in an

@@ -162,8 +162,8 @@ class InterdomainMixer(JoinedProjections):
         token = (q, k, v) if mixer.query_readout else (torch.cat([k, v], dim=-1),)
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             if state.prepared is None or state.prepared.state is not state.ssm:
-                R = self.head_dim if mixer.query_readout else 0
-                state.prepared = StepInPlace(step.decay, step.readout, state.ssm, R)
+                query = (self.head_dim, q_heads) if mixer.query_readout else ()
+                state.prepared = StepInPlace(step.decay, step.readout, state.ssm, *query)
             return state.prepared(*token)
         run = interdomain_step if mixer.query_readout else linear_step
         return run(*token, step.log_decay, step.readout, state.ssm, decay=step.decay, inplace=True)[0]

@@ -1,5 +1,7 @@
 """One token at a time equals the scan."""
 
+import copy
+
 import pytest
 import torch
 
@@ -116,3 +118,48 @@ def test_decay_is_rounded_once():
     theta = op_inputs(Case(T=1, M=64, decay="s4d"), torch.float32)[0]["log_decay"].detach()
     exact = torch.view_as_complex(theta.double()).exp()
     torch.testing.assert_close(scan.decay_factor(theta).double(), torch.view_as_real(exact), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@pytest.mark.parametrize(("B", "H"), [(1, 2), (3, 2), (3, 1)])
+def test_prepared_steps_are_the_scan(linear, B, H):
+    """Token after token over one state; also where it was prepared in inference mode, and under autocast."""
+    case = Case(T=6, B=B, H=H, G=2, R=7, D=9, M=5, readout="hermitian")
+    inputs = {n: x.detach() for n, x in op_inputs(case, torch.float32, linear=linear)[0].items()}
+    whole, final = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs)
+    table, state = inputs["readout" if linear else "mixing"], inputs["initial_state"].clone()
+    with torch.inference_mode():
+        step = scan.StepInPlace(
+            scan.decay_factor(inputs["log_decay"]), table, state, *(() if linear else (case.R, case.G * case.H))
+        )
+    assert step.state is state
+    assert copy.deepcopy(step) is None  # and nothing that writes to a state behind its back
+    outputs = []
+    for t in range(case.T):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=t == 3):
+            outputs.append(step(*(inputs[n][:, t] for n in (("z",) if linear else ("q", "k", "v")))))
+    got = {"out": torch.stack(outputs, dim=1), "state": state}
+    assert_agree(got, {"out": whole, "state": final}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(decay=torch.zeros(2, 4, 2)), r"decay has shape \(2, 4, 2\); expected \(2, 5, 2\)"),
+        (dict(table=torch.zeros(2, 5, 9)), r"mixing or readout has shape \(2, 5, 9\) with 3 key features and 4 query"),
+        (dict(key_features=8), "8 key features"),
+        (dict(query_heads=3), "3 query heads"),
+        (dict(state=torch.zeros(1, 2, 5, 2, 8).mT), "to be updated in place it must be contiguous"),
+        (dict(decay=torch.zeros(2, 5, 2).double()), "decay is torch.float64; expected torch.float32"),
+    ],
+)
+def test_prepared_steps_refuse(change, message):
+    given = dict(
+        decay=torch.zeros(2, 5, 2),
+        table=torch.zeros(2, 10, 10),
+        state=torch.zeros(1, 2, 5, 8, 2),
+        key_features=3,
+        query_heads=4,
+    )
+    with pytest.raises(ValueError, match=message):
+        scan.StepInPlace(**given | change)
