@@ -50,10 +50,6 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
 
 
-# Rows whose products with pairs are (Re, Im), for W, and after them (Im, -Re), with which its upper half gives the lower.
-_ROWS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [-1.0, 0.0]], device="cpu")[:, None]
-
-
 class InPlace:
     """The step over one state, in place, on a CPU: complex where that is one pass, and products of rows with the pairs as they
     lie in memory. All views and temporaries are made once: at one sequence a view costs as much as an operation.
@@ -73,12 +69,14 @@ class InPlace:
         self.keys, self.values = pairs[..., : 2 * R].mT, pairs[..., 2 * R :]
         if R:
             G, self.mixing = Hq // H, table.mT
-            self.rows = (_ROWS if table.shape[1] == M else _ROWS[:2]).to(state.dtype)
-            n = len(self.rows)
-            self.shape = B, H, G, 1, R, 1
-            self.q, self.a = state.new_empty(B * H, G * n, 2 * R), state.new_empty(B * H, G * n, M)
+            # Rows of q whose products with pairs are Re a, Im a, for W, and Im a, -Re a, with which its upper half gives the
+            # lower one.
+            n = 4 if table.shape[1] == M else 2
+            self.q, self.a = state.new_zeros(B * H, G * n, 2 * R), state.new_empty(B * H, G * n, M)
             self.b = state.new_empty(B * H, 2 * G, M)
-            self.q_rows = self.q.view(B, H, G, n, R, 2)
+            rows = self.q.view(B, H * G, n, R, 2)
+            self.q_re, self.q_im = rows[:, :, 0, :, 0], rows[:, :, 1:3, :, 1]
+            self.q_minus = rows[:, :, 3, :, 0] if n == 4 else None
             # By head, for W: at one sequence, or of one head, in the same memory.
             self.a_rows, self.b_rows = (x.view(B, H, -1).transpose(0, 1) for x in (self.a, self.b))
             self.a_head, self.b_head = (x.reshape(H, B * G * n // 2, -1) for x in (self.a_rows, self.b_rows))
@@ -92,7 +90,10 @@ class InPlace:
     def scan_step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.k.copy_(k)
         self._advance(v)
-        torch.mul(q.view(self.shape), self.rows, out=self.q_rows)
+        self.q_re.copy_(q)
+        self.q_im.copy_(q[:, :, None])
+        if self.q_minus is not None:
+            torch.neg(self.q_re, out=self.q_minus)
         torch.bmm(self.q, self.keys, out=self.a)
         if self.apart:
             self.a_head.view(self.a_rows.shape).copy_(self.a_rows)
