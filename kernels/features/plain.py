@@ -59,6 +59,6 @@ def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift,
         u.div_(torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(1e-6))
     if scale is not None:
         u = y[:, -len(scale) :]
-        square = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square_()
-        u.mul_(square.add_(head_dim * eps).rsqrt_()).mul_(scale * head_dim**0.5).add_(shift)
+        n = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+        u.mul_(torch.addcmul(n.new_full((1,), eps), n, n, value=1 / head_dim).rsqrt_()).mul_(scale).add_(shift)
     return y.to(x.dtype)
