@@ -189,7 +189,7 @@ class Bench:
                 report.add(name, summary_row(self.rows, self.flats, size, batch))
         report.contents["flat"] = {f"{size}, B={batch}": row for (size, batch), row in self.flats.items()}
         drawn = [panel for size in sizes for panel in panels(self.rows, size)]
-        if drawn and draw(report.folder / "inference.png", drawn) is None:
+        if drawn and len(self.mode.prefixes) > 1 and draw(report.folder / "inference.png", drawn) is None:
             report.note("No plot: matplotlib is not installed.")
 
 
