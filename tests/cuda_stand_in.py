@@ -103,6 +103,7 @@ def streams() -> dict:
         Stream=lambda *device: stream,
         current_stream=lambda *device: stream,
         stream=lambda s: contextlib.nullcontext(),
+        device=lambda d: contextlib.nullcontext(),
         CUDAGraph=Graph,
         graph=capture,
     )

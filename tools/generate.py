@@ -46,6 +46,7 @@ def parse(argv):
     p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
     p.add_argument("--save-state", type=Path, help="file to write: the state after the prompts (it must not exist)")
     p.add_argument("--load-state", type=Path, help="file to go on from, saved with this folder's model")
+    p.add_argument("--compile", action="store_true", help="compile the step: half a minute first, faster then")
     p.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     return p.parse_args(argv)
 
@@ -175,6 +176,7 @@ def main(argv=None) -> int:
             stop=stop,
             vocab_size=tokenizer.vocab_size,
             graph=False if args.no_graph else None,
+            compiled=args.compile,
         ):
             for i, token in enumerate(row):
                 if token is None:

@@ -93,7 +93,8 @@ class Decoder:
         state: taken over; nothing else may advance it from now on.
         room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
         graph: whether to capture; None for on CUDA alone.
-        compiled: whether to compile the step with torch.compile (minutes once, fewer and faster kernels).
+        compiled: whether to compile the step with torch.compile: half a minute once per shape, on a CPU too, for fewer and
+            faster kernels. Its limit is eight shapes in a process (`torch._dynamo.config.recompile_limit`).
     """
 
     def __init__(
@@ -105,12 +106,13 @@ class Decoder:
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
-        if not captured:
-            return
-        state.reserve(room)
-        state.cursor = torch.full((1,), state.length, device=device)
-        self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
-        self._capture()
+        if captured or compiled:  # nothing in a step may depend on a number of the host's
+            state.reserve(max(1, room))
+            state.cursor = torch.full((1,), state.length, device=device)
+        if captured:
+            self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
+            with torch.cuda.device(device):
+                self._capture()
 
     @torch.no_grad()
     def _capture(self) -> None:
@@ -131,15 +133,18 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites."""
-        if self.graph is None:
+        if self.state.cursor is None:
             return self.forward(tokens[:, None], self.state)[:, -1]
         if self.state.capacity is not None and self.state.length >= self.state.capacity:
             raise ValueError(
                 f"the cache is full: {self.state.length} tokens. Make the Decoder with more room (softmax's cache grows with "
                 "every token; a graph cannot)."
             )
-        self.tokens.copy_(tokens[:, None])
-        self.graph.replay()
+        if self.graph is None:
+            self.logits = self.forward(tokens[:, None], self.state)[:, -1]
+        else:
+            self.tokens.copy_(tokens[:, None])
+            self.graph.replay()
         self.state.length += 1
         return self.logits
 
@@ -181,6 +186,7 @@ def continuation(
     stop: int | None = None,
     vocab_size: int | None = None,
     graph: bool | None = None,
+    compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """What follows tokens that are read: `generate` after `read`, or after a state from disk.
 
@@ -189,14 +195,14 @@ def continuation(
         max_tokens: None for as many as are taken: without end, at a cost that does not grow (but softmax's).
         stop: a token that ends a row (it is yielded), or None.
         vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
-        graph: decode with a CUDA graph; None for on CUDA alone.
+        graph, compiled: how to decode, see `Decoder`.
     """
     _at_least_one(max_tokens=max_tokens)
     if max_tokens is None and state.capacity is not None:
-        graph = False  # a cache that grows without end cannot be captured
+        graph = compiled = False  # a step of fixed shape has no room for a cache that grows without end
     sampling = sampling or Sampling()
     generators = [torch.Generator(logits.device).manual_seed(seed) for _ in logits]
-    decoder = Decoder(model, state, room=max_tokens or 0, graph=graph) if max_tokens != 1 else None
+    decoder = Decoder(model, state, room=max_tokens or 0, graph=graph, compiled=compiled) if max_tokens != 1 else None
     ended = [False] * len(logits)
     for step in itertools.count(1):
         tokens = sample(logits[:, :vocab_size], sampling, generators)

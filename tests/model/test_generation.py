@@ -174,6 +174,24 @@ def test_decoder_without_a_graph():
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+def test_decoder_compiled(condition):
+    """Once for all steps, for nothing in a step depends on how many there were; with room for one where none is named."""
+    torch._dynamo.reset()
+    model = variant(condition, dtype=torch.float32)
+    tokens = random_tokens(model.config, 2, 20)
+    _, state = prefill(model, tokens[:, :10])
+    decoder = Decoder(model, state.clone(), room=4, compiled=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for t in tokens[:, 10:14].T:
+            torch.testing.assert_close(decoder.step(t), decode(model, t, state), rtol=1e-4, atol=1e-5)
+    assert decoder.state.length == 14
+    if condition == "softmax":
+        with pytest.raises(ValueError, match="the cache is full: 14 tokens"):
+            decoder.step(tokens[:, 14])
+        Decoder(model, state).step(tokens[:, 14])
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
 def test_texts_go_on(condition):
     """From a state, with more tokens of unequal number, as in a chat."""
     model = variant(condition)
