@@ -116,7 +116,7 @@ def ran(tmp_path_factory, tokenizer):
         [sys.executable, "-c", DRIVER, json.dumps(commands)],
         capture_output=True,
         text=True,
-        cwd=path,
+        cwd=tasks,  # not where a folder is named as the package
         env={**os.environ, **offline},
     )
     assert done.returncode == 0, done.stderr
