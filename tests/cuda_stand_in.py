@@ -27,15 +27,21 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         kwargs = kwargs or {}
         inputs = tensors((args, kwargs))
-        if func._schema.is_mutable:
-            known = {storage(x) for x in self.fresh}
-            for x in inputs:
-                if storage(x) not in known:
-                    self.before.setdefault(storage(x), (x, x.clone()))
+        known = {storage(x) for x in self.fresh}
+        for x in tensors(written(func, args, kwargs)):
+            if storage(x) not in known:
+                self.before.setdefault(storage(x), (x, x.clone()))
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
         self.fresh += [x for x in tensors(out) if storage(x) not in {storage(y) for y in inputs}]
         return out
+
+
+def written(func, args, kwargs):
+    """The arguments that `func` writes to."""
+    names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    return [given.get(name) for name in names]
 
 
 def tensors(tree):
@@ -61,8 +67,9 @@ class Graph:
 
 
 @contextlib.contextmanager
-def capture(graph):
+def capture(graph, stream=None, capture_error_mode="global"):
     """torch.cuda.graph: afterwards everything written is as it was, and everything made holds NaN until the first replay."""
+    graph.stream = stream
     with Recorder() as recorder:
         yield
     for x, old in recorder.before.values():
@@ -98,10 +105,13 @@ def on_cuda(state):
 
 def streams() -> dict:
     """Attributes of torch.cuda for streams and graphs."""
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+
+    def stream(device=None):
+        return types.SimpleNamespace(device=device, wait_stream=lambda other: None)
+
     return dict(
-        Stream=lambda *device: stream,
-        current_stream=lambda *device: stream,
+        Stream=stream,
+        current_stream=stream,
         stream=lambda s: contextlib.nullcontext(),
         device=lambda d: contextlib.nullcontext(),
         CUDAGraph=Graph,

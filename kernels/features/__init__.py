@@ -11,9 +11,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from . import ops, plain, support
+from . import ops, plain, step, support
 
-__all__ = ["BACKENDS", "input_features", "input_features_step"]
+__all__ = ["BACKENDS", "StepInPlace", "input_features", "input_features_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,50 @@ def input_features_step(
             *(x, head_dim, *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu),
             *(*(norm or (None, None)), eps),
         )
+
+
+class StepInPlace:
+    """`input_features_step` for token after token over one past on a CPU: all but x and rope is checked and prepared here, and
+    these two are trusted. Records no gradient; torch.compile has the function above.
+
+    Args:
+        shape: (B, H, R) of `out`. dtype: of x and `out`.
+        conv, past, rotated, silu, norm, eps: as there; conv and norm are copied, so make another after they have changed.
+    Attributes:
+        out: what every call overwrites and returns.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        *,
+        conv: tuple[Tensor, Tensor] | None = None,
+        past: Tensor | None = None,
+        rotated: int = 0,
+        silu: int = 0,
+        norm: tuple[Tensor, Tensor] | None = None,
+        eps: float = 1e-5,
+    ) -> None:
+        B, H, R = shape
+        place = torch.device("cpu")
+        x, angles = ((B, H * R), place), ((1, 1, R // 2), place) if rotated else None
+        given = past, *(conv or (None, None)), *(norm or (None, None))
+        _check_step(
+            R, rotated, silu, dtype, (x, *(None if t is None else (t.shape, t.device) for t in given), angles, angles)
+        )
+        self._run = step.InPlace(B, H, R, dtype, conv, past, rotated, silu, norm, eps)
+        self.past, self.out = past, self._run.out
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """x [B, H R] -> `out`, [B, H, R]; the past is overwritten."""
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return self._run(x, rope)
+        return self._run(x, rope)
+
+    def __deepcopy__(self, memo) -> None:
+        return None  # it would be of the past that was copied
 
 
 def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tuple) -> None:

@@ -53,7 +53,8 @@ def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift,
     if rotated:
         u = y[:, :rotated].view(y.shape[0], rotated, 2, -1)  # the halves
         other = u.flip(2)
-        u.mul_(cos).addcmul_(other, torch.cat([-sin, sin], dim=-2))
+        other[:, :, 0].neg_()
+        u.mul_(cos).addcmul_(other, sin)
     if silu:
         u = F.silu(y[:, :silu], inplace=True)
         u.div_(torch.linalg.vector_norm(u, dim=-1, keepdim=True).clamp_min_(1e-6))

@@ -199,40 +199,44 @@ def linear_step(
 
 
 class StepInPlace:
-    """`interdomain_step` or `linear_step` in place over one state, for token after token on a CPU: all but the token is checked
-    and prepared here, and the tokens are trusted. Records no gradient; torch.compile has the functions above.
+    """`interdomain_step` or `linear_step` in place over one state, for token after token on a CPU: everything is checked and
+    prepared once, where the token will stand, too. Records no gradient; torch.compile has the functions above.
 
     Args:
         decay: `decay_factor(log_decay)`. table: mixing, or readout. state: overwritten by every step; contiguous.
-        key_features, query_heads: R and Hq; 0 for the linear readout.
+        k, v: tensors from which every step reads the token. q: the same; None for the linear readout, whose z is k and v, one
+            after the other. Where the state has more channels than k and v, the others are one at every step.
     """
 
-    def __init__(
-        self, decay: Tensor, table: Tensor, state: Tensor, key_features: int = 0, query_heads: int = 0
-    ) -> None:
-        _, H, M, P, _ = state.shape
+    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, q: Tensor | None, k: Tensor, v: Tensor) -> None:
+        B, H, M, P, _ = state.shape
         _check_shape("decay", decay, (H, M, 2))
-        allowed = ((H, 2 * M, 2 * M), (H, M, 2 * M)) if key_features else ((H, 2 * M),)
-        if tuple(table.shape) not in allowed or not 0 <= key_features < P or query_heads % H:
+        R, D = k.shape[-1], v.shape[-1]
+        allowed = ((H, 2 * M),) if q is None else ((H, 2 * M, 2 * M), (H, M, 2 * M))
+        if tuple(table.shape) not in allowed:
+            raise ValueError(f"mixing or readout has shape {tuple(table.shape)}; allowed: {allowed}")
+        if k.shape != (B, H, R) or v.shape != (B, H, D) or R + D > P:
             raise ValueError(
-                f"mixing or readout has shape {tuple(table.shape)} with {key_features} key features and {query_heads} query "
-                f"heads; allowed: {allowed}, fewer than the state's {P} channels and a multiple of its {H} heads"
+                f"k and v have shapes {tuple(k.shape)} and {tuple(v.shape)}; expected [{B}, {H}, R] and [{B}, {H}, D] with "
+                f"R + D at most the {P} channels of the state"
             )
-        _check_tensors({"state": state}, {"decay": decay, "mixing or readout": table})
+        if q is not None:
+            _check_query(q, (B,), H, R)
+        token = {n: x for n, x in zip("qkv", (q, k, v), strict=True) if x is not None}
+        _check_tensors(token, {"decay": decay, "mixing or readout": table, "state": state})
         _check_in_place(state)
         if state.device.type != "cpu":
             raise ValueError(
                 f"the state is on {state.device}; elsewhere than on a CPU, use the functions with inplace=True"
             )
-        plain = step.InPlace(decay, table, state, key_features, query_heads)
-        self.state, self._run = state, plain.scan_step if key_features else plain.linear_one_step
+        self.state, self._run = state, step.InPlace(decay, table, state, q, k, v)
 
-    def __call__(self, *token: Tensor) -> Tensor:
-        """q, k, v -> o, or z -> y."""
+    def __call__(self) -> Tensor:
+        """o [B, Hq, P - R], or y [B, H, P], of the token that stands in q, k and v."""
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
-                return self._run(*token)
-        return self._run(*token)
+                return self._run()
+        return self._run()
 
     def __deepcopy__(self, memo) -> None:
         return None  # it would be of the state that was copied

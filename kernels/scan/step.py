@@ -52,77 +52,82 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 class InPlace:
     """The step over one state, in place, on a CPU: complex where that is one pass, and products of rows with the pairs as they
-    lie in memory. All views and temporaries are made once: at one sequence a view costs as much as an operation.
+    lie in memory. All views and buffers are made once: at one sequence a view costs as much as an operation.
 
     Args:
-        R: key features, and Hq: query heads; both 0 for the linear readout.
+        q, k, v: where the token stands at every step; for the linear readout q is None and z is k and v, one after the other.
+            Channels of the state beyond theirs are always one.
     """
 
-    @torch.inference_mode(False)  # temporaries of an inference mode could not be written outside of it
+    @torch.inference_mode(False)  # buffers of an inference mode could not be written outside of it
     @torch.no_grad()
-    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, R: int, Hq: int) -> None:
+    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, q: Tensor | None, k: Tensor, v: Tensor) -> None:
         B, H, M, P, _ = state.shape
+        R, D = k.shape[2], v.shape[2]
         self.state, self.X, self.decay = state, torch.view_as_complex(state), torch.view_as_complex(decay)[:, :, None]
         self.z = state.new_zeros(B, H, 1, P, 2)  # real: the imaginary parts stay zero
-        self.k, self.v = self.z[:, :, 0, :R, 0], self.z[:, :, 0, R:, 0]
-        pairs = state.view(B * H, M, 2 * P)
-        self.keys, self.values = pairs[..., : 2 * R].mT, pairs[..., 2 * R :]
-        if R:
-            G, self.mixing = Hq // H, table.mT
-            # Rows of q whose products with pairs are Re a, Im a, for W, and Im a, -Re a, with which its upper half gives the
-            # lower one.
-            n = 4 if table.shape[1] == M else 2
-            self.q, self.a = state.new_zeros(B * H, G * n, 2 * R), state.new_empty(B * H, G * n, M)
-            self.b = state.new_empty(B * H, 2 * G, M)
-            rows = self.q.view(B, H * G, n, R, 2)
-            self.q_re, self.q_im = rows[:, :, 0, :, 0], rows[:, :, 1:3, :, 1]
-            self.q_minus = rows[:, :, 3, :, 0] if n == 4 else None
-            # By head, for W: at one sequence, or of one head, in the same memory.
-            self.a_rows, self.b_rows = (x.view(B, H, -1).transpose(0, 1) for x in (self.a, self.b))
-            self.a_head, self.b_head = (x.reshape(H, B * G * n // 2, -1) for x in (self.a_rows, self.b_rows))
-            self.apart = self.a_head.data_ptr() != self.a.data_ptr()
-        else:
+        channels = self.z[:, :, 0, :, 0]
+        channels[:, :, R + D :] = 1
+        self.moves = (channels[:, :, :R], k), (channels[:, :, R : R + D], v)
+        pairs, self.mixing = state.view(B * H, M, 2 * P), None
+        read = pairs if q is None else pairs[..., 2 * R :]
+        self.values, width = read, read.shape[2] // 2
+        if q is None:
             self.b = table.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
-        self.o = state.new_empty(B * H, self.b.shape[1], 2 * (P - R))
-        re, im = self.o.view(B, -1, 2, P - R, 2).unbind(2)
-        self.re, self.im = re[..., 0], im[..., 1]
+        else:
+            self.keys = pairs[..., : 2 * R].mT
+            self._prepare_query(B, H, M, q, table)
+        self.o = state.new_empty(B * H, self.b.shape[1], 2 * width)
+        re, im = self.o.view(B, -1, 2, width, 2).unbind(2)
+        self.re, self.im, self.dtype = re[..., 0], im[..., 1], v.dtype
 
-    def scan_step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.k.copy_(k)
-        self._advance(v)
-        self.q_re.copy_(q)
-        self.q_im.copy_(q[:, :, None])
-        if self.q_minus is not None:
-            torch.neg(self.q_re, out=self.q_minus)
-        torch.bmm(self.q, self.keys, out=self.a)
-        if self.apart:
-            self.a_head.view(self.a_rows.shape).copy_(self.a_rows)
-        torch.bmm(self.a_head, self.mixing, out=self.b_head)
-        if self.apart:
-            self.b_rows.copy_(self.b_head.view(self.b_rows.shape))
-        return self._read(v.dtype)
+    def _prepare_query(self, B: int, H: int, M: int, q: Tensor, table: Tensor) -> None:
+        """Buffers q, a = q X_k^T and b^T = W a^T: a matrix that stands on the left is read faster than its transpose."""
+        (_, Hq, R), new = q.shape, self.state.new_empty
+        G = Hq // H
+        # Rows of q whose products with pairs are Re a, Im a, for W, and Im a, -Re a, with which its upper half gives the
+        # lower one.
+        rows = [(1, 0), (0, 1), (0, 1), (-1, 0)] if table.shape[1] == M else [(1, 0), (0, 1)]
+        n = len(rows)
+        self.query, self.rows = q[:, :, None, :, None], self.state.new_tensor(rows)[:, None]
+        self.mixing, self.q, self.a = table, new(B * H, G * n, 2 * R), new(B * H, G * n, M)
+        self.q_rows = self.q.view(B, Hq, n, R, 2)
+        # By head, for W: at one sequence, or of one head, in the same memory.
+        self.a_from = self.a.view(B, H, -1).transpose(0, 1)
+        self.a_t = self.a_from.reshape(H, B * G * n // 2, 2 * M).mT
+        self.b_t = new(H, table.shape[1], B * G * n // 2)
+        self.b_from = self.b_t.mT.view(H, B, G * n // 2, -1, M).transpose(0, 1)  # [B, H, G or 2 G, 2 or 1, M]
+        self.b = self.b_from.reshape(B * H, 2 * G, M)
+        self.a_into = self.b_into = None
+        if self.a_t.data_ptr() != self.a.data_ptr():
+            self.a_into = self.a_t.mT.view(self.a_from.shape)
+        if self.b.data_ptr() != self.b_t.data_ptr():
+            self.b_into = self.b.view(self.b_from.shape)
 
-    def linear_one_step(self, z: Tensor) -> Tensor:
-        self._advance(z)
-        return self._read(z.dtype)
-
-    def _advance(self, v: Tensor) -> None:
-        self.v.copy_(v)
+    def __call__(self) -> Tensor:
+        """Re(b^T X) after the token, [B, Hq, D] (or [B, H, P])."""
+        for channels, token in self.moves:
+            channels.copy_(token)
         self.X.mul_(self.decay)
         self.state.add_(self.z)
-
-    def _read(self, dtype: torch.dtype) -> Tensor:
-        """Re(b^T X), [B, Hq, D]."""
+        if self.mixing is not None:
+            torch.mul(self.query, self.rows, out=self.q_rows)
+            torch.bmm(self.q, self.keys, out=self.a)
+            if self.a_into is not None:
+                self.a_into.copy_(self.a_from)
+            torch.bmm(self.mixing, self.a_t, out=self.b_t)
+            if self.b_into is not None:
+                self.b_into.copy_(self.b_from)
         torch.bmm(self.b, self.values, out=self.o)
-        return (self.re - self.im).to(dtype)
+        return (self.re - self.im).to(self.dtype)
 
 
 def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
-    return InPlace(decay, mixing, state, q.shape[2], q.shape[1]).scan_step(q, k, v)
+    return InPlace(decay, mixing, state, q, k, v)()
 
 
 def linear_one_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    return InPlace(decay, readout, state, 0, 0).linear_one_step(z)
+    return InPlace(decay, readout, state, None, z[..., :0], z)()
 
 
 # The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The names that end in an

@@ -6,11 +6,12 @@ names, no memory beyond them.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from .layers import Linear, linear
 
 
 class JoinedProjections(nn.Module):
-    """A module whose linear layers `together` read the same input; without a bias."""
+    """A module whose linear layers `together` read the same input."""
 
     together: tuple[str, ...] = ()
     joined: Tensor | None = None  # their weights as one matrix [sum E, dim], which they are views of
@@ -22,26 +23,30 @@ class JoinedProjections(nn.Module):
     @torch.no_grad()
     def join(self) -> None:
         layers = self._layers()
+        if any(type(layer) is not Linear for layer in layers):  # adapters, quantized weights
+            return
         self.joined = torch.cat([layer.weight.detach() for layer in layers])
         self._at = []
         for layer, rows in zip(layers, self.joined.split([layer.out_features for layer in layers]), strict=True):
             layer.weight.data = rows
-            self._at.append((layer._parameters, rows.data_ptr()))
+            self._at.append((layer, rows.data_ptr()))
 
     def project(self, x: Tensor) -> Tensor:
         """The layers' outputs one after the other, [..., sum E]."""
         if self._is_joined():
-            return F.linear(x, self.joined)
+            return linear(x, self.joined)
         return torch.cat([layer(x) for layer in self._layers()], dim=-1)
 
-    def _layers(self) -> list[nn.Linear]:
+    def _layers(self) -> list[nn.Module]:
         return [self._modules[name] for name in self.together if name in self._modules]
 
     def _is_joined(self) -> bool:
-        """Whether `joined` still is the weights: what moves, copies or loads a model parts them, what replaces a weight too."""
+        """Whether `joined` still is the weights: what moves, copies or loads a model parts them, and so does what replaces a
+        weight or a layer (as adapters do)."""
         if self.joined is None or torch.compiler.is_compiling():
             return self.joined is not None
-        return all(parameters["weight"].data_ptr() == at for parameters, at in self._at)
+        layers = zip(self._layers(), self._at, strict=True)
+        return all(layer is was and layer._parameters["weight"].data_ptr() == at for layer, (was, at) in layers)
 
     def _apply(self, fn, recurse=True):
         was, self.joined = self.joined is not None, None
@@ -51,11 +56,8 @@ class JoinedProjections(nn.Module):
         return self
 
     def __getstate__(self) -> dict:
-        return {
-            **self.__dict__,
-            "joined": None,
-            "_at": [],
-        }  # copies of the weights are no views of a copy of the matrix
+        # Copies of the weights are no views of a copy of the matrix.
+        return {**self.__dict__, "joined": None, "_at": []}
 
 
 def _parted(module: JoinedProjections, keys) -> None:

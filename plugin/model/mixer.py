@@ -3,16 +3,18 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from interdomain import features, scan
 from interdomain.features import input_features, input_features_step
-from interdomain.scan import StepInPlace, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
+from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .joined import JoinedProjections
+from .layers import Linear
 from .ssm import SSMDynamics
-from .state import MixerState, ModelState, writable
+from .state import MixerState, ModelState, PreparedStep, writable
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
@@ -45,16 +47,17 @@ class InterdomainMixer(JoinedProjections):
         self.config = mixer
         self.execution = execution or Execution()
         self.head_dim = config.head_dim
+        self.n_heads = config.n_heads if mixer.query_readout else 0
         self.n_kv_heads = config.n_kv_heads
         kv_dim = config.n_kv_heads * config.head_dim
         out_dim = config.dim if mixer.query_readout else 2 * config.dim
 
         if mixer.query_readout:
-            self.wq = nn.Linear(config.dim, config.dim, bias=False)
+            self.wq = Linear(config.dim, config.dim)
             self.q_conv = ShortConv(config.dim, mixer.conv_width)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wk = Linear(config.dim, kv_dim)
         self.k_conv = ShortConv(kv_dim, mixer.conv_width)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = Linear(config.dim, kv_dim)
         if not mixer.dual_input:
             self.v_conv = ShortConv(kv_dim, mixer.conv_width)
 
@@ -71,8 +74,8 @@ class InterdomainMixer(JoinedProjections):
             readout=mixer.readout,
             linear=not mixer.query_readout,
         )
-        self.wg = nn.Linear(config.dim, out_dim, bias=False) if mixer.output_gate else None
-        self.wo = nn.Linear(out_dim, config.dim, bias=False)
+        self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
+        self.wo = Linear(out_dim, config.dim)
 
     def dynamics(self) -> tuple[Tensor, Tensor]:
         """(log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
@@ -138,35 +141,46 @@ class InterdomainMixer(JoinedProjections):
 
     def _step(self, x: Tensor, rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
         """One token where nothing is recorded, x [B, dim] -> [B, H, D]: few operations, the state written in place."""
-        mixer, heads, step = self.config, self.wk.out_features // self.head_dim, state.step
-        q_heads = self.wq.out_features // self.head_dim if mixer.query_readout else 0
+        mixer, q_heads, heads = self.config, self.n_heads, self.n_kv_heads
         mapped = q_heads + heads * mixer.dual_input
-        y = input_features_step(
-            self.project(x),
-            self.head_dim,
-            conv=step.conv,
+        x, rope = self.project(x), rope if mixer.rope else None
+        chosen = dict(
+            conv=state.step.conv,
             past=state.conv,
-            rope=rope if mixer.rope else None,
             rotated=q_heads + heads if mixer.rope else 0,
             silu=mapped if self.feature_map is None else 0,
-            norm=step.norm,
+            norm=state.step.norm,
             eps=1e-5 if self.k_norm is None else self.k_norm.eps,
-            backend=self.execution.features,
         )
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            prepared = state.prepared
+            if prepared is None or not prepared.of(state):
+                prepared = state.prepared = self._prepare(x, state, chosen)
+            y = prepared.features(x, rope)
+            if self.feature_map is not None:
+                self._map(y, mapped)
+            return prepared.scan()
+        y = input_features_step(x, self.head_dim, rope=rope, backend=self.execution.features, **chosen)
         if self.feature_map is not None:
-            for part in (y[:, :q_heads], y[:, q_heads:mapped]):
-                part.copy_(self.feature_map(part[:, None])[:, 0])
-        q, k, v = y[:, :q_heads], y[:, q_heads : q_heads + heads], y[:, q_heads + heads :]
+            self._map(y, mapped)
+        q, k, v = y.split([q_heads, heads, heads], dim=1)
         if mixer.normalize:
             v = _with_ones(v)
         token = (q, k, v) if mixer.query_readout else (torch.cat([k, v], dim=-1),)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            if state.prepared is None or state.prepared.state is not state.ssm:
-                query = (self.head_dim, q_heads) if mixer.query_readout else ()
-                state.prepared = StepInPlace(step.decay, step.readout, state.ssm, *query)
-            return state.prepared(*token)
-        run = interdomain_step if mixer.query_readout else linear_step
+        run, step = interdomain_step if mixer.query_readout else linear_step, state.step
         return run(*token, step.log_decay, step.readout, state.ssm, decay=step.decay, inplace=True)[0]
+
+    def _prepare(self, x: Tensor, state: MixerState, chosen: dict) -> PreparedStep:
+        q_heads, heads = self.n_heads, self.n_kv_heads
+        run = features.StepInPlace((len(x), q_heads + 2 * heads, self.head_dim), x.dtype, **chosen)
+        q, k, v = run.out.split([q_heads, heads, heads], dim=1)
+        # With `normalize` the state has a channel beyond those of k and v: the ones.
+        step = scan.StepInPlace(state.step.decay, state.step.readout, state.ssm, q if q_heads else None, k, v)
+        return PreparedStep(run, step)
+
+    def _map(self, y: Tensor, mapped: int) -> None:
+        for part in (y[:, : self.n_heads], y[:, self.n_heads : mapped]):
+            part.copy_(self.feature_map(part[:, None])[:, 0])
 
     def _whole(self, x, rope, dynamics, state, documents) -> Tensor:
         """Any number of tokens, x [B, T, dim] -> [B, T, H, D]."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
@@ -11,6 +11,7 @@ from interdomain.features import input_features, input_features_step
 
 from .config import Execution, ModelConfig
 from .joined import JoinedProjections
+from .layers import Linear
 from .state import KVCache, ModelState
 
 # Shapes: B batch, T time, S slots of the cache.
@@ -33,18 +34,19 @@ class SoftmaxMixer(JoinedProjections):
         super().__init__()
         self.execution = execution or Execution()
         self.head_dim = config.head_dim
+        self.heads = config.n_heads, config.n_kv_heads, config.n_kv_heads  # of q, k, v
         kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = Linear(config.dim, config.dim)
+        self.wk = Linear(config.dim, kv_dim)
+        self.wv = Linear(config.dim, kv_dim)
+        self.wo = Linear(config.dim, config.dim)
 
     def dynamics(self) -> tuple[()]:
         """Nothing: softmax has no recurrence. The model asks every mixer."""
         return ()
 
     def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        shape = batch, self.wk.out_features // self.head_dim, capacity, self.head_dim
+        shape = batch, self.heads[1], capacity, self.head_dim
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 
     @staticmethod
@@ -105,6 +107,5 @@ class SoftmaxMixer(JoinedProjections):
 
     def _token(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, H, head_dim] of one token x [B, dim] where nothing is recorded: few operations."""
-        heads = [layer.out_features // self.head_dim for layer in (self.wq, self.wk, self.wv)]
-        run = dict(rope=rope, rotated=heads[0] + heads[1], backend=self.execution.features)
-        return input_features_step(self.project(x), self.head_dim, **run).split(heads, dim=1)
+        run = dict(rope=rope, rotated=self.heads[0] + self.heads[1], backend=self.execution.features)
+        return input_features_step(self.project(x), self.head_dim, **run).split(self.heads, dim=1)

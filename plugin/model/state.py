@@ -4,26 +4,37 @@ A model advances a state in place. Where no gradient is recorded its tensors kee
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from interdomain.scan import StepInPlace
+from interdomain import features, scan
 
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
+
+
+class PreparedStep(NamedTuple):
+    """The step over the tensors of one state, on a CPU."""
+
+    features: features.StepInPlace
+    scan: scan.StepInPlace
+
+    def of(self, state: "MixerState") -> bool:
+        return self.features.past is state.conv and self.scan.state is state.ssm
 
 
 @dataclass
 class MixerState:
     """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
     ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own; prepared: the step
-    over this very ssm, made when it is first taken."""
+    over these very tensors, made when it is first taken."""
 
     conv: Tensor
     ssm: Tensor
     step: tuple | None = None
-    prepared: StepInPlace | None = None
+    prepared: PreparedStep | None = None
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
@@ -135,6 +146,24 @@ class ModelState:
             x.copy_(old)
         if self.cursor is not None:
             self.cursor.fill_(self.length)
+
+    def take(self, rows: Tensor) -> None:
+        """Become `select(rows)`, as many rows as there are; addresses stay."""
+        for x, new in zip(self._tensors(), self.select(rows)._tensors(), strict=True):
+            x.copy_(new)
+
+    def leave_inference_mode(self) -> None:
+        """Copies in place of tensors that were made in an inference mode, and could not be written outside of it."""
+
+        def kept(x: Tensor) -> Tensor:
+            return x.clone() if x.is_inference() else x
+
+        if any(x.is_inference() for x in self._tensors()):
+            self.layers = [layer.replaced({n: kept(x) for n, x in layer.tensors().items()}) for layer in self.layers]
+            self.position = kept(self.position)
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.position, *(x for layer in self.layers for x in layer.tensors().values())]
 
     def _overwritten(self) -> list[Tensor]:
         recurrent = [layer for layer in self.layers if isinstance(layer, MixerState)]

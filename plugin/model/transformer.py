@@ -8,6 +8,7 @@ from .config import Execution, ModelConfig
 from .feature_map import rope_tables
 from .initialize import initialize
 from .joined import JoinedProjections
+from .layers import Linear, RMSNorm
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
 from .state import ModelState
@@ -20,9 +21,9 @@ class FeedForward(JoinedProjections):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden, bias=False)
+        self.w1 = Linear(dim, hidden)
+        self.w2 = Linear(hidden, dim)
+        self.w3 = Linear(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None and x.shape[1] == 1 and not torch.is_grad_enabled():
@@ -37,8 +38,8 @@ class TransformerBlock(nn.Module):
         mixer = SoftmaxMixer if config.mixer.kind == "softmax" else InterdomainMixer
         self.attention = mixer(config, execution)
         self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rope, dynamics, state=None, packing=None):
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
@@ -58,8 +59,8 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = Linear(config.dim, config.vocab_size)
 
     def forward(
         self,

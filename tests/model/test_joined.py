@@ -111,6 +111,37 @@ def test_never_the_weights_of_before(condition, way):
     torch.testing.assert_close(continuation(ways[way](), tokens), wanted, rtol=0, atol=1e-12)
 
 
+class Adapted(torch.nn.Module):
+    """A layer inside another, as adapters put it there."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    @property
+    def weight(self):
+        return self.layer.weight
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+@pytest.mark.parametrize("first", ["joined", "adapted"])
+def test_adapters_are_heard(first):
+    model, plain = variant("interdomain"), variant("interdomain")
+    tokens = random_tokens(model.config, 2, 9)
+    if first == "joined":
+        join_projections(model)
+    for layer in model.layers.values():
+        layer.attention.wk, layer.feed_forward.w3 = Adapted(layer.attention.wk), Adapted(layer.feed_forward.w3)
+    join_projections(model)
+    with torch.no_grad():
+        for layer in plain.layers.values():
+            layer.attention.wk.weight *= 2
+            layer.feed_forward.w3.weight *= 2
+    torch.testing.assert_close(continuation(model, tokens), continuation(plain, tokens), rtol=0, atol=1e-12)
+
+
 def test_copies_and_moves():
     model = lively(small_config("interdomain"), torch.float32)
     join_projections(model)

@@ -121,36 +121,62 @@ def test_decay_is_rounded_once():
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-@pytest.mark.parametrize(("B", "H"), [(1, 2), (3, 2), (3, 1)])
-def test_prepared_steps_are_the_scan(linear, B, H):
+@pytest.mark.parametrize("half", [False, True], ids=["whole", "half"])
+@pytest.mark.parametrize(("B", "H", "G"), [(1, 2, 1), (1, 2, 2), (3, 2, 2), (3, 1, 1)])
+def test_prepared_steps_are_the_scan(linear, half, B, H, G):
     """Token after token over one state; also where it was prepared in inference mode, and under autocast."""
-    case = Case(T=6, B=B, H=H, G=2, R=7, D=9, M=5, readout="hermitian")
+    if linear and half:
+        pytest.skip("the linear readout has no W")
+    case = Case(T=6, B=B, H=H, G=G, R=7, D=9, M=5, readout="complex" if half else "hermitian")
     inputs = {n: x.detach() for n, x in op_inputs(case, torch.float32, linear=linear)[0].items()}
     whole, final = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs)
     table, state = inputs["readout" if linear else "mixing"], inputs["initial_state"].clone()
+    if linear:
+        tokens = {"q": None, "k": inputs["z"][..., : case.R], "v": inputs["z"][..., case.R :]}
+    else:
+        tokens = {n: inputs[n] for n in "qkv"}
+    here = {n: None if x is None else torch.zeros_like(x[:, 0]) for n, x in tokens.items()}
     with torch.inference_mode():
-        step = scan.StepInPlace(
-            scan.decay_factor(inputs["log_decay"]), table, state, *(() if linear else (case.R, case.G * case.H))
-        )
+        table = table[:, : case.M] if half else table
+        step = scan.StepInPlace(scan.decay_factor(inputs["log_decay"]), table, state, **here)
     assert step.state is state
     assert copy.deepcopy(step) is None  # and nothing that writes to a state behind its back
     outputs = []
     for t in range(case.T):
+        for n, x in tokens.items():
+            if x is not None:
+                here[n].copy_(x[:, t])
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=t == 3):
-            outputs.append(step(*(inputs[n][:, t] for n in (("z",) if linear else ("q", "k", "v")))))
+            outputs.append(step())
     got = {"out": torch.stack(outputs, dim=1), "state": state}
     assert_agree(got, {"out": whole, "state": final}, "float32")
+
+
+def test_channels_without_a_token_are_one():
+    """What `normalize` divides by."""
+    case = Case(T=1, B=2, H=2, R=3, D=4, M=5)
+    inputs = {n: x.detach() for n, x in op_inputs(case, torch.float32)[0].items()}
+    q, k, v = (inputs[n][:, 0] for n in "qkv")
+    v = torch.cat([v[..., :-1], torch.ones_like(v[..., -1:])], dim=-1)
+    state, decay = inputs["initial_state"], scan.decay_factor(inputs["log_decay"])
+    expected = scan.interdomain_step(q, k, v, inputs["log_decay"], inputs["mixing"], state)
+    o = scan.StepInPlace(decay, inputs["mixing"], state, q, k, v[..., :-1])()
+    assert_agree({"out": o, "state": state}, dict(zip(("out", "state"), expected, strict=True)), "float32")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(decay=torch.zeros(2, 4, 2)), r"decay has shape \(2, 4, 2\); expected \(2, 5, 2\)"),
-        (dict(table=torch.zeros(2, 5, 9)), r"mixing or readout has shape \(2, 5, 9\) with 3 key features and 4 query"),
-        (dict(key_features=8), "8 key features"),
-        (dict(query_heads=3), "3 query heads"),
+        (dict(table=torch.zeros(2, 5, 9)), r"has shape \(2, 5, 9\); allowed: \(\(2, 10, 10\), \(2, 5, 10\)\)"),
+        (dict(q=None), r"mixing or readout has shape \(2, 10, 10\); allowed: \(\(2, 10\),\)"),
+        (dict(k=torch.zeros(1, 2, 4)), "R \\+ D at most the 8 channels"),
+        (dict(v=torch.zeros(2, 2, 5)), r"expected \[1, 2, R\] and \[1, 2, D\]"),
+        (dict(q=torch.zeros(1, 3, 3)), "a multiple of the 2 heads"),
+        (dict(q=torch.zeros(1, 4, 4)), r"q has shape \(1, 4, 4\); expected \[1, Hq, 3\]"),
         (dict(state=torch.zeros(1, 2, 5, 2, 8).mT), "to be updated in place it must be contiguous"),
         (dict(decay=torch.zeros(2, 5, 2).double()), "decay is torch.float64; expected torch.float32"),
+        (dict(q=torch.zeros(1, 4, 3).int()), "q is torch.int32"),
     ],
 )
 def test_prepared_steps_refuse(change, message):
@@ -158,8 +184,9 @@ def test_prepared_steps_refuse(change, message):
         decay=torch.zeros(2, 5, 2),
         table=torch.zeros(2, 10, 10),
         state=torch.zeros(1, 2, 5, 8, 2),
-        key_features=3,
-        query_heads=4,
+        q=torch.zeros(1, 4, 3),
+        k=torch.zeros(1, 2, 3),
+        v=torch.zeros(1, 2, 5),
     )
     with pytest.raises(ValueError, match=message):
         scan.StepInPlace(**given | change)

@@ -1,0 +1,54 @@
+"""PyTorch's Linear and RMSNorm, but for decoding in float32 on a CPU, where PyTorch's own take two and three times as long.
+
+The figures are of benchmarks/README.md ("One token on a CPU"): a product of a matrix and one vector reads the weight at less
+than half the speed of memory, and RMSNorm is ten operations, whose launches are all of its time.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IN_CACHE = 4096  # numbers of x: beyond them a batch of products is the slower one
+
+
+def _one_token(x: Tensor) -> bool:
+    """Whether x [..., K] is few rows, in float32 on a CPU, and no gradient is recorded."""
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32:
+        return False
+    return x.numel() <= IN_CACHE
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K], weight [N, K] -> [..., N]: `F.linear`."""
+    N, K = weight.shape
+    if not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
+        return F.linear(x, weight)
+    # A batch of four products of the same vectors: PyTorch hands it to another routine, which keeps up with the memory.
+    rows = x.numel() // K
+    columns = x.contiguous().as_strided((4, K, rows), (0, 1, K))
+    y = torch.bmm(weight.view(4, N // 4, K), columns)
+    return (y if rows == 1 else y.view(N, rows).t().contiguous()).view(*x.shape[:-1], N)
+
+
+class Linear(nn.Linear):
+    """Without a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__(dim, eps=eps)
+        self._eps = torch.full(
+            (1,), eps, dtype=torch.float32, device="cpu"
+        )  # a number would become a tensor in every call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _one_token(x):
+            return super().forward(x)
+        n = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self._eps, n, n, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)
