@@ -1,14 +1,14 @@
-"""PyTorch's Linear and RMSNorm, but for decoding in float32 on a CPU, where PyTorch's own take two and three times as long.
+"""PyTorch's Linear and RMSNorm, and the same functions for a token or a few in float32 on a CPU.
 
-The figures are of benchmarks/README.md ("One token on a CPU"): a product of a matrix and one vector reads the weight at less
-than half the speed of memory, and RMSNorm is ten operations, whose launches are all of its time.
+There PyTorch's product of a matrix and a vector reads the weight at less than half the speed of memory, and its RMSNorm is ten
+operations, whose launches are all of its time: decoding took twice as long (benchmarks/README.md, "inference").
 """
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN_CACHE = 4096  # numbers of x: beyond them a batch of products is the slower one
+IN_CACHE = 4096  # numbers of x, half of a usual L1 cache: beyond them the batch of products below is the slower way
 
 
 def _one_token(x: Tensor) -> bool:
@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     N, K = weight.shape
     if not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
         return F.linear(x, weight)
-    # A batch of four products of the same vectors: PyTorch hands it to another routine, which keeps up with the memory.
+    # Four products in a batch, each of a quarter of the weight: another routine, which keeps up with the memory.
     rows = x.numel() // K
     columns = x.contiguous().as_strided((4, K, rows), (0, 1, K))
     y = torch.bmm(weight.view(4, N // 4, K), columns)
