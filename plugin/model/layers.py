@@ -43,9 +43,8 @@ class Linear(nn.Linear):
 class RMSNorm(nn.RMSNorm):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__(dim, eps=eps)
-        self._eps = torch.full(
-            (1,), eps, dtype=torch.float32, device="cpu"
-        )  # a number would become a tensor in every call
+        # A number would become a tensor in every call.
+        self._eps = torch.full((1,), eps, dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         if not _one_token(x):
