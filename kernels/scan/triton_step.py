@@ -223,7 +223,7 @@ def contract_tiles(R: int, M: int) -> dict[str, int]:
     """16 modes per program where they fit, all keys of each: 64 contiguous bytes of every row of W."""
     BC, BN = triton.next_power_of_2(R), triton.next_power_of_2(M)
     BM = max(1, min(16, BN, TILE // 2 // max(BC, BN)))
-    return dict(BM=BM, BC=BC, BN=BN, num_warps=4)
+    return dict(BM=BM, BC=BC, BN=BN, num_warps=_warps(2 * BM * BC))
 
 
 def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
@@ -232,7 +232,13 @@ def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
     BD = max(1, min(wide, TILE // 2 // BM))
     while BD > 16 and heads * triton.cdiv(D, BD) < 512:  # 16 pairs are 128 bytes
         BD //= 2
-    return dict(BM=BM, BD=BD, num_warps=4)
+    return dict(BM=BM, BD=BD, num_warps=_warps(2 * BM * BD))
+
+
+def _warps(numbers: int) -> int:
+    """Four, if the tile of X has a number for every thread. In place there may be no copies: a warp that came late to load its
+    own would find what another one had stored."""
+    return max(1, min(4, numbers // 32))
 
 
 def _states(state: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:

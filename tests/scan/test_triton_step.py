@@ -206,6 +206,18 @@ def test_the_kernels_run_on_cuda(monkeypatch):
     assert not scan._fused(torch.device("cuda"))
 
 
+@pytest.mark.parametrize("M", [1, 2, 4, 24, 64, 256])
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 64, 129, 256])
+def test_no_warp_holds_a_copy_of_another_s_numbers(width, M):
+    """It would load them when the other one may have stored: the state is updated in place. Interpreters run one after one."""
+    from interdomain.scan import triton_step
+
+    for tiles in (triton_step.contract_tiles(width, M), *(triton_step.expand_tiles(n, width, M) for n in (1, 4096))):
+        numbers = 2 * tiles["BM"] * tiles.get("BC", tiles.get("BD"))
+        assert tiles["num_warps"] in (1, 2, 4)
+        assert tiles["num_warps"] == 1 or numbers >= 32 * tiles["num_warps"]
+
+
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
