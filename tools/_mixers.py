@@ -121,9 +121,9 @@ OURS = {
     "chunkwise-kept": ours("chunkwise", recompute=False),
     "linear": linear_readout,
     "parallel": ours("parallel"),
-    "fft": ours("fft"),
-    "chunkwise-torch": ours("chunkwise-torch"),
     "sequential": ours("sequential"),
+    "chunkwise-torch": ours("chunkwise-torch"),
+    "fft": ours("fft"),
 }
 SDPA = {
     "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),

@@ -106,14 +106,17 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
 # What a call costs at least
 
 
-def io_bytes(shape: Shape, width: int = 2) -> dict[str, int]:
-    """Every input read once and every output written once, by phase: the floor of any mixer with this interface.
+def io_bytes(shape: Shape, mixer: str = "", width: int = 2) -> dict[str, int]:
+    """Every input read once and every output written once, by phase: the floor of `mixer`, whoever computes it.
 
-    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. The state, W and Lambda do not grow with T and are
-    left out. `width`: bytes of a number.
+    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. `linear` has z of width 2d for q, k, v and o of that
+    width, `mamba2` v alone. Gates, and what does not grow with T and H, are left out. `width`: bytes of a number.
     """
     queries, keys = (shape.B * shape.T * heads * shape.d * width for heads in (shape.H * shape.G, shape.H))
     forward, backward = 2 * queries + 2 * keys, 3 * queries + 4 * keys
+    if mixer in ("linear", "mamba2"):
+        rows = 2 * keys if mixer == "linear" else keys
+        forward, backward = 2 * rows, 3 * rows
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 

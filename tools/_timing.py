@@ -2,8 +2,8 @@
 
 On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
 wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the
-GPU's, as in training, where the host runs ahead. Candidates take turns within a round, so that a ratio of two compares the
-same minutes of one process.
+GPU's, as in training, where the host runs ahead. Without that lead the call finds the GPU idle, and every launch that the GPU
+waits for counts. Candidates take turns within a round, so that a ratio of two compares the same minutes of one process.
 """
 
 import gc
@@ -42,7 +42,7 @@ def interleaved(
 
     Args:
         rounds: turns of a fast candidate. seconds: what all turns of one candidate may take together; at least 3 are taken.
-        lead_ms: the host's head start; 0 to time launches as they come, gaps included.
+        lead_ms: the host's head start; 0 to launch at an idle GPU, gaps included.
     """
     run = cuda_timer(device, lead_ms) if device.type == "cuda" else wall_timer
     turns = {}
@@ -91,7 +91,7 @@ def wall_timer(calls: list[Call]) -> list[list[float]]:
 
 
 def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Callable[[list[Call]], list[list[float]]]:
-    """A timer of one run each, with the L2 cache overwritten before it."""
+    """A timer of one run each, with the L2 cache overwritten before it; without a lead, at a GPU that is done with that."""
     size = max(MIN_FLUSH, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
     trash = torch.empty(size // 4, dtype=torch.int32, device=device)
 
@@ -106,6 +106,8 @@ def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Callable[[list
 
             for _ in range(writes):
                 trash.zero_()
+            if not lead_ms:
+                torch.cuda.synchronize()
             run_once(call, mark)
             marks.append(events)
         torch.cuda.synchronize()
@@ -116,17 +118,20 @@ def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Callable[[list
     return lambda calls: timed(calls, writes)
 
 
-def host_ms(call: Call, device: torch.device, times: int = 5) -> float | None:
-    """Median time in which the host issues a call: beyond the GPU's time, an eager caller waits for the host."""
+def host_ms(call: Call, device: torch.device, times: int = 5, seconds: float = 0.5) -> float | None:
+    """Median time in which the host issues a call: beyond the GPU's time, an eager caller waits for the host.
+
+    Of `times` calls, or of as many as begin within `seconds`.
+    """
     if device.type != "cuda":
         return None
-    taken = []
-    for _ in range(times):
-        torch.cuda.synchronize()
+    taken, ends = [], time.perf_counter() + seconds
+    torch.cuda.synchronize()
+    while not taken or (len(taken) < times and time.perf_counter() < ends):
         start = time.perf_counter()
         run_once(call)
         taken.append(1e3 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return statistics.median(taken)
 
 

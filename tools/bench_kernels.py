@@ -109,7 +109,7 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     bytes: the reads and writes of chunkwise's passes; of everything else, I/O. FLOPs: chunkwise's and attention's own; of
     others None, for their algebra is not counted here.
     """
-    inout = io_bytes(shape)[phase]
+    inout = io_bytes(shape, name)[phase]
     nbytes, flops = inout, None
     if name in ("chunkwise", "chunkwise-kept"):
         costs = chunkwise_costs(shape, recompute=name == "chunkwise", segments=segments(shape, device))
@@ -203,7 +203,9 @@ def main(argv=None) -> int:
         if deadline.passed:
             report.note(f"{shape}: not run: time limit")
             continue
-        rows = measure(names, shape, device, limits, deadline, rounds, seconds=1.0 if cuda else 0.05)
+        # Each shape has its share, and the features theirs: the slowest mixers of one do not take the next one's time.
+        share = Deadline(max(1.0, deadline.left / (len(shapes) - len(tables) + 1)))
+        rows = measure(names, shape, device, limits, share, rounds, seconds=1.0 if cuda else 0.05)
         for row in rows:
             report.add(str(shape), row)
         tables[shape] = {row["mixer"]: row for row in rows}

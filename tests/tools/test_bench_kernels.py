@@ -308,6 +308,23 @@ def test_decode_keeps_the_fastest_attention():
         ("softmax, cache 8, cudnn", True, 3.0),
         ("softmax, cache 9, math", False, None),
     ]
+    # Without a time of the fused step nothing is compared with another's.
+    rows[:2] = [{"step": "interdomain, fused in place", "graph": False, "remark": "RuntimeError"}]
+    assert {row["over fused"] for row in bench_decode.compared(rows)} == {None}
+
+
+def test_every_shape_has_its_share_of_the_time(tmp_path, monkeypatch):
+    shares = []
+
+    def measure(names, shape, device, limits, deadline, rounds, seconds):
+        shares.append(deadline.left)
+        return []
+
+    monkeypatch.setattr(bench_kernels, "measure", measure)
+    monkeypatch.setattr(bench_kernels._features, "bench", lambda *args, **kwargs: None)
+    shapes = ["1x8x8", "1x16x8", "1x32x8"]
+    assert bench_kernels.main(["--out", str(tmp_path), "--shapes", *shapes, "--time-limit", "400"]) == 0
+    assert shares == pytest.approx([100, 133, 200], rel=0.1)  # what nobody used is the next ones'
 
 
 # Refusals

@@ -22,6 +22,10 @@ def test_bytes_of_the_interface_by_hand():
     """bf16, head width 64: q, k, v, o are 128 bytes each; backward q, k, v, do in and dq, dk, dv out."""
     per = {name: n / 2**20 for name, n in _problems.io_bytes(AT_4K).items()}
     assert per == {"forward": 4 * 128, "backward": 7 * 128, "both": 11 * 128}
+    per = {name: n / 2**20 for name, n in _problems.io_bytes(AT_4K, "linear").items()}
+    assert per == {"forward": 4 * 128, "backward": 6 * 128, "both": 10 * 128}  # z in, y out; z, dy in, dz out
+    per = {name: n / 2**20 for name, n in _problems.io_bytes(AT_4K, "mamba2").items()}
+    assert per == {"forward": 2 * 128, "backward": 3 * 128, "both": 5 * 128}
     grouped = _problems.io_bytes(Shape(B=1, T=1, H=1, d=64, G=4))
     assert grouped["forward"] == 128 * (4 + 1 + 1 + 4)
     assert grouped["backward"] == 128 * (4 + 1 + 1 + 4 + 4 + 1 + 1)
@@ -155,12 +159,12 @@ def test_events_leave_the_flush_out_and_split_the_steps(monkeypatch):
 
 
 def test_the_host_gets_its_head_start(monkeypatch):
-    """2 ms of writes at 0.1 ms each come before every call; none but the one for the cache where launches count."""
+    """2 ms of writes at 0.1 ms each come before every call; where launches count, the one for the cache, and it is over."""
+    writes = []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: writes.append("done"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(L2_cache_size=1024))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
-    writes = []
 
     def flush(self):
         FakeEvent.now += 0.1
@@ -170,9 +174,26 @@ def test_the_host_gets_its_head_start(monkeypatch):
     for lead, expected in ((_timing.LEAD_MS, 20), (0, 1)):
         run = _timing.cuda_timer(CPU, lead)
         writes.clear()
-        run([lambda: None])
-        assert abs(len(writes) - expected) <= 1
-        assert writes[0] == 4096
+        run([lambda: writes.append("call")])
+        before = writes[: writes.index("call")]
+        assert abs(before.count(4096) - expected) <= 1
+        assert before.count("done") == (lead == 0)
+        assert (before[0], before[-1]) == (4096, 4096 if lead else "done")
+
+
+def test_the_host_s_time_is_taken_five_times_or_for_half_a_second(monkeypatch):
+    calls, clock = [], [0.0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: clock[0])
+
+    def call(seconds):
+        clock[0] += seconds
+        calls.append(seconds)
+
+    for seconds, expected in ((0.001, 5), (0.2, 3), (2.0, 1)):
+        calls.clear()
+        assert _timing.host_ms(lambda s=seconds: call(s), torch.device("cuda")) == pytest.approx(1e3 * seconds)
+        assert len(calls) == expected
 
 
 def test_what_fails_is_told_apart_from_what_runs():
@@ -224,12 +245,13 @@ def test_results_are_never_overwritten(tmp_path):
         _bench.Report("decode", tmp_path, CPU, {})
 
 
-def test_a_failed_check_marks_what_follows(tmp_path, capsys):
-    (tmp_path / "check.json").write_text('{"status": "failed"}')
+@pytest.mark.parametrize("status", ["failed", "unfinished", "passed"])
+def test_a_check_that_did_not_pass_marks_what_follows(status, tmp_path, capsys):
+    (tmp_path / "check.json").write_text(json.dumps({"status": status}))
     report = _bench.Report("decode", tmp_path, CPU, {})
-    assert _bench.CHECK_FAILED in report.markdown.read_text()
-    assert _bench.CHECK_FAILED in capsys.readouterr().out
-    assert json.loads(report.json.read_text())["check"] == "failed"
+    for said in (report.markdown.read_text(), capsys.readouterr().out):
+        assert (_bench.CHECK_FAILED in said) == (status != "passed")
+    assert json.loads(report.json.read_text())["check"] == status
 
 
 def test_the_record_names_no_place():

@@ -248,6 +248,20 @@ def test_an_interpreter_without_pytorch_is_named(tmp_path):
     assert "/bin/false has no PyTorch" in done.stderr
 
 
+def test_what_one_part_says_does_not_end_the_others(tmp_path):
+    """Exit status 2 of a later part is no mistake in the call; of the first it is."""
+    tool = tmp_path / "python"
+    tool.write_text(
+        '#!/bin/sh\ncase "$2" in\n  interdomain.tools.*) echo "$2" >&2; case "$2" in *"$WITH_2") exit 2 ;; esac ;;\n'
+        f'  *torch* | *interdomain*) ;;\n  *) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    tool.chmod(0o755)
+    for bad, code, parts in (("bench_kernels", 1, 5), ("check_kernels", 2, 1)):
+        done = gpu_sh(REPOSITORY, "all", "--out", str(tmp_path), INTERDOMAIN_PYTHON=str(tool), WITH_2=bad)
+        assert done.returncode == code
+        assert done.stderr.count("interdomain.tools.") == parts
+
+
 def test_no_time_left_is_said(tmp_path):
     done = gpu_sh(REPOSITORY, "all", "--out", str(tmp_path), INTERDOMAIN_SECONDS="5")
     assert done.stdout.splitlines()[-1].endswith(
