@@ -13,7 +13,10 @@ ELASTIC = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save in; torchrun's own 30 would cut a large checkpoint short
     # Shared with torchrun, the ranks' store outlives them: those that are restarted would find the addresses of the dead.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # torchrun's own, but for SIGHUP: it would take back what nohup gave, and end the ranks unsaved.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
 }
+QUIET = (signal.SIGUSR1, signal.SIGHUP)  # for the launcher alone
 POLL_SECONDS = 0.5
 
 
@@ -28,8 +31,9 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
     with tempfile.TemporaryDirectory(prefix="interdomain-") as folder:
         outcome = Path(folder) / "outcome"
         environment = {**ELASTIC, **environment, OUTCOME: str(outcome)}
-        # Ignored when torchrun starts, and so by torchrun: where a scheduler signals every process, it must not die of it.
-        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every
+        # process, it must not die of it.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in QUIET}
         process = subprocess.Popen(command, env=environment)
 
         def pass_on(number, frame):
@@ -37,9 +41,10 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
                 process.send_signal(signal.SIGTERM)
             asked.append(number)
 
-        handlers = {signal.SIGUSR1: before, signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-        for number in handlers:
-            signal.signal(number, pass_on)
+        handlers[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+        for number, before in handlers.items():
+            if number != signal.SIGHUP or before != signal.SIG_IGN:  # nohup: the run goes on without its terminal
+                signal.signal(number, pass_on)
         try:
             code, said = _wait(process, outcome, STOPPED)
         except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well

@@ -7,6 +7,7 @@ and calls this.
 """
 
 import argparse
+import glob
 import os
 import shlex
 import sys
@@ -23,11 +24,10 @@ from ._supervise import CONTINUE, supervise
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
 CPU_RANKS = 2
+NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
+# TensorBoard shows 1,000 points of a curve, drawn at random: no spikes.
+SEE_ALL = ("--samples_per_plugin", "scalars=100000")
 # By one start of torchrun, which counts them all, progress or not; the same command begins a new count.
-SEE_ALL = (
-    "--samples_per_plugin",
-    "scalars=100000",
-)  # TensorBoard shows 1,000 points of a curve, drawn at random: no spikes
 MAX_RESTARTS = 3
 
 
@@ -113,6 +113,19 @@ def environment(ranks: int) -> dict[str, str]:
     return {**ours, **os.environ}
 
 
+def refuse_idle_gpus() -> None:
+    """Raises: ValueError where there are GPUs that PyTorch cannot use: the run would quietly be one on the CPU."""
+    gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    if gpus and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
+        cuda = torch.version.cuda
+        why = f"its build is for CUDA {cuda}: is the driver too old for it?" if cuda else "its build is for the CPU."
+        raise ValueError(
+            f"this machine has GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them; {why} Install one "
+            "that fits (INTERDOMAIN_PYTHON names an environment of yours), or train on the CPU with "
+            "CUDA_VISIBLE_DEVICES=''."
+        )
+
+
 def check_data(job) -> str:
     """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
     from interdomain.titan.corpora import open_dataset, open_tokenizer
@@ -192,6 +205,7 @@ def main(argv=None) -> int:
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
         return 0
+    refuse_idle_gpus()
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
     code = _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -67,14 +68,20 @@ class Run:
         self.environment = {**ELASTIC, **launch.environment(args.ranks)}
         folder.mkdir(parents=True)
         self.seen = Seen(folder / "log.txt")
-        self.process, self.commands = None, 0
+        self.process, self.commands, self.outcome = None, 0, None
 
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
+        from interdomain.titan.errors import OUTCOME
+
+        if self.outcome:
+            self.outcome.cleanup()  # as the launcher does: ranks that were only beginning end by it
+        self.outcome = tempfile.TemporaryDirectory(prefix="interdomain-")
+        environment = {**self.environment, OUTCOME: str(Path(self.outcome.name) / "outcome")}
         with open(self.seen.path, "ab") as log:
-            self.process = subprocess.Popen(self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(self.command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         self.commands += 1
 
     def ranks(self) -> list[int]:

@@ -23,6 +23,12 @@ def tell_launcher(outcome: str) -> None:
             f.write(outcome)
 
 
+def launcher_has_ended() -> bool:
+    """Whether the launcher that started this rank is no more: it takes the folder of that file along."""
+    path = os.environ.get(OUTCOME)
+    return bool(path) and not os.path.isdir(os.path.dirname(path))
+
+
 def stop(message: str):
     """End this process with exit code 1; rank 0 says why."""
     with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows

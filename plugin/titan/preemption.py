@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from .errors import LEFT, tell_launcher
+from .errors import LEFT, launcher_has_ended, tell_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
@@ -29,6 +29,9 @@ class Preemption:
         self.asked: signal.Signals | None = None
         self.votes = self.vote = None
         _die_with_torchrun(signal.SIGKILL)
+        # torchrun was killed before the line above: left alone, the ranks would find each other and train.
+        if launcher_has_ended():
+            raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
     def listen(self, comm) -> None:
         """From now on the signals are noted and nothing else; a second one changes nothing. Before it, they end the process.
@@ -68,13 +71,15 @@ class Preemption:
         return bool(ballot.item())
 
     def leave(self, trainer) -> None:
-        """Save, say so, and end this process with exit status 0: torchrun restarts only what fails."""
+        """Save, say so, and end this process with exit status 0: torchrun restarts only what fails. Collective."""
         self.settle()
         saved = trainer.checkpointer.save_now(trainer.step)
         why = self.asked.name if self.asked else "a signal to another rank"
         kept = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
         logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, kept)
         tell_launcher(LEFT)
+        trainer.close()
+        dist.destroy_process_group()  # as at a run's end: with NCCL, a rank that leaves without it may hang or fail
         raise SystemExit(0)
 
 

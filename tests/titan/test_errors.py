@@ -1,8 +1,12 @@
 """Who speaks when a run ends on a user's mistake."""
 
-import pytest
+from types import SimpleNamespace
 
-from interdomain.titan import errors
+import pytest
+import torch.distributed as dist
+
+from interdomain.titan import errors, preemption
+from interdomain.titan.preemption import Preemption
 
 
 @pytest.mark.parametrize(("rank", "begins"), [("0", "error: the disk"), ("3", "error: rank 3: the disk")])
@@ -27,3 +31,27 @@ def test_only_refusals_are_turned_into_a_paragraph(capsys):
     assert "error: no such shard" in capsys.readouterr().err
     with pytest.raises(KeyError):  # a fault of ours keeps its traceback
         check(KeyError("x"))
+
+
+def test_what_is_left_of_a_start_that_was_killed_ends(tmp_path, monkeypatch):
+    """Ranks take seconds to begin, and torchrun can be killed meanwhile; the launcher ends then, and its folder with it."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv(errors.OUTCOME, raising=False)
+    Preemption()  # torchrun alone
+    monkeypatch.setenv(errors.OUTCOME, str(tmp_path / "outcome"))
+    Preemption()
+    monkeypatch.setenv(errors.OUTCOME, str(tmp_path / "removed" / "outcome"))
+    with pytest.raises(SystemExit, match="torchrun was killed"):
+        Preemption()
+
+
+def test_a_rank_that_leaves_ends_as_at_a_runs_end(monkeypatch):
+    """Saved first; then without its process group, which NCCL may hang or fail in; with a status that is not restarted."""
+    done = []
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(preemption, "tell_launcher", done.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    saves = SimpleNamespace(save_now=lambda step: done.append(step))
+    with pytest.raises(SystemExit) as end:
+        Preemption().leave(SimpleNamespace(step=5, checkpointer=saves, close=lambda: done.append("close")))
+    assert (end.value.code, done) == (0, [5, errors.LEFT, "close", "destroy"])

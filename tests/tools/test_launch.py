@@ -101,6 +101,27 @@ def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "check_data", lambda job: pytest.fail("prepared data for a run that cannot be"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert dry(capsys)[0] == 0  # on a login node it says what would run elsewhere
+    assert launch.main(["--job.dump_folder", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "this machine has GPUs (/dev/nvidia0)" in error
+    assert f"PyTorch {launch.torch.__version__} cannot use them" in error
+    for said in launch.NO_GPUS:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
+        launch.refuse_idle_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=''"):
+        launch.refuse_idle_gpus()
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    launch.refuse_idle_gpus()
+
+
 def test_unknown_toml_key_is_named(capsys, tmp_path):
     config = tmp_path / "bad.toml"
     config.write_text((ROOT / "train_configs/debug.toml").read_text() + "\n[profiling]\nno_such_field = 1\n")

@@ -5,8 +5,9 @@ import signal
 import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from interdomain.tools._supervise import CONTINUE, supervise
+from interdomain.tools._supervise import CONTINUE, ELASTIC, supervise
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 
@@ -40,7 +41,7 @@ def test_the_status_of_a_run_that_nobody_asked_to_leave(status):
     assert run(f"sys.exit({status})") == status
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_is_passed_on_once_and_the_run_continues_another_time(number, capfd):
     ask = f"ask(signal.{number}, launcher); "
     assert run(f"{ask * 3}wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)") == CONTINUE == 75
@@ -63,9 +64,28 @@ def test_a_signal_after_the_last_step_changes_nothing():
     assert run("ask(signal.SIGTERM, launcher); sys.exit(0)") == 0
 
 
-def test_what_kills_other_processes_does_not_kill_torchrun():
-    """Schedulers that signal every process of a job: the default of SIGUSR1 is to end it."""
-    assert run("ask(signal.SIGUSR1, me); sys.exit(4)") == 4
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGHUP"])
+def test_what_kills_other_processes_does_not_kill_torchrun(number):
+    """Schedulers and terminals that signal every process: the default of these signals is to end it."""
+    assert run(f"ask(signal.{number}, me); sys.exit(4)") == 4
+
+
+def test_under_nohup_a_run_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)") == 4
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_torchrun_leaves_the_terminals_signal_alone(monkeypatch):
+    """It would handle it, nohup or not, and pass it on to ranks that die of it."""
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
+    handled = get_args_parser().parse_args(["x.py"]).signals_to_handle
+    monkeypatch.delenv("PET_SIGNALS_TO_HANDLE")
+    default = get_args_parser().parse_args(["x.py"]).signals_to_handle
+    assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP"}
 
 
 def test_a_decision_is_not_repeated():
@@ -74,6 +94,7 @@ def test_a_decision_is_not_repeated():
 
 
 def test_our_own_handlers_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
     run("sys.exit(0)")
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
