@@ -35,6 +35,7 @@ from interdomain.model import ModelConfig, condition_of
 from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION
 
 from .errors import one_paragraph, stop
+from .lock import FolderLock
 from .preemption import children_keep_saving
 from .whole import altered_entry, fault, is_finished, read_whole
 
@@ -74,13 +75,15 @@ class SelfDescribingCheckpoints(CheckpointManager):
     """TorchTitan's manager, with a record beside every save, a check before every load, and plain words when a disk fills.
 
     A checkpoint that does not read back whole is skipped for the one before it. `record` and `tokenizer` are set by
-    `describe_run` before the trainer builds its manager.
+    `describe_run` before the trainer builds its manager, `lock` on rank 0 where the run holds its folder.
     """
 
     record: dict
     tokenizer: Path
+    lock: FolderLock | None = None
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
+    kept: frozenset = frozenset()  # steps that retention knows to be whole, the one being saved included
 
     def __init__(self, *args, checkpoint_config, **kwargs) -> None:
         self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
@@ -118,11 +121,21 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 "the same command again: it continues from there."
             )
 
+    @one_paragraph
+    def require_folder(self) -> None:
+        """End this rank if another run has taken the folder over."""
+        if self.lock:
+            self.lock.require()
+
+    @one_paragraph
     def _begin(self, folder: Path) -> None:
         """Make the folder on rank 0, and tell every rank if that failed."""
         _on_rank_0(lambda: self._write_record(folder))
 
     def _write_record(self, folder: Path) -> None:
+        if self.lock:
+            self.lock.beat()
+            self.lock.require()
         if is_finished(folder) and fault(folder):
             _set_aside(folder)
         if folder.exists():  # an older checkpoint of this step, or the remains of one: unmarked before it is removed
@@ -140,11 +153,26 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """Have a whole checkpoint of this step on the disk before this returns. False: the run saves none."""
         if not self.enable or self.load_only:
             return False
-        if self._step_of(self.saving) == step:
-            self._async_wait()  # its interval's, perhaps still on the way
-        else:
+        failed = self._save_under_way_failed()
+        if failed or self._step_of(self.saving) != step:
             self.save(step, last_step=True)
         return True
+
+    def _save_under_way_failed(self) -> bool:
+        """Wait for an asynchronous save. Collective; the same answer on all ranks.
+
+        What asks a run to leave may have ended it: torchrun's SIGTERM goes to the processes of a rank as well, and with
+        async_with_pinned_mem one of them writes.
+        """
+        failed = False
+        try:
+            self._async_wait()
+        except (CheckpointException, Exception) as e:
+            logger.warning("SKIPPED: the save of %s that was under way failed (%s).", self.saving, e)
+            failed, self.save_future = True, None
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, failed)
+        return any(everywhere)
 
     def _save_last_step(self, curr_step: int) -> None:
         super()._save_last_step(curr_step)
@@ -159,10 +187,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
             return
         steps = self._steps()
         current = self._step_of(self.saving)
-        whole = [step for step in steps if step == current or self._is_whole(step)]
-        kept = whole[-self.keep_latest_k :]
+        # An index has an entry for every tensor of every rank: it is read once, and not for what this process saved. A save
+        # that failed would have ended it.
+        whole = [step for step in steps if step == current or step in self.kept or self._is_whole(step)]
+        self.kept = frozenset(whole[-self.keep_latest_k :])
         for step in steps:
-            if step not in kept and step < current:
+            if step not in self.kept and step < current:
                 path = self._create_checkpoint_id(step)
                 (Path(path) / METADATA).unlink(missing_ok=True)
                 self.purge_queue.put(path)

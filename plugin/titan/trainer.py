@@ -1,9 +1,9 @@
 """What the plugin changes in TorchTitan's trainer, where it has no hook for it. Everything else goes through TrainSpec.
 
-The configuration is checked before the process group exists, so that nothing is built for a run that cannot be; the
-checkpoint manager is ours; between steps the run leaves if it was asked to; the optimizer sees the loss and the gradient norm,
-which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy on every topology (see `parallelize`), so
-the autocast that the trainer would put around a single rank is left out.
+The configuration is checked and the run's folder taken before the process group exists, so that nothing is built for a run
+that cannot be; the checkpoint manager is ours; between steps the run leaves if it was asked to; the optimizer sees the loss and
+the gradient norm, which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy on every topology (see
+`parallelize`), so the autocast that the trainer would put around a single rank is left out.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from torchtitan.tools.logging import logger
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
 from .guard import seeing_loss, seeing_norm
+from .lock import hold_folder, require_shared
 from .plan import make_plan
 from .preemption import Preemption
 
@@ -41,10 +42,19 @@ def install(model_name: str) -> None:
 def _checked_first(init_distributed, model_name: str):
     @functools.wraps(init_distributed)
     def checked(trainer):
-        if trainer.job_config.model.name == model_name:
-            check(trainer.job_config)
-            trainer.preemption = Preemption()
-        return init_distributed(trainer)
+        config = trainer.job_config
+        if config.model.name != model_name:
+            return init_distributed(trainer)
+        check(config)
+        trainer.preemption = Preemption()
+        if SelfDescribingCheckpoints.lock:  # of an earlier run of this process
+            SelfDescribingCheckpoints.lock.release()
+        alone = config.comm.mode != "default"  # TorchTitan's fake modes
+        lock = SelfDescribingCheckpoints.lock = None if alone else hold_folder(config)
+        dims = init_distributed(trainer)
+        if not alone:
+            require_shared(config, lock)
+        return dims
 
     return checked
 
@@ -60,6 +70,7 @@ def _unless_asked(should_continue_training, model_name: str):
             if not should_continue_training(trainer):
                 trainer.preemption.settle()  # asked or not, the run is at its end
                 return False
+            trainer.checkpointer.require_folder()
             if trainer.preemption.agreed(config.comm):
                 trainer.preemption.leave(trainer)
         return should_continue_training(trainer)

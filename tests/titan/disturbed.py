@@ -2,7 +2,7 @@
 
 PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
 {"flags": more of them, "rank": who, "at": ["step" | "write" | "finish", N], "signal": "SIGKILL", "times": 1,
-"to": "rank" | "agent"}
+"to": "rank" | "agent" | "launcher", "lock": {constants of interdomain.titan.lock}}
 
 step: in training step N. write: before this rank writes its shard of checkpoint N. finish: when all shards of checkpoint N
 are written and its index is not (rank 0). No "at": nothing happens.
@@ -25,16 +25,18 @@ gc.disable()  # imports are quicker without
 import torchtitan.train  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
-import interdomain.titan  # noqa: E402, F401
+from interdomain.titan import lock  # noqa: E402
 
 gc.enable()
 
 
-def disturb():
+def disturb(place):
     if int(os.environ["RANK"]) == ENTRY["rank"]:
-        pid = os.getpid() if ENTRY.get("to", "rank") == "rank" else os.getppid()
+        pids = {"rank": os.getpid(), "agent": os.getppid(), "launcher": int(os.environ.get("LAUNCHER", 0))}
         for _ in range(ENTRY.get("times", 1)):
-            os.kill(pid, getattr(signal, ENTRY["signal"]))
+            os.kill(pids[ENTRY.get("to", "rank")], getattr(signal, ENTRY["signal"]))
+        while ENTRY.get("to") == "launcher" and not place.preemption.asked:  # steps are quicker than its answer
+            time.sleep(0.01)
 
 
 def before(place, name, condition):
@@ -42,7 +44,7 @@ def before(place, name, condition):
 
     def disturbed(self, *args, **kwargs):
         if condition(self):
-            disturb()
+            disturb(self)
         return original(self, *args, **kwargs)
 
     setattr(place, name, disturbed)
@@ -55,6 +57,8 @@ def main():
     elif kind is not None:
         method = {"write": "write_data", "finish": "finish"}[kind]
         before(FileSystemWriter, method, lambda writer: str(writer.path).endswith(f"step-{step}"))
+    for name, value in ENTRY.get("lock", {}).items():
+        setattr(lock, name, value)
     # At the end the trainer waits two seconds for other ranks' last lines.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     torchtitan.train.main(torchtitan.train.Trainer)

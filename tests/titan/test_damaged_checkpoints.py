@@ -4,16 +4,21 @@ import logging
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from interdomain.model import build_config
 from interdomain.titan import checkpoint
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
+from interdomain.titan.lock import FolderLock
 from interdomain.titan.settings import read_job_config
+from interdomain.titan.whole import altered_entry, read_whole
 
 from .conftest import TINY, refusal
 
@@ -165,6 +170,17 @@ def test_what_only_reading_finds(new, folder, caplog):
     assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5, 100])
+def test_ranks_share_the_reading_and_miss_nothing(folder, ranks):
+    index, _ = read_whole(folder / "step-3")
+    assert not any(altered_entry(folder / "step-3", index, rank, ranks) for rank in range(ranks))
+    for at in (0.4, 0.5, 0.6):
+        alter(folder / "step-3" / "__0_0.distcp", at)
+        found = [altered_entry(folder / "step-3", index, rank, ranks) for rank in range(ranks)]
+        assert len(list(filter(None, found))) == 1, at
+        alter(folder / "step-3" / "__0_0.distcp", at)  # back
+
+
 def test_the_step_is_saved_again_apart_from_what_was_there(new, folder):
     alter(folder / "step-3" / "__0_0.distcp", 0.5)
     damaged = (folder / "step-3" / "__0_0.distcp").read_bytes()
@@ -219,6 +235,17 @@ def test_retention_does_not_count_the_damaged(new, folder):
     assert names(folder) == ["step-1", "step-4"]
 
 
+def test_retention_reads_an_index_once(new, folder, monkeypatch):
+    """And none of those that the run saved itself: an index of many ranks takes rank 0 seconds, in which all wait."""
+    run, looked = new(keep_latest_k=3), []
+    monkeypatch.setattr(run.manager, "_is_whole", lambda step: looked.append(step) or True)
+    for step in (4, 5, 6):
+        run.save(step)
+    assert looked == [1, 2, 3]
+    run.manager.close()
+    assert names(folder) == ["step-4", "step-5", "step-6"]
+
+
 def test_an_asynchronous_save_is_whole_before_it_counts(new, folder, monkeypatch):
     """Neither its index nor the word of the manager before the data are on the disk."""
     run = new(async_mode="async")
@@ -237,6 +264,42 @@ def test_now_means_on_the_disk(new, folder):
     run.manager.close()
     assert new().load() == 7
     assert new(load_only=True).manager.save_now(8) is False
+
+
+@pytest.mark.parametrize("ended", [EOFError("its process is gone"), CheckpointException("write", {})])
+def test_now_even_where_the_save_under_way_failed(new, folder, caplog, ended):
+    """The signal that asks the run to leave has ended the process that wrote."""
+    run = new(async_mode="async").save(4)
+    run.manager._async_wait()
+    (folder / "step-4" / ".metadata").unlink()
+    run.manager.save_future = Future()
+    run.manager.save_future.set_exception(ended)
+    assert run.manager.save_now(4)
+    assert f"the save of {folder / 'step-4'} that was under way failed" in caplog.text
+    run.manager.close()
+    assert new().load() == 4
+
+
+def test_all_ranks_save_anew_where_one_failed(new, folder, monkeypatch):
+    run = new(async_mode="async").save(4)
+    run.manager._async_wait()
+    (folder / "step-4" / ".metadata").unlink()
+    with monkeypatch.context() as others:
+        others.setattr(dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), [own, True]))
+        assert run.manager.save_now(4)
+    run.manager.close()
+    assert new().load() == 4
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing(new, folder, tmp_path, capsys):
+    run, holder = new(), FolderLock(tmp_path / "run")
+    run.manager.lock = holder
+    holder.path.write_text("{}")  # another's
+    run.manager.require_folder()  # not looked at since
+    error = refusal(capsys, run.save, 4)
+    assert f"job.dump_folder = {tmp_path / 'run'} was taken over by another run" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+    assert "was taken over" in refusal(capsys, run.manager.require_folder)
 
 
 def test_a_process_that_saves_survives_the_schedulers_signal(new, folder, monkeypatch):

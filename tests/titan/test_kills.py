@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from interdomain.model.distributed_checkpoint import read_sidecar, read_tensors, tensor_index
+from interdomain.titan.lock import NAME
 from interdomain.tools._supervise import CONTINUE, supervise
 
 from .conftest import HERE, TIMEOUT, environment, flags
@@ -29,7 +30,8 @@ STARTS = [
         {"flags": EVERY, "at": ["write", 3], "rank": 1, "signal": "SIGKILL"},
         {"at": ["step", 4], "rank": 1, "signal": "SIGTERM", "times": 2},
     ],
-    [{"at": ["step", 4], "rank": 0, "signal": "SIGTERM", "to": "agent"}],
+    # What a scheduler sends before the time limit, more than once; torchrun gets SIGTERM for it, once.
+    [{"at": ["step", 4], "rank": 0, "signal": "SIGUSR1", "times": 3, "to": "launcher"}],
     [{"at": ["step", 6], "rank": 0, "signal": "SIGKILL", "to": "agent"}],
     [{}],
 ]
@@ -51,11 +53,13 @@ def story(tmp_path_factory, corpus):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         torchrun += [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         torchrun += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
-        to_log = ["timeout", "--foreground", "-k", "1", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
-        status = supervise([str(part) for part in (*to_log, *torchrun)], environment())
+        to_log = ["timeout", "--foreground", "-s", "KILL", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
+        launcher = {"LAUNCHER": str(os.getpid())}
+        status = supervise([str(part) for part in (*to_log, *torchrun)], environment() | launcher)
         orphans = remaining(folder / f"plan{i}.json")
         found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
-        chapters.append(SimpleNamespace(status=status, said=log.read_text(), found=found, orphans=orphans))
+        held = (folder / "run" / NAME).exists()
+        chapters.append(SimpleNamespace(status=status, said=log.read_text(), found=found, orphans=orphans, held=held))
     return SimpleNamespace(chapters=chapters, checkpoints=checkpoints)
 
 
@@ -108,7 +112,7 @@ def test_a_damaged_checkpoint_is_skipped_and_kept(story):
     assert chapter.found["step-5.damaged"]
 
 
-def test_a_signal_to_torchrun_makes_all_save_and_leave(story):
+def test_the_schedulers_signal_to_the_launcher_makes_all_save_and_leave(story):
     chapter = story.chapters[1]
     assert chapter.status == CONTINUE
     assert f"leaving after step {left(story)} (SIGTERM): saved. The same command continues" in chapter.said
@@ -121,6 +125,11 @@ def test_ranks_do_not_outlive_torchrun(story):
     assert chapter.status not in (0, CONTINUE)
     assert "step-6" not in chapter.found
     assert [c.orphans for c in story.chapters] == [[]] * 4
+
+
+def test_the_folder_is_held_while_the_run_lasts_and_never_waited_for(story):
+    assert [c.held for c in story.chapters] == [False, False, True, False]  # the third: nobody was left to release it
+    assert not any("is held by" in c.said for c in story.chapters)
 
 
 def test_the_same_command_brings_it_to_its_end(story):

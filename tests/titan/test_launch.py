@@ -1,5 +1,6 @@
 """The stock entry point, `torchrun -m torchtitan.train`: what it writes, and how it ends when something is wrong."""
 
+import os
 import resource
 import shutil
 
@@ -8,8 +9,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.titan import lock
 
-from .conftest import flags, torchrun
+from .conftest import HERE, flags, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -110,10 +112,34 @@ def assert_one_paragraph(done, *said):
 
 
 def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path):
-    done = torchrun(2, *TRAIN, *flags(corpus, tmp_path / "run", training__local_batch_size=4, mixer__condition="s4"))
+    done = torchrun(1, *TRAIN, *flags(corpus, tmp_path / "run", mixer__condition="s4"))
     assert_one_paragraph(done, "mixer.condition = 's4' is unknown", "softmax, interdomain, interdomain-norope")
     assert not (tmp_path / "run").exists()
     assert "Building" not in done.stdout + done.stderr
+
+
+def test_another_models_folder_is_not_trained_on(corpus, stock):
+    folder = stock[1]
+    before = sorted(folder.rglob("*"))
+    done = torchrun(1, *TRAIN, *flags(corpus, folder, mixer__condition="s4d", checkpoint__enable=True))
+    whose = f"{folder / 'checkpoint' / 'step-6'} is a checkpoint of another model (there: debug, interdomain)"
+    assert_one_paragraph(done, whose, "--job.dump_folder")
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_folder_in_which_a_run_is_alive_is_not_trained_in(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    holder = lock.FolderLock(tmp_path)
+    holder.acquire()
+    (tmp_path / "plan.json").write_text('[{"lock": {"LOOK_SECONDS": 0.05, "PATIENCE": 20}}]')
+    disturbed = (HERE / "disturbed.py", tmp_path / "plan.json")
+    done = torchrun(1, *disturbed, *flags(corpus, tmp_path, checkpoint__enable=True))
+    assert_one_paragraph(done, "is held by another run that is alive", f"process {os.getpid()} on ")
+    assert f"{tmp_path} is held by process {os.getpid()}" in done.stdout + done.stderr  # said before it waits
+    holder.beat()
+    holder.require()
+    holder.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock, tmp_path):
