@@ -7,7 +7,6 @@ and its order. It is the same on every rank, so a run continues with the same ba
 import json
 import queue
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -44,7 +43,6 @@ class PackedLoader(BaseDataLoader):
     Args:
         prefetch: micro-batches to read ahead; 0 reads when asked.
         positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
-    Attributes: waited, seconds that training has waited for data since the loader was made.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class PackedLoader(BaseDataLoader):
     ) -> None:
         self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
         self.prefetch, self.positions = prefetch, positions
-        self.consumed, self.waited = 0, 0.0
+        self.consumed = 0
 
     def __iter__(self):
         batches = self._ahead() if self.prefetch else map(self._read, self._firsts())
@@ -75,10 +73,7 @@ class PackedLoader(BaseDataLoader):
 
     @one_paragraph
     def _take(self, batches):
-        started = time.perf_counter()
-        batch = next(batches)  # refuses ids outside the vocabulary: a damaged shard
-        self.waited += time.perf_counter() - started
-        return batch
+        return next(batches)  # refuses ids outside the vocabulary: a damaged shard
 
     def _firsts(self):
         first = self.consumed + self.rank * self.local_batch

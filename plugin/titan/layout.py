@@ -14,7 +14,6 @@ RENAMED = {
     "mfu(%)": "machine/mfu_percent",
     "memory/max_active(GiB)": "machine/memory_active_gib",
     "memory/max_reserved(GiB)": "machine/memory_reserved_gib",
-    "time_metrics/data_loading(%)": "machine/data_wait_percent",
     "time_metrics/end_to_end(s)": "machine/seconds_per_step",
 }
 
@@ -43,7 +42,7 @@ LAYOUT = {
         "Tokens per second, all ranks": _lines("machine/tokens_per_second"),
         "Model FLOPs utilisation (%)": _lines("machine/mfu_percent"),
         "Memory, peak since the last log (GiB)": _lines(r"machine/memory_\w+_gib"),
-        "Waiting for data (% of the time)": _lines("machine/data_wait_percent"),
+        "Waiting for data, slowest rank (% of the time)": _lines("machine/data_wait_percent"),
         "Seconds per step": _lines("machine/seconds_per_step"),
         "Allocation retries, out of memory": _lines("memory/num_alloc_retries", "memory/num_ooms"),
     },

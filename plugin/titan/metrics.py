@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
+from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from interdomain.model.initialize import clean_name
@@ -65,6 +66,7 @@ class InterdomainMetrics(MetricsProcessor):
         extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
         extra |= gradient_norms(model, grad_norm, self.job_config.training.max_norm)
         extra |= self.optimizers.guard.scalars()
+        extra["machine/data_wait_percent"] = self._data_wait_percent()
         if self._due(step, config.mixer_freq):
             extra |= life_signs(model)
             self.life_signs_at = step
@@ -86,9 +88,19 @@ class InterdomainMetrics(MetricsProcessor):
         if self.life_signs_at != step:  # not twice
             extra |= life_signs(self.model_parts[0])
         super().log_validation(loss, step, extra)
+        self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
         logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
         if self.run_log:
             self.run_log.flush()
+
+    def _data_wait_percent(self) -> float:
+        """Of the time since the last log, on the rank that waited longest: the others wait for it in their collectives.
+
+        Collective.
+        """
+        seconds = torch.tensor(sum(self.data_loading_times), device=utils.device_type)
+        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
+        return 100 * seconds.item() / (time.perf_counter() - self.time_last_log)
 
     def _due(self, step: int, freq: int) -> bool:
         """Whether a multiple of `freq` has come since the last logged step, or this is the first. The same on every rank."""

@@ -1,10 +1,13 @@
 """The mixer's life signs against their definition, and the steps at which they are due."""
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.metrics import GROUPS, InterdomainMetrics, SpikeSign, gradient_norms, life_signs, perplexity
@@ -41,6 +44,24 @@ def test_frequencies_need_not_be_multiples_of_the_logs(log_freq, freq, expected)
             due.append(step)
         metrics.last_logged = step
     assert due == expected
+
+
+def test_the_rank_that_waits_longest_for_data_is_shown(monkeypatch):
+    def slower_elsewhere(seconds, op):
+        assert (seconds.item(), op) == (pytest.approx(0.3), dist.ReduceOp.MAX)
+        seconds.fill_(2.0)
+
+    monkeypatch.setattr(dist, "all_reduce", slower_elsewhere)
+    here = SimpleNamespace(data_loading_times=[0.1, 0.2], time_last_log=time.perf_counter() - 8.0)
+    assert InterdomainMetrics._data_wait_percent(here) == pytest.approx(25, rel=0.05)
+
+
+def test_waits_are_counted_from_the_last_validation_as_time_is(monkeypatch):
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_: None)  # sets the clock
+    metrics = InterdomainMetrics.__new__(InterdomainMetrics)
+    metrics.run_log, metrics.life_signs_at, metrics.data_loading_times = None, 5, [1.0]
+    metrics.log_validation(2.0, 5)
+    assert metrics.data_loading_times == []
 
 
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
