@@ -5,7 +5,6 @@ tensors of the capture, nothing has run when the capture ends, and an op that ne
 """
 
 import contextlib
-import types
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -103,15 +102,21 @@ def on_cuda(state):
     return state
 
 
+class Stream:
+    """torch.cuda.Stream: work is done when it is asked for."""
+
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
 def streams() -> dict:
     """Attributes of torch.cuda for streams and graphs."""
-
-    def stream(device=None):
-        return types.SimpleNamespace(device=device, wait_stream=lambda other: None)
-
     return dict(
-        Stream=stream,
-        current_stream=stream,
+        Stream=Stream,
+        current_stream=Stream,
         stream=lambda s: contextlib.nullcontext(),
         device=lambda d: contextlib.nullcontext(),
         CUDAGraph=Graph,

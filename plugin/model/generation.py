@@ -3,6 +3,8 @@
 The state has a fixed size for every mixer but softmax, so a step costs the same after ten tokens and after a million.
 """
 
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from .transformer import Transformer
 # Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
 
 PREFILL_CHUNK = 2048  # tokens per forward pass of a prompt (paper, inference scaling)
+MAX_COMPILED = 256  # shapes in a process; torch.compile's own limit for one function's versions in all
 
 
 @dataclass(frozen=True)
@@ -89,14 +92,18 @@ def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
 class Decoder:
     """Steps from a state on, at its batch size: on CUDA one CUDA graph, captured here and replayed for every token.
 
+    Made and used in or out of an inference mode, as it comes.
+
     Args:
         state: taken over; nothing else may advance it from now on.
         room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
         graph: whether to capture; None for on CUDA alone.
-        compiled: whether to compile the step with torch.compile: half a minute once per shape, on a CPU too, for fewer and
-            faster kernels. Its limit is eight shapes in a process (`torch._dynamo.config.recompile_limit`).
+        compiled: whether to compile the step with torch.compile: half a minute here, once per shape, on a CPU too, for fewer
+            and faster kernels.
     """
 
+    @torch.inference_mode(False)  # what is made here is written in every step, wherever that is taken
+    @torch.no_grad()
     def __init__(
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None, compiled: bool = False
     ) -> None:
@@ -106,30 +113,42 @@ class Decoder:
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
+        state.leave_inference_mode()
         if captured or compiled:  # nothing in a step may depend on a number of the host's
             state.reserve(max(1, room))
             state.cursor = torch.full((1,), state.length, device=device)
-        if captured:
             self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
-            with torch.cuda.device(device):
-                self._capture()
+            before = state.snapshot()
+            # All shapes share the one code of the model, of which torch.compile would keep eight versions.
+            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if compiled else contextlib.nullcontext():
+                if captured:
+                    with torch.cuda.device(device):
+                        self._capture(device, before)
+                else:
+                    self.forward(self.tokens, state)
+            state.restore(before)
 
-    @torch.no_grad()
-    def _capture(self) -> None:
-        # The warm-up steps, which compile kernels and let libraries allocate, must leave the state as it was.
-        before = self.state.snapshot()
-        aside = torch.cuda.Stream(self.tokens.device)
-        aside.wait_stream(torch.cuda.current_stream(self.tokens.device))
+    def _capture(self, device: torch.device, before: list[Tensor]) -> None:
+        # The first steps compile kernels and let libraries allocate.
+        current, aside = torch.cuda.current_stream(device), _stream(device, "warm-up")
+        aside.wait_stream(current)
         with torch.cuda.stream(aside):
             for _ in range(3):
                 self.forward(self.tokens, self.state)
                 self.state.restore(before)
-        torch.cuda.current_stream(self.tokens.device).wait_stream(aside)
+        current.wait_stream(aside)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self.forward(self.tokens, self.state)[:, -1]
-        self.state.restore(before)
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # copies of weights in there are freed when autocast ends
+        try:
+            # Other threads may do as they like meanwhile, a server's or a process group's.
+            mode = dict(stream=_stream(device, "capture"), capture_error_mode="thread_local")
+            with torch.cuda.graph(self.graph, **mode):
+                self.logits = self.forward(self.tokens, self.state)[:, -1]
+        finally:
+            torch.set_autocast_cache_enabled(cached)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites."""
@@ -140,13 +159,20 @@ class Decoder:
                 f"the cache is full: {self.state.length} tokens. Make the Decoder with more room (softmax's cache grows with "
                 "every token; a graph cannot)."
             )
+        self.tokens.copy_(tokens[:, None])
         if self.graph is None:
-            self.logits = self.forward(tokens[:, None], self.state)[:, -1]
+            self.logits = self.forward(self.tokens, self.state)[:, -1]
         else:
-            self.tokens.copy_(tokens[:, None])
             self.graph.replay()
         self.state.length += 1
         return self.logits
+
+
+@functools.cache
+def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """One for all Decoders of a device: libraries keep memory for every stream. torch.cuda.graph's own is for one device only,
+    that of the first capture in the process: steps of another would not be captured."""
+    return torch.cuda.Stream(device)
 
 
 def generate(

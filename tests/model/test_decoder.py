@@ -1,5 +1,8 @@
 """Decoder on a stand-in for torch.cuda: a step that is captured once and replayed gives what the model gives step by step."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 
@@ -85,6 +88,85 @@ def test_a_copy_of_its_state_goes_on_without_it(condition, cuda):
     wanted = decode(model, tokens, after)
     torch.testing.assert_close(decode(model, tokens, copy), wanted, rtol=0, atol=1e-10)
     torch.testing.assert_close(decoder.step(tokens), wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+@pytest.mark.parametrize("graphed", [True, False])
+@pytest.mark.parametrize("made", ["outside", "inside"])
+def test_an_inference_mode_may_begin_and_end_between_its_steps(condition, graphed, made, request):
+    if graphed:
+        request.getfixturevalue("cuda")
+    model = variant(condition)
+    wanted, after = expected(model, prefill(model, random_tokens(model.config, 2, 7))[1])
+    with torch.inference_mode():
+        state = prefill(model, random_tokens(model.config, 2, 7))[1]
+        state = on_cuda(state) if graphed else state
+        decoder = Decoder(model, state, room=STEPS) if made == "inside" else None
+    decoder = decoder or Decoder(model, state, room=STEPS)
+    for i, (tokens, logits) in enumerate(zip(steps(model), wanted, strict=True)):
+        with torch.inference_mode(i % 2 == 1):
+            torch.testing.assert_close(decoder.step(tokens), logits, rtol=0, atol=1e-10)
+    assert_equal(state, after)
+    torch.testing.assert_close(  # and goes on without it
+        decode(model, steps(model)[0], state.clone()), decode(model, steps(model)[0], after), rtol=0, atol=1e-10
+    )
+
+
+class OnASecondOne(torch.Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda self: torch.device("cuda", 1))
+
+
+def test_it_captures_on_the_device_of_its_state(cuda):
+    """torch.cuda.graph's own stream is on the device of the first capture: on another one nothing would be captured."""
+    model = variant("interdomain")
+    first = Decoder(model, read(model))
+    state = read(model)
+    state.position = state.position.as_subclass(OnASecondOne)
+    second = Decoder(model, state)
+    assert [d.graph.stream.device for d in (first, second)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert Decoder(model, read(model)).graph.stream is first.graph.stream  # libraries keep memory for each
+
+
+def test_autocast_keeps_no_copies_that_a_graph_would_read(cuda, monkeypatch):
+    """They are freed when it ends, and the graph would go on reading them."""
+    model = variant("softmax", dtype=torch.float32)
+    kept = []
+    monkeypatch.setattr(torch.cuda, "graph", watched(torch.cuda.graph, kept))
+    Decoder(model, read(model), room=1)
+    assert kept == [False]
+    assert torch.is_autocast_cache_enabled()
+
+
+def watched(graph, kept):
+    @contextlib.contextmanager
+    def capture(*args, **options):
+        kept.append(torch.is_autocast_cache_enabled())
+        with graph(*args, **options):
+            yield
+
+    return capture
+
+
+def test_compiled_for_more_shapes_than_torch_compile_keeps(monkeypatch):
+    """Made here, in every shape; no step compiles anything, whichever mode it is taken in."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = variant("softmax")
+    for batch in (1, 2):
+        tokens = random_tokens(model.config, batch, 6)
+        state = prefill(model, tokens[:, :4])[1]
+        own = state.clone()
+        with torch.inference_mode(batch == 1):
+            decoder = Decoder(model, own, room=2, compiled=True)
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for i, token in enumerate(tokens[:, 4:].unbind(1)):
+                with torch.inference_mode(i == 0):
+                    found = decoder.step(token)
+                torch.testing.assert_close(found, decode(model, token, state), rtol=0, atol=1e-10)
+        assert_equal(own, state)
 
 
 def test_logits_are_overwritten_by_the_next_step(cuda):
