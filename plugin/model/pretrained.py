@@ -257,7 +257,10 @@ def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict
     described = record.get("tokenizer")
     file = Path(str(described.get("file", TOKENIZER))).name if isinstance(described, dict) else TOKENIZER
     if not (Path(folder) / file).is_file():  # perhaps there is another kind's, made for others to read
-        raise FileNotFoundError(f"{folder} has no {file}; copy the whole folder again or convert again.")
+        raise FileNotFoundError(
+            f"{folder} has no {file}; copy the whole folder again or convert again. (A model that transformers saved: copy the "
+            "file from the folder that it was loaded from.)"
+        )
     tokenizer = load_tokenizer(Path(folder) / file)
     if not isinstance(described, dict) or tokenizer.sha256 != described.get("sha256"):
         raise ValueError(

@@ -20,8 +20,9 @@ from .transformer import Transformer
 
 # Shapes: B batch, V vocabulary.
 
-FORMAT, VERSION = "interdomain-state", 1
+FORMAT, VERSION = "interdomain-state", 2
 SAMPLES = 256  # values of a tensor in a fingerprint
+HALF = (torch.bfloat16, torch.float16)
 
 
 class SavedState(NamedTuple):
@@ -32,15 +33,21 @@ class SavedState(NamedTuple):
     tokens: list[list[int]]
 
 
-def fingerprint(model: nn.Module) -> str:
-    """What tells a model from others of its shape, whatever device and dtype (but float16) it was loaded in.
+def fingerprints(model: nn.Module) -> dict[str, str]:
+    """What tells a model from others of its shape, on any device: as it is in each half precision, by the name of that.
 
-    A sha256 of values spread over every tensor, rounded to bfloat16: training changes all of them.
+    One that was loaded in a half precision has that alone; any two of which one was not have one in common.
     """
+    loaded = model.tok_embeddings.weight.dtype
+    return {str(dtype): _fingerprint(model, dtype) for dtype in ((loaded,) if loaded in HALF else HALF)}
+
+
+def _fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
+    """A sha256 of values spread over every tensor, rounded: training changes all of them."""
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True).encode())
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().flatten()
-        values = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", torch.bfloat16).contiguous()
+        values = flat[:: max(1, flat.numel() // SAMPLES)].to("cpu", dtype).contiguous()
         digest.update(name.encode() + values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -61,7 +68,7 @@ def save_state(path: Path | str, model: Transformer, state: ModelState, logits: 
     for i, layer in enumerate(state.layers):
         used = slice(None, state.length if isinstance(layer, KVCache) else None)
         contents |= {f"layers.{i}.{name}": x[:, :, used] for name, x in layer.tensors().items()}
-    about = {"length": state.length, "padded": state.padded, "model": fingerprint(model)}
+    about = {"length": state.length, "padded": state.padded, "model": fingerprints(model)}
     metadata = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)}
     data = save({name: x.detach().cpu().contiguous() for name, x in contents.items()}, metadata)
     write_whole(path, data)
@@ -87,10 +94,10 @@ def load_state(path: Path | str, model: Transformer) -> SavedState:
                     "prompt again, or update this program."
                 )
             about = json.loads(metadata["about"])
-            if about["model"] != fingerprint(model):
+            if not about["model"].items() & fingerprints(model).items():
                 raise ValueError(
-                    f"{path} was saved by another model, another step of its training, or the same loaded in float16. Load "
-                    "it with the model that read the prompt, or read the prompt again."
+                    f"{path} was saved by another model, another step of its training, or the same in another half precision. "
+                    "Load it with the model that read the prompt, or read the prompt again."
                 )
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         return _rebuilt(model, about, tensors)

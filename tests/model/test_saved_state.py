@@ -1,5 +1,6 @@
 """States on disk: the same future, with the model they belong to and no other."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from interdomain.model.generation import Sampling, continuation, read
-from interdomain.model.saved_state import fingerprint, load_state, save_state
+from interdomain.model.saved_state import fingerprints, load_state, save_state
 
 from .common import lively, random_tokens, small_config, variant
 
@@ -47,14 +48,33 @@ def test_its_size_does_not_grow_with_the_prompt(tmp_path):
 
 def test_fingerprints():
     model = lively(small_config("interdomain"), torch.float32)
-    own = fingerprint(model)
-    assert fingerprint(lively(small_config("interdomain"), torch.float32)) == own
-    assert fingerprint(lively(small_config("interdomain"), torch.float32).to(torch.bfloat16)) == own
-    assert fingerprint(lively(small_config("interdomain"), torch.float32, seed=1)) != own
-    assert fingerprint(lively(small_config("interdomain", readout="real"), torch.float32)) != own
+    own = fingerprints(model)
+    assert fingerprints(lively(small_config("interdomain"), torch.float32)) == own
+    for dtype in (torch.bfloat16, torch.float16):
+        assert fingerprints(lively(small_config("interdomain"), torch.float32).to(dtype)) == {
+            str(dtype): own[str(dtype)]
+        }
     with torch.no_grad():
         model.layers["1"].attention.ssm.log_dt[0] += 0.1
-    assert fingerprint(model) != own
+    others = model, lively(small_config("interdomain", readout="real"), torch.float32), lively(model.config, seed=1)
+    assert not any(own.items() & fingerprints(other).items() for other in others)
+
+
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2)), ids=str
+)
+def test_in_another_precision(tmp_path, dtypes):
+    """The same model goes on, where one of the two is not rounded; between two roundings nothing can be told."""
+    first, second = (lively(small_config("softmax"), torch.float32).to(dtype) for dtype in dtypes)
+    logits, state = read(first, PROMPTS)
+    save_state(tmp_path / "state", first, state, logits, PROMPTS)
+    if torch.float32 in dtypes:
+        saved = load_state(tmp_path / "state", second)
+        assert saved.state.layers[0].k.dtype == dtypes[1]
+        assert len(texts(second, saved.logits, saved.state)) == 12
+        return
+    with pytest.raises(ValueError, match="the same in another half precision"):
+        load_state(tmp_path / "state", second)
 
 
 def rewrite(path, **changes):
@@ -74,7 +94,7 @@ DAMAGE = {
     "missing": (lambda p: p.unlink(), ["no state"]),
     "no state": (lambda p: save_file({"x": torch.zeros(1)}, p), ["not a saved state"]),
     "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), ["truncated or damaged"]),
-    "newer": (lambda p: rewrite(p, version="2"), ["format version 2", "reads version 1"]),
+    "newer": (lambda p: rewrite(p, version="3"), ["format version 3", "reads version 2"]),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), ["truncated or damaged"]),
     "another shape": (lambda p: about(p, length=5), ["truncated or damaged", "layers.0.k"]),
 }
