@@ -221,6 +221,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         record["GPU memory"] = f"{p.total_memory / 2**30:.0f} GiB, L2 {p.L2_cache_size / 2**20:.0f} MiB"
         record["GPU processors"] = f"{p.multi_processor_count}, compute capability {p.major}.{p.minor}"
         record["driver"] = _driver()
+        record["ptxas"] = _ptxas(10 * p.major + p.minor)
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     record["CPU"] = f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
     record["Python"] = platform.python_version()
@@ -256,6 +257,16 @@ def _driver() -> str:
     try:
         return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _ptxas(capability: int) -> str:
+    """Version of the assembler that Triton takes: what it gets wrong is wrong in every kernel."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        return get_ptxas(capability).version
+    except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, another interface, or no assembler
         return "unknown"
 
 

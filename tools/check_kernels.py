@@ -356,6 +356,10 @@ def main(argv=None) -> int:
     failed = sum(result != "PASS" for result in results)
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
+    elif failed:
+        report.note(
+            "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
+        )
     report.finish("failed" if failed else "passed", f"{len(results) - failed} of {len(results)} cases passed")
     return 1 if failed else 0
 

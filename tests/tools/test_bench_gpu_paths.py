@@ -6,6 +6,7 @@ This runs every line that only a GPU would: events, graphs, peak memory, targets
 import contextlib
 import dataclasses
 import json
+import re
 import time
 import types
 
@@ -97,6 +98,7 @@ def results(folder, part):
     contents = json.loads((folder / f"{part}.json").read_text())
     assert contents["label"] == "measured on Stand-in 9000"
     assert contents["environment"]["driver"] == "1.2.3"
+    assert re.fullmatch(r"\d+\.\d+|unknown", contents["environment"]["ptxas"])
     assert _bench.CPU_LABEL not in (folder / f"{part}.md").read_text()
     return contents
 
