@@ -261,12 +261,11 @@ def _driver() -> str:
 
 
 def _ptxas(capability: int) -> str:
-    """Version of the assembler that Triton takes: what it gets wrong is wrong in every kernel."""
     try:
-        from triton.backends.nvidia.compiler import get_ptxas
+        from interdomain.features.triton_launch import ptxas
 
-        return get_ptxas(capability).version
-    except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, another interface, or no assembler
+        return ptxas(capability)
+    except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
         return "unknown"
 
 

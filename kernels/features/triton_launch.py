@@ -105,3 +105,10 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 def _device(x: Tensor):
     """Triton launches on the current device, PyTorch on that of the tensor."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def ptxas(capability: int) -> str:
+    """Version of the assembler that Triton takes there: what it gets wrong is wrong in every kernel, of the scan's too."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return get_ptxas(capability).version
