@@ -1,11 +1,16 @@
 """A step that is not finite on one rank of two: skipped on both, counted, and the end of the run when it repeats."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.titan import guard
+from interdomain.titan.optimizer import GroupedOptimizers
+
+from ..cuda_stand_in import HOST
 
 pytestmark = pytest.mark.e2e
 
@@ -93,3 +98,26 @@ def test_the_count_goes_on_and_the_row_begins_anew(verdict):
     verdict.guard.skipped = 7
     verdict(math.nan, 1.0)
     assert (verdict.guard.skipped, verdict.guard.scalars()["skipped_steps/in_a_row"]) == (8, 1)
+
+
+class NothingReadBack(TorchDispatchMode):
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        assert func._schema.name not in HOST, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_decision_stays_on_the_device(alone):
+    """On CUDA one value read by the host would make every step wait for the whole backward pass."""
+    model = torch.nn.Linear(3, 3)
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True, "foreach": False}
+    optimizers = GroupedOptimizers([model], torch.optim.AdamW, options, ssm_lr=0.1, ssm_weight_decay=0.0)
+    weights = [model.weight.detach().clone()]
+    for norm in (1.0, math.nan, 1.0):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, norm)
+        guard.seen.loss, guard.seen.norm = torch.tensor(1.0), torch.tensor(norm)
+        with NothingReadBack():
+            optimizers.step()
+        weights.append(model.weight.detach().clone())
+    assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == [False, True, False]
+    assert optimizers.guard.skipped == 1
