@@ -21,8 +21,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from interdomain.folders import write_whole
-
 from .errors import one_paragraph
 
 NAME = "run.lock"
@@ -89,7 +87,9 @@ class FolderLock:
             return {}, touched
 
     def _write(self) -> None:
-        write_whole(self.path, (json.dumps(self.record) + "\n").encode())
+        partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
+        partial.write_text(json.dumps(self.record) + "\n")
+        os.replace(partial, self.path)
 
     def _keep_beating(self) -> None:
         while not self.ended.wait(BEAT_SECONDS) and self.lost is None:

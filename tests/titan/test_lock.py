@@ -176,6 +176,27 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path, acquired, h
     assert path.stat().st_mtime_ns == touched  # the other's: neither touched nor removed
 
 
+def test_of_two_that_begin_together_one_goes_on(tmp_path):
+    both, together = [FolderLock(tmp_path) for _ in range(2)], threading.Barrier(2)
+
+    def begin(each):
+        together.wait()
+        each.acquire()
+
+    threads = [threading.Thread(target=begin, args=(each,)) for each in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in both:
+        each.beat()
+    assert [each.lost is None for each in both].count(True) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    for each in both:
+        each.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_beats_and_puts_back_what_was_removed(tmp_path, acquired):
     holder = acquired()
     path = tmp_path / NAME
