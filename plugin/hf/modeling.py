@@ -3,18 +3,23 @@
 A thin layer around `interdomain.model`, which computes everything.
 """
 
+import contextlib
+import copy
+import functools
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from interdomain.model.config import Execution
-from interdomain.model.generation import prefill
+from interdomain.model.generation import Decoder, prefill
 from interdomain.model.state import ModelState
 from interdomain.model.transformer import Transformer
 
@@ -23,19 +28,37 @@ from .configuration import InterdomainConfig
 # Shapes: B batch, T tokens of this pass, V vocabulary.
 
 LOSS_ARGUMENTS = {"num_items_in_batch", "shift_labels"}  # Trainer's, for the loss
+CACHES = (None, "dynamic", "static")  # cache_implementation
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map
+QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 
 class InterdomainCache:
     """`past_key_values`: a model's state, made at the first pass and advanced in place.
 
     It cannot go back: to continue one text in several ways, copy it (`copy.deepcopy`) before.
+
+    Args:
+        room: tokens in all, to decode in steps of fixed shape: on CUDA one CUDA graph (`Decoder`). None: plain steps.
     """
 
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, state: ModelState | None = None) -> None:
-        self.state = state
+    def __init__(self, state: ModelState | None = None, room: int | None = None) -> None:
+        self.state, self.room, self.decoder = state, room, None
+
+    def step(self, model: Transformer, tokens: Tensor) -> Tensor:
+        """One token of each row, [B] -> logits [B, V]."""
+        if self.decoder is None:
+            self.decoder = Decoder(model, self.state, room=self.room - self.state.length)
+        return self.decoder.step(tokens).clone()
+
+    def release(self) -> ModelState | None:
+        """The state, which is to be advanced otherwise than by `step`."""
+        if self.decoder is not None:
+            self.decoder = self.state.cursor = None
+        return self.state
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read, left padding included."""
@@ -45,17 +68,20 @@ class InterdomainCache:
         return -1  # no limit
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.state = self.state.select(beam_idx)
+        if self.decoder is None:
+            self.state = self.state.select(beam_idx)
+        else:  # its graph knows the tensors' addresses
+            self.state.take(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.state = self.state.select(indices)
+        self.state = self.release().select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         rows = torch.arange(len(self.state.position), device=self.state.position.device)
-        self.state = self.state.select(rows.repeat_interleave(repeats))
+        self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
-        self.state = None
+        self.state = self.decoder = None
 
     def crop(self, *args) -> None:
         raise NotImplementedError(
@@ -63,7 +89,7 @@ class InterdomainCache:
         )
 
     def __deepcopy__(self, memo) -> "InterdomainCache":
-        return InterdomainCache(None if self.state is None else self.state.clone())
+        return InterdomainCache(None if self.state is None else self.state.clone(), self.room)
 
 
 class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
@@ -77,7 +103,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = InterdomainConfig
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = False
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _is_stateful = True  # no assisted generation, which takes tokens back
     # Writes this code into a folder. Only the package has one: what a folder holds, transformers copies by itself.
     write_code = None
@@ -114,10 +141,18 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, folder, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers.
+        """As in transformers; device_map="auto" chooses one device.
 
-        Raises: FileNotFoundError, ValueError for weights that are altered, missing or of another model, or on several devices.
+        Raises: FileNotFoundError, ValueError for weights that are altered, missing or of another model, on several devices or
+            quantized.
         """
+        quantized = [name for name in QUANTIZED if kwargs.get(name)]
+        if quantized:
+            raise ValueError(
+                f"this model is not made to be quantized: leave out {quantized[0]}; dtype='bfloat16' halves it."
+            )
+        if isinstance(kwargs.get("device_map"), str) and kwargs["device_map"] in AUTOMATIC:
+            kwargs["device_map"] = "cuda" if torch.cuda.is_available() else "cpu"
         if os.path.isdir(folder):
             _check_weights(Path(folder) / (kwargs.get("subfolder") or ""))
         model, found = super().from_pretrained(folder, *args, output_loading_info=True, **kwargs)
@@ -134,7 +169,11 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         return (model, found) if output_loading_info else model
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs) -> None:
-        """As in transformers, with the checksums of what was written."""
+        """As in transformers, with the checksums of what was written. Raises: ValueError for push_to_hub=True."""
+        if kwargs.get("push_to_hub"):
+            raise ValueError(
+                "push_to_hub=True would upload half of it: call model.push_to_hub(name), which saves first."
+            )
         self.config.weights = None
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if not is_main_process:
@@ -145,6 +184,10 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             record["auto_map"] = self.write_code(folder)
         record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        # The project's own tokenizer file, which transformers does not know, from where this model was loaded.
+        file = Path(self.config.name_or_path) / str(record.get("tokenizer", {}).get("file"))
+        if file.is_file() and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
 
     # Computing
 
@@ -172,6 +215,11 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"this model has no use for {', '.join(unknown)}; leave it out.")
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
+        every = self.gradient_checkpointing if self.training and torch.is_grad_enabled() else 0
+        if every and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "gradient checkpointing computes layers again, from no state: leave out use_cache and past_key_values."
+            )
         if use_cache is None:
             use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
         if output_hidden_states is None:
@@ -181,16 +229,23 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         if not torch.compiler.is_compiling() and not (seen and input_ids.shape[1] == 1):
             self._check_tokens(input_ids)
         padding = _padding(attention_mask, input_ids, state, use_cache or state is not None)
+        last = logits_to_keep if isinstance(logits_to_keep, int) else None
+        watched = output_hidden_states or torch.is_grad_enabled()  # by hooks, or by autograd
+        step = seen and past_key_values.room is not None and input_ids.shape[1] == 1
+        step = step and padding is None and last is not None and not watched
+        if state is not None and not step:
+            past_key_values.release()
         if state is None and (use_cache or padding is not None):
             state = self.transformer.init_state(len(input_ids), capacity=input_ids.shape[1])
-        last = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        with _Recorder(self if output_hidden_states else None) as recorded:
-            if state is not None and last == 1 and not output_hidden_states and not torch.is_grad_enabled():
+        with _Recorder(self if output_hidden_states else None) as recorded, self._recomputed(every):
+            if step:
+                logits = past_key_values.step(self.transformer, input_ids[:, 0])[:, None]
+            elif state is not None and last == 1 and not watched:
                 logits = prefill(self.transformer, input_ids, state, padding=padding)[0][:, None]
             else:
                 whole = output_hidden_states or not last
                 logits = self.transformer(input_ids, state, padding=padding, last=None if whole else last)
-                logits = logits[:, -last:] if isinstance(logits_to_keep, int) else logits[:, logits_to_keep]
+                logits = logits[:, logits_to_keep] if last is None else logits[:, -last:]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **loss_arguments)
@@ -200,6 +255,28 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             cache.state = state
         output = CausalLMOutputWithPast(loss, logits, cache, recorded.states if output_hidden_states else None)
         return output.to_tuple() if return_dict is False else output
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func=checkpoint, every_n_layers: int = 1
+    ) -> None:
+        self.gradient_checkpointing = enable and every_n_layers
+        # The reentrant kind, transformers 4's default, would lose the gradients of the dynamics.
+        self._checkpoint = functools.partial(gradient_checkpointing_func, use_reentrant=False)
+
+    @contextlib.contextmanager
+    def _recomputed(self, every: int):
+        """Of `every` so many layers one keeps its inputs alone, and is computed again for gradients; 0: none."""
+        layers = list(self.layers.values())[::every] if every else []
+        before = [layer.__dict__.get("forward") for layer in layers]  # somebody else's wrapper
+        for layer in layers:
+            layer.forward = functools.partial(self._checkpoint, functools.partial(_from_a_copy, layer.forward))
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
 
     def _state(self, cache: InterdomainCache | None, tokens: Tensor) -> ModelState | None:
         if cache is None:
@@ -230,10 +307,25 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = InterdomainCache()  # prefill_chunk_size asks for one
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch, max_cache_length) -> None:
+        """The cache is made here: prefill_chunk_size asks for one, and "static" is known here alone."""
+        kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
+        if kind not in CACHES:
+            raise ValueError(
+                f"cache_implementation is {kind!r}: this model has a state of its own. Leave it out, or give 'static' for "
+                "steps of fixed shape, which CUDA replays as a graph."
+            )
+        if cache is not None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch, max_cache_length)
+            if isinstance(cache, InterdomainCache) and cache.room is not None:
+                cache.room = cache.get_seq_length() + max_cache_length  # that of the whole text, or of what is new
+        elif generation_config.use_cache:
+            model_kwargs["past_key_values"] = InterdomainCache(room=max_cache_length if kind == "static" else None)
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching ('paged') is for caches of keys and values: use generate on a batch."
+        )
 
     def prepare_inputs_for_generation(
         self,
@@ -263,6 +355,11 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             "attention_mask": attention_mask,
             **{name: kwargs[name] for name in passed if name in kwargs},
         }
+
+
+def _from_a_copy(forward, x: Tensor, rope, dynamics, state, packing) -> Tensor:
+    """A layer that leaves its state, which is there for padding, as it was."""
+    return forward(x, rope, dynamics, copy.copy(state), packing)
 
 
 class _Recorder:

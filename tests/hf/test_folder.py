@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interdomain import bundle
-from interdomain.model.pretrained import checksums, load_model
+from interdomain.model.pretrained import checksums, load_model, load_pretrained
 from interdomain.tools import convert
 
 from .common import CLOSE, KINDS, greedy, random_texts
@@ -83,7 +83,7 @@ def test_shards(tmp_path, exported):
 
 
 @pytest.mark.parametrize("case", KINDS)
-def test_saved_and_loaded_again(tmp_path, loaded, case):
+def test_saved_and_loaded_again(tmp_path, loaded, tokenizer, case):
     model, there = loaded(case)
     there.save_pretrained(tmp_path / "saved", max_shard_size="100KB")
     record = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -95,9 +95,10 @@ def test_saved_and_loaded_again(tmp_path, loaded, case):
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     assert again.generation_config.suppress_tokens == there.generation_config.suppress_tokens
     # It is a folder of ours still.
-    ours = load_model(tmp_path / "saved")
+    ours, own = load_pretrained(tmp_path / "saved")
+    assert own.sha256 == tokenizer.sha256
     with torch.no_grad():
-        assert torch.equal(ours(random_texts(1, 5)), model(random_texts(1, 5)))
+        torch.testing.assert_close(ours(random_texts(1, 5)), model(random_texts(1, 5)), **CLOSE)
 
 
 def test_a_copy_is_a_model_of_its_own(loaded):
@@ -300,6 +301,35 @@ def test_several_devices_are_refused(tmp_path, exported):
     assert load(folder, device_map="cpu").device.type == "cpu"
     with pytest.raises(ValueError, match="runs on one device, device_map spreads it over cpu, disk: name one"):
         load(folder, device_map={**places, "layers.1": "disk"}, offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize(("gpus", "place"), [(True, "cuda"), (False, "cpu")])
+def test_an_automatic_device_map_is_one_device(monkeypatch, loaded, exported, gpus, place):
+    """accelerate's would spread it over all GPUs, of which it needs one."""
+    kind, found = type(loaded("interdomain")[1]), {}
+
+    def asked(cls, folder, **options):
+        found.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(kind.__mro__[1], "from_pretrained", classmethod(asked))
+    with pytest.raises(InterruptedError):
+        kind.from_pretrained(exported("interdomain")[1], device_map="auto")
+    assert found["device_map"] == place
+
+
+def test_half_a_folder_is_not_uploaded(tmp_path, loaded):
+    with pytest.raises(ValueError, match=r"call model.push_to_hub\(name\), which saves first"):
+        loaded("interdomain")[1].save_pretrained(tmp_path / "saved", push_to_hub=True)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_quantized_weights_are_refused(exported):
+    from transformers import QuantoConfig
+
+    with pytest.raises(ValueError, match="not made to be quantized: leave out quantization_config; dtype='bfloat16'"):
+        load(exported("interdomain")[1], quantization_config=QuantoConfig(weights="int8"))
 
 
 def test_the_vocabulary_is_fixed(loaded):

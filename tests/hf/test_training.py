@@ -91,8 +91,32 @@ def test_trainer(tmp_path, loaded, exported):
     assert all(torch.equal(saved.state_dict()[name], tensor) for name, tensor in tuned.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
-def test_gradient_checkpointing_is_refused(loaded):
-    _, there = loaded("interdomain")
-    with pytest.raises(ValueError, match=r"does not support (gradient|activation) checkpointing"):
-        there.gradient_checkpointing_enable()
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_(enable|disable). is deprecated")
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("options", [None, dict(use_reentrant=True)], ids=str)
+def test_gradient_checkpointing(loaded, case, options):
+    """Layers are computed twice, with the same gradients, also behind padding, and of the dynamics."""
+    _, there = loaded(case)
+    there = copy.deepcopy(there).double().train()
+    tokens = random_texts(2, 12)
+    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
+    calls = []
+    there.layers["1"].feed_forward.w1.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = []
+    for again in (False, True):
+        if again:
+            there.gradient_checkpointing_enable(options)
+        there.zero_grad()
+        out = there(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
+        out.loss.backward()
+        found.append({name: p.grad for name, p in there.named_parameters()})
+    assert len(calls) == 1 + 2
+    for name, wanted in found[0].items():
+        torch.testing.assert_close(found[1][name], wanted, msg=lambda m, name=name: f"{name}: {m}")
+    with pytest.raises(ValueError, match="computes layers again, from no state: leave out use_cache"):
+        there(tokens, use_cache=True)
+    assert not any("forward" in vars(layer) for layer in there.layers.values())
+    there.generate(tokens, max_new_tokens=2, do_sample=False)  # as Trainer's evaluation does
+    there.gradient_checkpointing_disable()
+    there(tokens).logits.sum().backward()
+    assert len(calls) == 3 + 2 + 1
