@@ -1,6 +1,7 @@
 """What srun starts on every node: python -m interdomain.tools._node RANKS TORCHRUN'S COMMAND"""
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,14 @@ from ._supervise import supervise
 
 def main(argv=None) -> int:
     ranks, *torchrun = sys.argv[1:] if argv is None else argv
+    binding = [flag for flag in torchrun if flag.startswith("--numa-binding=")]
+    if binding and shutil.which("numactl") is None:  # a container may lack it, and torchrun would not start
+        torchrun.remove(binding[0])
+        print(
+            f"{os.uname().nodename}: {binding[0]} is left out, for it needs numactl, which is not on PATH here: ranks may "
+            "run far from their GPUs' memory.",
+            file=sys.stderr,
+        )
     first = os.environ["SLURM_NODEID"] == "0"
     # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
     ours = {"PET_RDZV_CONF": f"is_host={str(first).lower()}"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.tools import _slurm, compare_runs, launch
+from interdomain.tools import _node, _slurm, compare_runs, launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +137,18 @@ def test_torchrun_takes_what_it_is_given(slurm, site):
     args = get_args_parser().parse_args(given[given.index("torch.distributed.run") + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "4", 3)
     assert args.numa_binding == (None if site == "plain" else "node")
+
+
+@pytest.mark.parametrize("found", [None, "numactl"])
+def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
+    """torchrun would end with an exception."""
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(_node.shutil, "which", lambda name: found)
+    monkeypatch.setattr(_node, "supervise", lambda command, environment: command)
+    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "torchtitan.train"]
+    left_out = [flag for flag in given if flag not in _node.main(["4", *given])]
+    assert left_out == ([] if found else ["--numa-binding=node"])
+    assert ("--numa-binding=node is left out" in capsys.readouterr().err) == (not found)
 
 
 def test_the_example_of_a_batch_script_calls_what_exists():
