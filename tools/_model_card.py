@@ -56,9 +56,13 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
 - A text that goes on: `generate(..., return_dict_in_generate=True)` returns `past_key_values`; give it back with the longer
   text, and only what is new is read. It is advanced in place: `copy.deepcopy` it to continue in several ways.
 - A long prompt is read in pieces of 2,048 tokens.
+- `generate(..., cache_implementation="static")` decodes in steps of fixed shape: on an NVIDIA GPU as one CUDA graph, captured
+  anew in every call and worth it for long texts.
 - Whatever `dtype` is, the parameters of the recurrence stay float32.
-- Fine-tuning works through `Trainer`. Not supported: gradient checkpointing, assisted and contrastive generation, attention
-  matrices, another vocabulary.
+- Fine-tuning works through `Trainer`, with gradient checkpointing too. The model runs on one device (`device_map="auto"` takes
+  the first GPU). Not supported: assisted and contrastive generation, attention matrices, another vocabulary, quantized weights.
+- lm-evaluation-harness:
+  `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
 
 With the project's own package (`interdomain`) installed, this folder also works in `python -m interdomain.tools.generate`.
 
@@ -101,6 +105,7 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         dtype=dtype,
         start="# Every text of the training data followed an end-of-text token: begin with one." if eos else "",
         first="[tokenizer.eos_token_id] + " if eos else "",
+        evaluated=f",prefix_token_id={tokenizer.eos_id}" if eos else "",
         seq_len=f"{run.get('seq_len', config.max_seq_len):,}",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

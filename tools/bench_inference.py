@@ -255,9 +255,6 @@ def main(argv=None) -> int:
     report = Report("inference", args.out, device, options, label)
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
-    if args.compile:
-        # Every batch size and cache is a compilation of its own, all of the same code.
-        torch._dynamo.config.recompile_limit = 1000
     setup = Setup(device, mode.steps, mode.rounds, mode.seconds, mode.eager_only, args.compile)
     bench = Bench(report, mode, setup, limits, deadline)
     report.note(

@@ -204,6 +204,8 @@ def markdown(contents: dict) -> str:
         lines += ["", "## Tasks", ""]
         lines += _rows(_harness.table({label: out["results"] for label, out in contents["tasks"].items()}))
         lines += ["", f"lm-evaluation-harness, at most {options['max_length']:,} tokens seen, ± standard error."]
+        bits = _harness.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
+        lines += ["", bits] if bits else []
     if contents["perplexity"]:
         lines += ["", "## Perplexity by context length", ""]
         lines += _rows(perplexity_table(contents["perplexity"], list(folders)))

@@ -7,6 +7,8 @@ text or without.
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -123,10 +125,7 @@ def encode_after(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
-@user_errors
-def main(argv=None) -> int:
-    args = parse(argv)
-    check(args)
+def run(args) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(
@@ -195,6 +194,17 @@ def main(argv=None) -> int:
     seconds = time.perf_counter() - began
     print(f"[{written} tokens in {seconds:.1f} s, {written / seconds:.1f} tokens/s]", file=sys.stderr)
     return status
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    check(args)
+    try:
+        return run(args)
+    except BrokenPipeError:  # whoever read the text has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+        return 128 + signal.SIGPIPE
 
 
 if __name__ == "__main__":

@@ -288,6 +288,17 @@ def test_the_paper_s_average_is_of_its_own_eight():
         assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
 
 
+def test_bits_of_lambada_are_its_perplexity_in_another_unit():
+    perplexities = dict(zip("abc", _harness.PAPER["lambada_openai", "perplexity"], strict=True))
+    results = {x: {"lambada_openai": {"perplexity": {"value": value}}} for x, value in perplexities.items()}
+    line = _harness.lambada_bits({**results, "none": {"piqa": {}}})
+    assert line.endswith("; the paper's 1.3B: 1.1244, 0.9937, 1.3712.")
+    for x, paper in zip("abc", _harness.LAMBADA_BITS, strict=True):
+        assert float(line.partition(f"{x} ")[2][:6]) == pytest.approx(paper, abs=3e-4)
+    assert "none" not in line
+    assert _harness.lambada_bits({"none": {"piqa": {}}}) is None
+
+
 def test_the_table_has_folders_and_paper_side_by_side():
     def results(shift):
         ours = {}

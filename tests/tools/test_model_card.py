@@ -56,6 +56,7 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
         "| vocabulary | 420 (400 in use) |",
     ):
         assert line + "\n" in card
+    assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
     assert ("softmax attention, the baseline" in card) == (condition == "softmax")
     facts = read_config(tmp_path / "measured")[1]["facts"]
     assert facts["validation"] == {"step": 100, "perplexity": 20.25}
