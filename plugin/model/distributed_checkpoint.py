@@ -147,11 +147,13 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     """Whole tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched."""
+    reader = SafeReader(checkpoint)
+    reader.read_metadata()  # for its words: dcp.load of PyTorch 2.11 keeps them to itself
     try:
         tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: no process group
-            dcp.load(tensors, storage_reader=SafeReader(checkpoint), no_dist=True)
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.api.CheckpointException, RuntimeError) as e:
         causes = _causes(e) if isinstance(e, dcp.api.CheckpointException) else e
         raise ValueError(
