@@ -6,13 +6,14 @@ Shapes: B batch, T time, H heads, d head width, E = H d channels of a projection
 import torch
 from torch import Tensor
 
-from interdomain.features import input_features
+from interdomain.features import input_features, input_features_step
 
 from ._bench import Report
-from ._problems import Shape, generator
+from ._problems import Shape, generator, make_documents
 from ._timing import Ceilings, interleaved, ratio, release, usable
 
 COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
+STEP_COLUMNS = ["out", "past"]
 # Stages that each projection of the mixers goes through; a and b are the single input's.
 STAGES = {
     "query": ("conv", "rope", "silu"),
@@ -40,28 +41,44 @@ def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, p
         if past:
             leaves["past"] = normal(B, CONV_WIDTH - 1, H * d)
     if "rope" in STAGES[kind]:
-        rate = ROPE_THETA ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
-        angle = torch.arange(T, dtype=torch.float64, device=device)[:, None, None] * rate
-        rope = angle.cos().float(), angle.sin().float()
+        rope = _rope(T, d, device)
     if "norm" in STAGES[kind]:
         leaves |= {"scale": 1 + 0.1 * normal(d), "shift": 0.1 * normal(H, d)}
     return {name: x.requires_grad_() for name, x in leaves.items()}, rope, normal(B, T, H, d)
 
 
-def run(kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str) -> Tensor:
+def _rope(T: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rate = ROPE_THETA ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
+    angle = torch.arange(T, dtype=torch.float64, device=device)[:, None, None] * rate
+    return angle.cos().float(), angle.sin().float()
+
+
+def run(
+    kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str, documents: Tensor | None = None
+) -> Tensor:
     """The door, with the stages of this projection: [B, T, H, d]."""
     pairs = {"conv": ("weight", "bias"), "norm": ("scale", "shift")}
     given = {name: tuple(leaves[n] for n in pair) for name, pair in pairs.items() if name in STAGES[kind]}
-    given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind]}
+    given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind], "documents": documents}
     return input_features(leaves["x"], head_dim, **given, backend=backend)
 
 
-def results(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, past: bool, repeat: bool):
+def results(
+    kind: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    past: bool,
+    repeat: bool,
+    packed: bool = False,
+):
     """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None)."""
     leaves, rope, d_out = make(kind, shape, dtype, device, past=past)
+    documents = make_documents(shape, device) if packed else None
 
     def once(leaves, rope, d_out, backend):
-        out = run(kind, leaves, rope, shape.d, backend)
+        out = run(kind, leaves, rope, shape.d, backend, documents)
         grads = torch.autograd.grad(out, list(leaves.values()), d_out)
         return {"out": out, **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
@@ -69,6 +86,33 @@ def results(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, b
     again = once(leaves, rope, d_out, backend) if repeat else None
     double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     return got, once(double, rope and tuple(x.double() for x in rope), d_out.double(), "torch"), again
+
+
+def step_results(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str):
+    """T tokens of a layer of interdomain heads one by one: (outputs and what remains of the past, the same in float64 by plain
+    PyTorch, None). q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed."""
+    B, T, H, d = shape.B, shape.T, shape.H, shape.d
+    g = generator(device, 0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device).to(dtype)
+
+    x, past = normal(B, T, 3 * H * d), normal(B, CONV_WIDTH - 1, 2 * H * d)
+    conv = 0.5 * normal(CONV_WIDTH, 2 * H * d), 0.5 * normal(2 * H * d)
+    norm = 1 + 0.1 * normal(2 * H, d), 0.1 * normal(2 * H, d)
+    rope = _rope(T, d, device)
+
+    def once(backend: str, convert) -> dict[str, Tensor]:
+        tokens, window, turns = convert(x).clone(), convert(past).clone(), [convert(table) for table in rope]
+        given = dict(conv=tuple(map(convert, conv)), norm=tuple(map(convert, norm)), past=window)
+        given |= dict(rotated=2 * H, silu=2 * H, backend=backend)
+        steps = [
+            input_features_step(tokens[:, t], d, rope=tuple(table[t : t + 1] for table in turns), **given)
+            for t in range(T)
+        ]
+        return {"out": torch.stack(steps, dim=1), "past": window}
+
+    return once(backend, lambda x: x), once("torch", torch.Tensor.double), None
 
 
 def bench(report: Report, shape: Shape, device: torch.device, limits: Ceilings, rounds: int, seconds: float) -> None:

@@ -38,6 +38,7 @@ COLUMNS = {
     "linear scan": ["out", "state", "dz", "dlog_decay", "dreadout", "dinitial_state"],
     "step": ["out", "state"],
     "features": _features.COLUMNS,
+    "features step": _features.STEP_COLUMNS,
 }
 
 
@@ -78,6 +79,9 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
     def features(backend, mode, **kw):
         return replace(q(backend, mode=mode, **kw), kind="features")
+
+    def features_step(backend, **kw):
+        return replace(q(backend, T=STEPS, **kw), kind="features step")
 
     def step(**kw):
         return replace(q(T=STEPS, **kw), kind="step")
@@ -131,11 +135,18 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(features("triton", mode, repeat=True) for mode in _features.STAGES),
             *(features("triton", mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
             *(features("triton", "key", state=False, T=1), features("triton", "key", B=1, T=70_001)),
-            *(features("torch", "key"), features("torch", "a", dtype=FP32)),
+            *(features("triton", mode, documents=True) for mode in ("query", "key")),
+            *(features("torch", "key", documents=True), features("torch", "a", dtype=FP32)),
         ],
         "step": [
             *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
             *(step(linear=True), step(linear=True, mode="in place"), step(linear=True, mode="graph", dtype=FP32, d=96)),
+            *(
+                features_step("triton"),
+                features_step("triton", B=1),
+                features_step("triton", dtype=FP32, d=96, B=19, H=5),
+            ),
+            features_step("torch"),
         ],
     }
     if cuda:
@@ -156,7 +167,8 @@ def run_case(case: Case, device: torch.device) -> dict:
     """A row: errors by tensor, whether two runs were equal in every bit, PASS or FAIL or the reason it could not run."""
     row = {"case": str(case), "bound": BOUNDS[case.dtype], "bit-equal": None}
     try:
-        got, exact, again = {"step": _step, "features": _input_features}.get(case.kind, _scan)(case, device)
+        run = {"step": _step, "features": _input_features, "features step": _input_features_step}
+        got, exact, again = run.get(case.kind, _scan)(case, device)
     except Exception as e:
         row["result"] = f"FAIL: {reason(e)}"
     else:
@@ -200,7 +212,12 @@ def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
 
 
 def _input_features(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
-    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, case.state, case.repeat)
+    packed = case.documents
+    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, case.state, case.repeat, packed)
+
+
+def _input_features_step(case: Case, device: torch.device) -> tuple[dict, dict, None]:
+    return _features.step_results(case.shape, case.dtype, device, case.backend)
 
 
 def _step(case: Case, device: torch.device) -> tuple[dict, dict, None]:

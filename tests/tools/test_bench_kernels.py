@@ -106,10 +106,14 @@ def test_a_group_that_dies_has_failed_and_the_others_go_on(tmp_path, monkeypatch
 
 def test_the_list_for_a_gpu_covers_what_is_promised():
     cases = [case for group in check_kernels.groups(True).values() for case in group]
-    assert {c.backend for c in cases if c.kind != "features"} == {
+    assert {c.backend for c in cases if not c.kind.startswith("features")} == {
         *("chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
     }
-    fused = [c for c in cases if c.backend == "triton"]
+    token = [c for c in cases if c.kind == "features step" and c.backend == "triton"]
+    assert {c.dtype for c in token} == {torch.bfloat16, torch.float32}
+    assert {c.shape.B for c in token} >= {1, 2, 19}  # with and without a tile to itself
+    fused = [c for c in cases if c.backend == "triton" and c.kind == "features"]
+    assert {c.documents for c in fused} == {True, False}
     assert {c.mode for c in fused} == {"query", "key", "value", "a", "b"}
     assert {c.dtype for c in fused} == {torch.bfloat16, torch.float32}
     assert {c.shape.d for c in cases} == {64, 96}
