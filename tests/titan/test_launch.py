@@ -3,15 +3,17 @@
 import os
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchtitan.config import ConfigManager
 
 from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
-from interdomain.titan import lock
+from interdomain.titan import lock, trainer
 
-from .conftest import HERE, flags, torchrun
+from .conftest import HERE, flags, refusal, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -111,11 +113,14 @@ def assert_one_paragraph(done, *said):
             assert "torch/distributed" in line or "torchrun" in line or "<frozen runpy>" in line, line
 
 
-def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path):
-    done = torchrun(1, *TRAIN, *flags(corpus, tmp_path / "run", mixer__condition="s4"))
-    assert_one_paragraph(done, "mixer.condition = 's4' is unknown", "softmax, interdomain, interdomain-norope")
+def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = ConfigManager().parse_args(flags(corpus, tmp_path / "run", mixer__condition="s4", checkpoint__enable=True))
+    checked = trainer._checked_first(lambda _: pytest.fail("a process group was made"), "interdomain")
+    error = refusal(capsys, checked, SimpleNamespace(job_config=config))
+    assert "mixer.condition = 's4' is unknown; allowed: softmax, interdomain, interdomain-norope" in error
     assert not (tmp_path / "run").exists()
-    assert "Building" not in done.stdout + done.stderr
 
 
 def test_another_models_folder_is_not_trained_on(corpus, stock):
@@ -135,7 +140,9 @@ def test_a_folder_in_which_a_run_is_alive_is_not_trained_in(corpus, tmp_path, mo
     disturbed = (HERE / "disturbed.py", tmp_path / "plan.json")
     done = torchrun(1, *disturbed, *flags(corpus, tmp_path, checkpoint__enable=True))
     assert_one_paragraph(done, "is held by another run that is alive", f"process {os.getpid()} on ")
-    assert f"{tmp_path} is held by process {os.getpid()}" in done.stdout + done.stderr  # said before it waits
+    said = done.stdout + done.stderr
+    assert f"{tmp_path} is held by process {os.getpid()}" in said  # before it waits
+    assert "Building" not in said
     holder.beat()
     holder.require()
     holder.release()
