@@ -203,8 +203,8 @@ def main(argv=None) -> int:
         if deadline.passed:
             report.note(f"{shape}: not run: time limit")
             continue
-        # Each shape has its share, and the features theirs: the slowest mixers of one do not take the next one's time.
-        share = Deadline(max(1.0, deadline.left / (len(shapes) - len(tables) + 1)))
+        # Each shape has its share, and the features a tenth: the slowest mixers of one do not take the next one's time.
+        share = Deadline(max(1.0, 0.9 * deadline.left / (len(shapes) - len(tables))))
         rows = measure(names, shape, device, limits, share, rounds, seconds=1.0 if cuda else 0.05)
         for row in rows:
             report.add(str(shape), row)

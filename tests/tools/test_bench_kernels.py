@@ -329,7 +329,7 @@ def test_every_shape_has_its_share_of_the_time(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_kernels._features, "bench", lambda *args, **kwargs: None)
     shapes = ["1x8x8", "1x16x8", "1x32x8"]
     assert bench_kernels.main(["--out", str(tmp_path), "--shapes", *shapes, "--time-limit", "400"]) == 0
-    assert shares == pytest.approx([100, 133, 200], rel=0.1)  # what nobody used is the next ones'
+    assert shares == pytest.approx([120, 180, 360], rel=0.05)  # what nobody used is the next ones'
 
 
 # Refusals
