@@ -280,11 +280,8 @@ def main(argv=None) -> int:
     cases, config = settle(args, device.type == "cuda")
     options = {k: getattr(args, k) for k in ("size", "seq_len", "batch", "ranks", "steps", "log_freq", "flags")}
     report = Report("training", args.out, device, options)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        report.note(
-            f"Skipped: {', '.join(missing)} cannot be imported here; the extra `train` installs what training needs."
-        )
+    if missing := absent(config):
+        report.note(f"Skipped: {missing} cannot be imported here; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
     report.note(
@@ -300,12 +297,12 @@ def main(argv=None) -> int:
     return 0
 
 
-def absent() -> str:
+def absent(config: Path) -> str:
     """What training needs and this interpreter lacks; empty if nothing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
         try:
-            from interdomain.titan import plan  # noqa: F401
+            vocabulary_of(config)  # what TorchTitan itself imports, some of it only to read a configuration
         except ImportError as e:
             missing = [e.name or str(e)]
     return ", ".join(missing)

@@ -134,6 +134,16 @@ def test_without_torchtitan_the_part_is_skipped(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
 
 
+def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch, capsys):
+    """Wheels that were carried to a machine without a network: TorchTitan is there and something that it imports is not."""
+    monkeypatch.setitem(sys.modules, "typeguard", None)  # tyro imports it to read a configuration
+    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    contents = json.loads((tmp_path / "training.json").read_text())
+    assert contents["status"] == "skipped"
+    assert "Skipped: typeguard cannot be imported here" in contents["notes"][-1]
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("text", "case"),
     [
