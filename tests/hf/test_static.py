@@ -91,13 +91,13 @@ def test_a_text_that_goes_on(captured, case):
     assert torch.equal(found.sequences[:, 4:], greedy(model, text, 3)[:, -3:])
 
 
-def test_logits_of_a_step_are_kept(loaded):
-    _, there = loaded("interdomain")
-    tokens = random_texts(1, 9)
-    options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    out = there.generate(tokens, **ON, **options)
-    wanted = there(out.sequences, use_cache=False).logits[:, 8:-1]
-    torch.testing.assert_close(torch.stack(out.logits, dim=1), wanted, rtol=1e-4, atol=1e-4)
+@torch.no_grad()
+def test_logits_of_a_step_are_kept(captured):
+    """The graph's own are overwritten by the next step."""
+    _, there = captured("interdomain")
+    out = there.generate(random_texts(1, 9), max_new_tokens=3, return_dict_in_generate=True, **ON)
+    steps = [there(torch.tensor([[token]]), past_key_values=out.past_key_values).logits for token in (5, 6)]
+    assert not torch.equal(*steps)
 
 
 def test_other_caches_are_refused(loaded):
