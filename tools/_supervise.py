@@ -1,10 +1,12 @@
 """torchrun under a scheduler: signals passed on, time to save, and an exit status that says whether to come back."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
@@ -18,6 +20,7 @@ ELASTIC = {
 }
 QUIET = (signal.SIGUSR1, signal.SIGHUP)  # for the launcher alone
 POLL_SECONDS = 0.5
+STOP_SECONDS = 30  # torchrun's own patience with ranks after one that failed
 
 
 def supervise(command: list[str], environment: dict[str, str]) -> int:
@@ -61,15 +64,25 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
 
 def _wait(process: subprocess.Popen, outcome: Path, stopped: str) -> tuple[int, str]:
     """(torchrun's exit status, the word that the ranks left). Ends torchrun when a restart would only repeat the end."""
-    ended = False
+    ended = None  # when it was told
     while True:
         try:
             code = process.wait(timeout=POLL_SECONDS)
             return code, _read(outcome)
         except subprocess.TimeoutExpired:
-            if not ended and _read(outcome) == stopped:
+            if ended is None and _read(outcome) == stopped:
                 process.terminate()
-                ended = True
+                ended = time.monotonic()
+            elif ended is not None and time.monotonic() - ended > STOP_SECONDS:
+                _kill_ranks(process.pid)
+
+
+def _kill_ranks(torchrun: int) -> None:
+    """Of a run that has stopped: with NCCL the others wait for the rank that left, deaf to signals, as long as for a save."""
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+            with contextlib.suppress(ProcessLookupError):  # no group of its own: not a rank
+                os.killpg(int(child), signal.SIGKILL)
 
 
 def _read(outcome: Path) -> str:

@@ -3,10 +3,12 @@
 import os
 import signal
 import sys
+import time
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from interdomain.tools import _supervise
 from interdomain.tools._supervise import CONTINUE, ELASTIC, supervise
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
@@ -91,6 +93,22 @@ def test_torchrun_leaves_the_terminals_signal_alone(monkeypatch):
 def test_a_decision_is_not_repeated():
     """torchrun would start the ranks again, to the same end."""
     assert run("say('stopped'); wait(); sys.exit(1 if seen else 9)") == 1
+
+
+def test_ranks_that_hear_nothing_do_not_hold_up_the_end(monkeypatch):
+    """They wait in a collective for the one that stopped, and torchrun waits for them as if they were saving."""
+    monkeypatch.setattr(_supervise, "STOP_SECONDS", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    began = time.monotonic()
+    assert (
+        run(
+            "import subprocess\n"
+            f"rank = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True, stdout=subprocess.PIPE)\n"
+            "rank.stdout.readline(); say('stopped'); sys.exit(1 if rank.wait() == -signal.SIGKILL else 9)"
+        )
+        == 1
+    )
+    assert time.monotonic() - began < 30
 
 
 def test_our_own_handlers_come_back():
