@@ -13,19 +13,20 @@ from interdomain.scan import triton_support
 
 from ._bench import Deadline, Report
 from ._mixers import make_problem
-from ._problems import BACKWARD, FORWARD, Shape, pass_costs, segments
+from ._problems import BACKWARD, Shape, forward_passes, pass_costs, segments
 from ._timing import Ceilings, ceilings, interleaved, ratio, release, usable
 
-PASSES = ("contract", "mix", "expand", "adjoint", "decay")
+PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")
 CHUNKS = (32, 64)
 # Field of Plan: (state numbers of a program, warps, stages) to try, at either chunk length. `expand` serves adjoint too.
 TILES = {
     "contract": [(8192, 4, 1), (8192, 4, 2), (8192, 4, 3), (8192, 8, 2), (4096, 4, 2), (4096, 4, 3)],
     "mix": [(16384, 4, 1), (16384, 4, 2), (16384, 8, 2), (8192, 4, 2), (8192, 4, 3)],
+    "fused": [(4096, 4, 1), (4096, 4, 2), (4096, 4, 3), (8192, 4, 2)],
     "expand": [(8192, 4, 1), (8192, 4, 2), (8192, 4, 3), (8192, 8, 2), (4096, 4, 2), (4096, 4, 3)],
     "decay": [(4096, 4, 1), (4096, 4, 2), (4096, 4, 3), (2048, 4, 2), (8192, 8, 2)],
 }
-FIELD = {"contract": "contract", "mix": "mix", "expand": "expand", "adjoint": "expand", "decay": "decay"}
+FIELD = {name: name for name in TILES} | {"mix_expand": "fused", "mix_backward": "mix", "adjoint": "expand"}
 
 
 class Setup:
@@ -42,8 +43,7 @@ class Setup:
         self.out = torch.empty_like(self.v)
 
     def calls(self, plan) -> dict:
-        """The passes at these tiles; `tables`, `outer`, and where time is cut `states`, `costates` and `chain` besides."""
-        from interdomain.scan import triton_chunkwise as kernels
+        """The passes at these tiles; `tables`, and where time is cut `states`, `costates` and `chain` besides."""
         from interdomain.scan import triton_launch as launch
 
         s, device = self.shape, self.device
@@ -58,11 +58,15 @@ class Setup:
             "tables": lambda: launch.Tables.build(self.log_decay, plan),
             "contract": lambda: launch.contract(plan, tab, span, q, k, states, keys),
             "mix": lambda: launch.mix(plan, tab, self.a, self.mixing),
+            "mix_backward": lambda: launch.mix_backward(plan, tab, self.a, self.c, self.mixing),
             "expand": lambda: launch.expand(plan, tab, span, b, v, states, values, out),
             "adjoint": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, out),
             "decay": lambda: launch.decay(plan, tab, span, b, q, k, states, states, keys),
-            "outer": lambda: kernels._outer(self.c, self.a, s.H),
         }
+        if plan.fused:
+            calls["mix_expand"] = lambda: launch.expand(
+                plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
+            )
         if states is None:
             return calls
         local = torch.empty_like(states)
@@ -132,8 +136,8 @@ def passes(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline
     good, bad = usable(setup.calls(plan), setup.device, passed=lambda: deadline.passed)
     times = interleaved(good, setup.device, rounds=rounds, seconds=0.5)
     costs = pass_costs(setup.shape, plan.chunk)
-    # recompute=True: the backward runs contract and mix of the forward again.
-    count = {one: (FORWARD + BACKWARD + FORWARD[:2]).count(one) for one in costs}
+    # recompute=True: the backward runs contract of the forward again. mix is 0 times there beside mix_expand, to compare.
+    count = {one: (*forward_passes(bool(plan.fused)), *BACKWARD, "contract").count(one) for one in costs}
     count |= {"tables": 2, "states": 2, "costates": 1, "chain": 3}
     total = 0.0
     for one in (*good, *bad):
@@ -155,6 +159,8 @@ def tune(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline: 
     """ms of every pass at every tile size, best first; what the device has no room for says so."""
     shipped, costs = setup.plan(), None
     for one in PASSES:
+        if getattr(shipped, FIELD[one]) is None:
+            continue
         name = f"{one}, {setup.shape}"
         report.table(name, ["tiles", "ms", "of shipped", "of floor", "shipped", "remark"])
         plans = {label(plan, one): plan for plan in [shipped, *alternatives(shipped, one)]}

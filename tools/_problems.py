@@ -125,25 +125,29 @@ def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple
 
     Per token and query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient (kernels/README.md):
 
-        pass      numbers in + out       multiply-adds
-        contract  2 d + N                L d + 2 L M + 4 M d     scores; times the table; state read and updated
-        mix       2 N                    4 M^2
-        expand    N + 2 d                2 L M + L d + 4 M d
-        adjoint   N + 2 d                2 L M + L d + 4 M d
-        decay     N + 2 d                L d + 2 L M + 8 M d     state and its derivative, each read and updated
-        outer     2 N                    4 M^2                   dW
-        states    2 d                    4 M d                   sweep that finds the states before the segments, if any
-        costates  2 N + 2 d              4 M d                   the same backwards
+        pass          numbers in + out   multiply-adds
+        contract      2 d + N            L d + 2 L M + 4 M d     scores; times the table; state read and updated
+        mix_expand    N + 2 d            4 M^2 + 2 L M + L d + 4 M d
+        mix_backward  4 N                12 M^2                  b~, e~ and dW from a and c
+        expand        N + 2 d            2 L M + L d + 4 M d
+        adjoint       N + 2 d            2 L M + L d + 4 M d
+        decay         N + 2 d            L d + 2 L M + 8 M d     state and its derivative, each read and updated
+        mix           2 N                4 M^2                   before expand, where the two are not one
+        states        2 d                4 M d                   sweep that finds the states before the segments, if any
+        costates      2 N + 2 d          4 M d                   the same backwards
+
+    mix_expand works on blocks of 32 values, which each multiply by W: counted once.
     """
     d, M, N, L = shape.d, shape.M, 2 * shape.M, chunk
     read = 2 * L * M + L * d + 4 * M * d
     costs = {
         "contract": (2 * d + N, read),
-        "mix": (2 * N, 4 * M * M),
+        "mix_expand": (N + 2 * d, read + 4 * M * M),
+        "mix_backward": (4 * N, 12 * M * M),
         "expand": (N + 2 * d, read),
         "adjoint": (N + 2 * d, read),
         "decay": (N + 2 * d, read + 4 * M * d),
-        "outer": (2 * N, 4 * M * M),
+        "mix": (2 * N, 4 * M * M),
         "states": (2 * d, 4 * M * d),
         "costates": (2 * N + 2 * d, 4 * M * d),
     }
@@ -159,19 +163,23 @@ def segments(shape: Shape, device: torch.device, chunk: int = 64) -> int:
     return segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
-FORWARD = ("contract", "mix", "expand")
-BACKWARD = ("contract", "mix", "outer", "expand", "adjoint", "adjoint", "decay", "decay")
+BACKWARD = ("contract", "mix_backward", "expand", "adjoint", "adjoint", "decay", "decay")
+
+
+def forward_passes(fused: bool) -> tuple[str, ...]:
+    return ("contract", "mix_expand") if fused else ("contract", "mix", "expand")
 
 
 def chunkwise_costs(
     shape: Shape, *, recompute: bool = True, segments: int = 1, chunk: int = 64, width: int = 2
 ) -> dict[str, tuple[int, int]]:
-    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes. With `recompute` the backward repeats contract and mix."""
+    """(bytes, FLOPs) of `chunkwise` by phase, as it runs on sm_90: the sum of its passes. With `recompute` the backward
+    repeats contract."""
     costs = pass_costs(shape, chunk, width)
     sweep = ("states",) if segments > 1 else ()
     phases = {
-        "forward": FORWARD + sweep,
-        "backward": BACKWARD + (FORWARD[:2] if recompute else ()) + sweep + (("costates",) if segments > 1 else ()),
+        "forward": forward_passes(shape.d <= 64 and shape.M <= 64) + sweep,
+        "backward": BACKWARD + (("contract",) if recompute else ()) + sweep + (("costates",) if segments > 1 else ()),
     }
     total = {phase: tuple(sum(costs[name][i] for name in names) for i in (0, 1)) for phase, names in phases.items()}
     return total | {"both": tuple(map(sum, zip(*total.values(), strict=True)))}

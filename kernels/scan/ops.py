@@ -24,8 +24,8 @@ from .triton_support import operand_dtype
 class Implementation(NamedTuple):
     """Signatures as in chunkwise.py; every output newly allocated and contiguous.
 
-    saves: scan_forward returns a and b~, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes
-    them, or None for each, as its last arguments.
+    saves: scan_forward returns a, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes it, or
+    None, as `a`.
     chunk: chunk_size where the caller names none; None if that is for the implementation to choose.
     documents: takes them by that keyword; one that does not runs every document by itself.
     """
@@ -127,16 +127,16 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     op_name(__name__, "scan"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
-    "str backend, bool save=False, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str backend, bool save=False, Tensor? documents=None) -> (Tensor, Tensor, Tensor)",
 )
 def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None):
-    """-> o, final state, and what `save` keeps for the backward: a and b~. chunk_size 0: the implementation's own."""
+    """-> o, final state, and what `save` keeps for the backward: a. chunk_size 0: the implementation's own."""
     run = implementation(backend, q.device)
     with _without_autocast(q):
         o, final, *kept = _forward(
             run, run.scan_forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents
         )
-    return o, final, *(kept if save else (log_decay.new_empty(0), log_decay.new_empty(0)))
+    return o, final, kept[0] if save else log_decay.new_empty(0)
 
 
 @scan.register_fake
@@ -144,15 +144,15 @@ def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     shape, dtype = ((B, Hq, T, 2 * M), operand_dtype(q, k, v)) if save else ((0,), log_decay.dtype)
-    kept = (log_decay.new_empty(shape, dtype=dtype) for _ in range(2))
-    return v.new_empty(B, T, Hq, D), log_decay.new_empty(B, H, M, R + D, 2), *kept
+    kept = log_decay.new_empty(shape, dtype=dtype)
+    return v.new_empty(B, T, Hq, D), log_decay.new_empty(B, H, M, R + D, 2), kept
 
 
 @torch.library.custom_op(
     op_name(__name__, "scan_backward"),
     mutates_args=(),
     schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, "
-    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, Tensor? b=None, "
+    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, "
     "Tensor? documents=None) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -169,11 +169,10 @@ def scan_backward(
     backend,
     need_decay,
     a=None,
-    b=None,
     documents=None,
 ):
     run = implementation(backend, q.device)
-    backward = functools.partial(run.scan_backward, a=a, b=b) if run.saves else run.scan_backward
+    backward = functools.partial(run.scan_backward, a=a) if run.saves else run.scan_backward
     tokens, tables = (q, k, v), (log_decay, mixing)
     with _without_autocast(q):
         dq, dk, dv, d_log_decay, d_mixing, d_initial = _backward(
@@ -197,7 +196,6 @@ def _(
     backend,
     need_decay,
     a=None,
-    b=None,
     documents=None,
 ):
     return (
@@ -210,21 +208,21 @@ def _(
 
 def _setup_scan(ctx, inputs, output):
     *tensors, ctx.chunk_size, ctx.backend, save, documents = inputs
-    o, _, *kept = output
-    ctx.save_for_backward(documents, *tensors, *(kept if save else ()))
-    ctx.mark_non_differentiable(*kept)
+    o, _, kept = output
+    ctx.save_for_backward(documents, *tensors, kept if save else None)
+    ctx.mark_non_differentiable(kept)
     ctx.set_materialize_grads(False)
     ctx.output = o.shape, o.dtype
 
 
 def _scan_gradient(ctx, d_o, d_final, *_):
-    documents, q, k, v, log_decay, mixing, initial_state, *kept = ctx.saved_tensors
+    documents, q, k, v, log_decay, mixing, initial_state, a = ctx.saved_tensors
     if d_o is None:  # only the state was used
         d_o = v.new_zeros(ctx.output[0])
     need_decay = ctx.needs_input_grad[3]
     dq, dk, dv, d_log_decay, d_mixing, d_initial = scan_backward(
         *(d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay),
-        *(kept or (None, None)),
+        a,
         documents,
     )
     d_log_decay = d_log_decay if need_decay else None

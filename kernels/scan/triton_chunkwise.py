@@ -3,9 +3,9 @@
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
 P = R + D channels, M basis functions, L chunk length, S segments. Derivation: kernels/README.md.
 
-    forward    a = contract(q, k)     b~ = mix(a, W)             o  = expand(b~, v)
-    backward   c = contract(do, v)    e~ = mix(c, J W^T J)       dq = expand(e~, k)
-               dv = adjoint(b~, do)   dk = adjoint(e~, q)        dW = sum_t conj(c_t) a_t^T
+    forward    a = contract(q, k)     o  = expand(a, v; W), or b~ = mix(a; W), o = expand(b~, v)
+    backward   c = contract(do, v)    b~, e~, dW = mix_backward(a, c; W)
+               dq = expand(e~, k)     dk = adjoint(e~, q)        dv = adjoint(b~, do)
                dtheta = decay(e~; q, k) + decay(b~; do, v)
 
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
@@ -18,20 +18,8 @@ import torch
 from torch import Tensor
 
 from . import triton_launch as launch
-from .triton_launch import Constant, Plan, Span, Tables
+from .triton_launch import Constant, Plan, Span, Tables, segment_count
 from .triton_support import operand_dtype
-
-_MIN_SEGMENT = 8  # chunks; shorter ones pay more for the extra sweep than they gain
-_MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpreter
-
-
-def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """Two programs per multiprocessor, but no segment under 8 chunks. `sequences` is B H."""
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        multiprocessors = _MULTIPROCESSORS
-    return max(1, min(2 * multiprocessors // sequences, chunks // _MIN_SEGMENT))
 
 
 def scan_forward(
@@ -45,8 +33,8 @@ def scan_forward(
     *,
     documents: Tensor | None = None,
     parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a and b~ [B, Hq, T, 2M] for the backward)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a [B, Hq, T, 2M] for the backward)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
@@ -55,9 +43,11 @@ def scan_forward(
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
-        b = launch.mix(plan, tab, a, mixing)
-        launch.expand(plan, tab, span, b, v, states, (R, R + D), o, final)
-        return o.contiguous(), final, a, b
+        if plan.fused:
+            launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)
+        else:
+            launch.expand(plan, tab, span, launch.mix(plan, tab, a, mixing), v, states, (R, R + D), o, final)
+        return o.contiguous(), final, a
 
 
 def scan_backward(
@@ -72,14 +62,13 @@ def scan_backward(
     chunk_size: int | None,
     need_decay: bool,
     a: Tensor | None = None,
-    b: Tensor | None = None,
     *,
     documents: Tensor | None = None,
     parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
 
-    a, b: as the forward returned them, or None to compute them again.
+    a: as the forward returned it, or None to compute it again.
     """
     with torch.cuda.device_of(q):
         q, k, v, d_o = (launch.aligned(x) for x in (q, k, v, d_o))
@@ -87,13 +76,11 @@ def scan_backward(
         keys, values = (0, R + D), (R, R + D)
         plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
-        if a is None or b is None:
+        if a is None:
             a = launch.contract(plan, tab, span, q, k, states, keys)
-            b = launch.mix(plan, tab, a, mixing)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
         c = launch.contract(plan, tab, span, d_o, v, states, values, conj=True)
-        e = launch.mix(plan, tab, c, mixing, conj=True)
-        d_mixing = _outer(c, a, H)
+        b, e, d_mixing = launch.mix_backward(plan, tab, a, c, mixing)
         del a, c
 
         dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
@@ -207,20 +194,3 @@ def _costates(
     for b, rows, channels in pairs:
         launch.adjoint(plan, tab, span, b, rows, None, channels, H, None, local)
     return launch.chain(local, d_final, log_decay, span, plan.chunk, reverse=True)
-
-
-def _outer(c: Tensor, a: Tensor, H: int) -> Tensor:
-    """sum over batch, time and group of c a^T, [H, 2M, 2M] fp32. Long times are split so that the product fills the GPU."""
-    B, Hq, T, N = a.shape
-    rows = Hq // H * T
-    split = 1
-    while split < 32 and rows % (2 * split) == 0 and rows // split > 2048:
-        split *= 2
-    c, a = (x.view(B * H * split, rows // split, N) for x in (c, a))
-    if a.dtype == torch.float32:
-        out = torch.bmm(c.mT, a)
-    elif a.is_cuda:
-        out = torch.bmm(c.mT, a, out_dtype=torch.float32)
-    else:
-        out = torch.bmm(c.float().mT, a.float())
-    return out.view(B, H, split, N, N).sum((0, 2))

@@ -17,6 +17,9 @@ from .triton_decay import decay_kernel
 from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_tables import tables_kernel
 
+_MIN_SEGMENT = 8  # chunks; shorter ones pay more for the extra sweep than they gain
+_MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpreter
+
 
 class Plan(NamedTuple):
     """Tile sizes. The budget behind them, checked by compilation in tests/scan/test_triton_compile.py: at most 255
@@ -30,6 +33,7 @@ class Plan(NamedTuple):
     expand: tuple[int, int, int]  # state numbers of a program (2M BD), warps, stages; also for adjoint
     decay: tuple[int, int, int]  # state numbers of a program (2 BM BR, twice), warps, stages
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
+    fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chunk_size: int | None) -> Plan:
@@ -42,21 +46,36 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
     major = capability(device)[0]
     wide = major in (9, 10)
     if dtype == torch.bfloat16:
-        plan = Plan(64 if wide else 32, dtype, "ieee", (8192, 4, 2), (8192, 4, 2), (4096, 4, 2), (128 * 128, 4, 2))
-        if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
-            plan = plan._replace(expand=(8192, 4, 1))
+        # On sm_100 and sm_103 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
+        # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
+        stages = 1 if major == 10 else 2
+        state = (8192, 4, stages)
+        plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None)
+        if wide and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
+            plan = plan._replace(fused=(4096, 4, stages))
+        if wide and M == 128:  # a and b~ tiles of 32 KB: two of them would leave room for one program only
+            plan = plan._replace(expand=(8192, 4, 1), mix=(8192, 4, 1))
         if width > 128:
             plan = plan._replace(contract=(8192, 4, 1))
     else:
         # Two warps keep Hopper on mma.sync: its own instruction takes fp32 operands in one orientation only.
         warps = 2 if wide else 4
-        plan = Plan(16, dtype, "tf32x3", (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (64 * 64, warps, 1))
+        plan = Plan(16, dtype, "tf32x3", (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1), None)
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     # Tensors on the CPU only ever meet Triton's interpreter: plan as for Hopper.
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
+    """Two programs per multiprocessor, but no segment under 8 chunks. `sequences` is B H."""
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        multiprocessors = _MULTIPROCESSORS
+    return max(1, min(2 * multiprocessors // sequences, chunks // _MIN_SEGMENT))
 
 
 class Span(NamedTuple):
@@ -152,20 +171,31 @@ def contract(
     return out.sum((0, 2, 3)) if total else out
 
 
-def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, *, conj: bool = False) -> Tensor:
-    """b~ = E (W a) for every token; with `conj`, a is conj(c) and the result e~ = E conj(W^T a). mixing: W, [H, 2M, 2M]."""
-    weights = torch.empty(mixing.shape, dtype=plan.dtype, device=a.device).copy_(mixing if conj else mixing.mT)
-    B, Hq, T, N = a.shape
+def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
+    """b~ = E (W a) for every token. mixing: W, [H, 2M, 2M]."""
+    return _mix(plan, tab, a, mixing, 4)[0]
+
+
+def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From a and conj(c): b~ = E (W a), e~ = E conj(W^T conj(c)) and the gradient of W, [H, 2M, 2M] fp32."""
+    sequences, chunks = a.shape[0] * a.shape[1], triton.cdiv(a.shape[2], plan.chunk)
+    # Every program adds up a gradient of its own, 16 M^2 bytes: as few as fill the GPU.
+    return _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
+
+
+def _mix(plan, tab, a, mixing, blocks, c=None):
+    (B, Hq, T, N), H = a.shape, mixing.shape[0]
     numbers, warps, stages = plan.mix
-    BM = _block(N // 2, numbers // (2 * N))
-    BT = 64 if plan.dtype == torch.bfloat16 else max(32, plan.chunk)
-    blocks = 4
+    BM = min(N // 2, max(8, numbers // (2 * N)))
+    spans = triton.cdiv(T, plan.chunk * blocks)
     b = torch.empty_like(a)
-    mix_kernel[(B * Hq * triton.cdiv(T, BT * blocks) * (N // 2 // BM),)](
-        a, weights, tab.E, b, T, blocks, Hq, Hq // weights.shape[0],
-        M=N // 2, L=plan.chunk, BT=BT, BM=BM, PRECISION=plan.precision, CONJ=conj, num_warps=warps, num_stages=stages,
+    e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
+    mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
+        a, a if c is None else c, _operand(mixing, plan), tab.E, b, e, gradient, T, blocks, Hq, Hq // H,
+        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return b
+    return b, e, None if c is None else gradient.sum((0, 2))
 
 
 def expand(
@@ -178,25 +208,28 @@ def expand(
     channels: tuple[int, int],
     out: Tensor | None,
     final: Tensor | None = None,
+    *,
+    mixing: Tensor | None = None,
 ) -> None:
     """Pass 2 of (b~, v) into out [B, T, Hq, D] and the last state into final [B, H, M, P, 2].
 
-    b: [B, Hq, T, 2M], or Constant. Without `out` b is not used, and final is [B, H, S, M, P, 2] and takes the states
-    after the segments, each started from zero.
+    b: [B, Hq, T, 2M], or Constant; with `mixing`, W [H, 2M, 2M], it is a and b~ = E (W a). Without `out` b is not used,
+    and final is [B, H, S, M, P, 2] and takes the states after the segments, each started from zero.
     """
     rows, scores, linear = _split(b, tab)
     B, T, H, D = v.shape
     Hq, N = (H if out is None else out.shape[2]), tab.E.shape[2]
-    numbers, warps, stages = plan.expand
+    weights = rows if mixing is None else _operand(mixing, plan)
+    numbers, warps, stages = plan.expand if mixing is None else plan.fused
     BD = _block(min(_power_of_two(D), 64), numbers // N)
     expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
-        rows, v, scores, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), v if out is None else out, _or_dummy(final, tab),
-        _or_dummy(span.documents, tab),
+        rows, v, scores, weights, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), v if out is None else out,
+        _or_dummy(final, tab), _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(v), *_strides(v if out is None else out),
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
-        OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
+        OUTPUT=out is not None, MIX=mixing is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -256,7 +289,7 @@ def decay(
     rows, _, linear = _split(b, tab)
     out = torch.empty(B, H, Hq // H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
     decay_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
-        rows, q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab), out,
+        rows, q, k, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab), out,
         _or_dummy(span.documents, tab),
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
         *_strides(q), *_strides(k),
@@ -309,6 +342,10 @@ def padded_empty(x: Tensor) -> Tensor:
     """Uninitialised, in x's shape, rows padded to a multiple of 16."""
     width = x.shape[-1]
     return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
+
+
+def _operand(mixing: Tensor, plan: Plan) -> Tensor:
+    return torch.empty(mixing.shape, dtype=plan.dtype, device=mixing.device).copy_(mixing)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

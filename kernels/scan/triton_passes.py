@@ -205,52 +205,77 @@ def contract_kernel(
 @triton.jit(do_not_specialize=["T", "blocks", "Hq", "G"])
 def mix_kernel(
     p_a,
+    p_c,
     p_w,
     p_e,
     p_b,
+    p_y,
+    p_dw,
     T,
     blocks,
     Hq,
     G,
     M: tl.constexpr,
     L: tl.constexpr,
-    BT: tl.constexpr,
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
-    CONJ: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
-    """b~_t = E_(t mod L) (W a_t), with p_w [H, 2M, 2M] W transposed.
+    """b~ = E (W a) for every token, with p_w [H, 2M, 2M] W.
 
-    CONJ: e~_t = E conj(W^T conj(c_t)) backwards, with p_a conj(c) and p_w W.
+    BACKWARD: besides e~ = E conj(W^T conj(c)) to p_y, and dW = sum_t conj(c_t) a_t^T, where p_c is conj(c).
 
-    Grid: B Hq ceil(T / (BT blocks)) (M / BM) programs; each keeps its columns of W on chip for `blocks` blocks of BT
-    tokens (BT a multiple of L). Tiles: a [BT, 2M], W [2M, 2 BM], b~ [BT, 2 BM]. Bytes per token and query head: a once
-    per block of M, b~ once.
+    Grid: B Hq ceil(T / (L blocks)) (M / BM) programs; each keeps its columns of W^T, and of W, on chip for `blocks`
+    chunks. Tiles: a and c [L, 2M], W [2M, 2 BM], b~ and e~ [L, 2 BM], dW [2 BM, 2M] fp32. Bytes per token and query
+    head: a and c once per block of M, b~ and e~ once. p_dw: [programs of all (b, h) / (M / BM), 2M, 2M] fp32, summed
+    outside in a fixed order.
     """
     NM: tl.constexpr = M // BM
+    # dW takes a program's own columns of c. Where they are half of all, c comes in halves, and none is on chip twice.
+    HALVES: tl.constexpr = NM == 2
     i_p = tl.program_id(0)
-    spans = tl.cdiv(T, BT * blocks)
+    spans = tl.cdiv(T, L * blocks)
     i_m = i_p % NM
     i_s = i_p // NM % spans
     i_q = i_p // (NM * spans)  # over B Hq
     i_h = i_q % Hq // G
-    o_t = tl.arange(0, BT)
+    o_l = tl.arange(0, L)
     o_k = tl.arange(0, 2 * M)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = stacked_index(i_m, M, BM)
-    b_w = tl.load(p_w + i_h * (4 * M * M) + o_k[:, None] * (2 * M) + o_n[None, :])
-    p_em = p_e + (i_h * L + o_t % L)[:, None] * (2 * M) + o_m[None, :]
+    p_wh = p_w + i_h * (4 * M * M)
+    b_wt = tl.load(p_wh + o_n[None, :] * (2 * M) + o_k[:, None])
+    p_em = p_e + (i_h * L + o_l)[:, None] * (2 * M) + o_m[None, :]
     b_er = tl.load(p_em)
     b_ei = tl.load(p_em + M)
     base = i_q.to(tl.int64) * T * (2 * M)
-    p_at = p_a + base + o_t[:, None] * (2 * M) + o_k[None, :]
-    p_bt = p_b + base + o_t[:, None] * (2 * M) + o_n[None, :]
-    for i_c in range(i_s * blocks, tl.minimum((i_s + 1) * blocks, tl.cdiv(T, BT))):
-        i_t = tl.cast(i_c, tl.int64) * (BT * 2 * M)
-        m_t = i_c * BT + o_t < T
-        b_a = tl.load(p_at + i_t, mask=m_t[:, None], other=0.0)
-        b_b = scale_columns(tl.dot(b_a, b_w, input_precision=PRECISION), b_er, b_ei, BT, BM, CONJ)
-        tl.store(p_bt + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t[:, None])
+    o_x = base + o_l[:, None] * (2 * M) + o_k[None, :]
+    o_y = base + o_l[:, None] * (2 * M) + o_n[None, :]
+    if BACKWARD:
+        o_r = stacked_index(1 - i_m, M, BM) if HALVES else o_k
+        b_wr = tl.load(p_wh + o_r[:, None] * (2 * M) + o_n[None, :])
+        if HALVES:
+            b_w = tl.load(p_wh + o_n[:, None] * (2 * M) + o_n[None, :])
+        o_z = base + o_l[:, None] * (2 * M) + o_r[None, :]
+        b_dw = tl.zeros([2 * BM, 2 * M], dtype=tl.float32)
+    for i_c in range(i_s * blocks, tl.minimum((i_s + 1) * blocks, tl.cdiv(T, L))):
+        i_t = tl.cast(i_c, tl.int64) * (L * 2 * M)
+        m_t = (i_c * L + o_l < T)[:, None]
+        b_a = tl.load(p_a + o_x + i_t, mask=m_t, other=0.0)
+        b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
+        tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
+        if BACKWARD:
+            b_c = tl.load(p_c + o_y + i_t, mask=m_t, other=0.0)
+            b_r = tl.load(p_c + o_z + i_t, mask=m_t, other=0.0)
+            b_y = tl.dot(b_r, b_wr, input_precision=PRECISION)
+            if HALVES:
+                b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
+            b_y = scale_columns(b_y, b_er, b_ei, L, BM, 1)
+            tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
+            b_dw = tl.dot(tl.trans(b_c), b_a, b_dw, input_precision=PRECISION)
+    if BACKWARD:
+        p_dwt = p_dw + (i_p // NM).to(tl.int64) * (4 * M * M)
+        tl.store(p_dwt + o_n[:, None] * (2 * M) + o_k[None, :], b_dw)
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
@@ -258,6 +283,7 @@ def expand_kernel(
     p_b,
     p_v,
     p_d,
+    p_w,
     p_tt,
     p_e,
     p_step,
@@ -286,6 +312,7 @@ def expand_kernel(
     HAS_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
     OUTPUT: tl.constexpr,
+    MIX: tl.constexpr,
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
@@ -293,6 +320,7 @@ def expand_kernel(
 
     Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and o [L, BD],
     T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, v and o once.
+    MIX: p_b is a, and b~ = E (W a) is made here, with p_w [H, 2M, 2M] W on chip.
     LINEAR: b~ is the same for every chunk, p_b [H, L, 2M], and so are the scores, p_d [H, L, L].
     OUTPUT off: only the state is wanted, p_b and p_o are unused.
     STORE_STATE: 1, the state after the last token goes to p_y [B, H, M, P, 2], channels first .. first + D; 2, the
@@ -328,6 +356,11 @@ def expand_kernel(
     p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
     p_ot = p_o + i_b * stride_ob + i_q.to(tl.int64) * stride_oh + o_l[:, None] * stride_ot + o_d[None, :]
     p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    if MIX:
+        b_w = tl.load(p_w + i_h * (4 * M * M) + o_n[None, :] * (2 * M) + o_n[:, None])
+        p_em = p_e + (i_h * L + o_l)[:, None] * (2 * M) + o_m[None, :]
+        b_er = tl.load(p_em)
+        b_ei = tl.load(p_em + M)
     if LINEAR:
         b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
         b_p = tl.load(p_d + (i_h * L + o_l)[:, None] * L + o_l[None, :])
@@ -345,6 +378,9 @@ def expand_kernel(
         if OUTPUT:
             if not LINEAR:
                 b_b = tl.load(p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
+                if MIX:
+                    b_b = tl.dot(b_b, b_w, input_precision=PRECISION)
+                    b_b = scale_columns(b_b, b_er, b_ei, L, M).to(DTYPE)
                 b_p = tl.dot(b_b, b_tt, input_precision=PRECISION)
                 b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
             b_o = tl.dot(b_b, b_s.to(DTYPE), input_precision=PRECISION)

@@ -274,8 +274,8 @@ def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
     case = Case(T=70, B=2, H=1, G=2, R=16, D=16)
     inputs, cotangents = to_device(*problem(case, torch.bfloat16, False)[:2])
     calls = []
-    mix = kernels.launch.mix
-    monkeypatch.setattr(kernels.launch, "mix", lambda *args, **kw: calls.append(args) or mix(*args, **kw))
+    contract = kernels.launch.contract
+    monkeypatch.setattr(kernels.launch, "contract", lambda *args, **kw: calls.append(args) or contract(*args, **kw))
     results = {}
     for recompute in (True, False):
         saved = []
@@ -285,12 +285,43 @@ def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
         results[recompute] = (*outputs, *gradients(outputs, cotangents, inputs).values())
         assert len(calls) == (3 if recompute else 2)
         extra = [x for x in saved if x.data_ptr() not in {y.data_ptr() for y in inputs.values()}]
-        kept = [] if recompute else [(2, 2, 70, 32)] * 2
+        kept = [] if recompute else [(2, 2, 70, 32)]
         assert [tuple(x.shape) for x in extra] == kept
         assert all(x.dtype == torch.bfloat16 for x in extra)
         with torch.no_grad():
             assert torch.equal(scan.interdomain_scan(**inputs, backend="chunkwise", recompute=recompute)[0], outputs[0])
     assert all(torch.equal(x, y) for x, y in zip(results[True], results[False], strict=True))
+
+
+@on_kernels
+def test_w_in_a_pass_of_its_own(kernels, monkeypatch):
+    """Where `expand` has no room for W, `mix` rounds the same numbers."""
+    inputs, _ = to_device(*problem(Case(T=70, B=2, H=1, G=2, R=16, D=40), torch.bfloat16, False)[:2])
+    results, plans, make_plan = [], [], kernels.launch.make_plan
+    mix = kernels.launch.mix
+    for fused in ((4096, 4, 2), None):
+        monkeypatch.setattr(kernels.launch, "make_plan", lambda *args, f=fused: make_plan(*args)._replace(fused=f))
+        monkeypatch.setattr(kernels.launch, "mix", lambda *args, f=fused: plans.append(f) or mix(*args))
+        with torch.no_grad():
+            results.append(scan.interdomain_scan(**inputs, backend="chunkwise"))
+    assert plans == [None]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_of_w_in_parts(dtype, kernels, monkeypatch):
+    """Programs that share a head, some by its tokens (the last with fewer), some by columns of W: no part is lost or twice."""
+    g, (B, H, G, T, M) = torch.Generator().manual_seed(0), (2, 2, 2, 100, 64)
+    monkeypatch.setattr(kernels.launch, "segment_count", lambda *args: 3)
+    log_decay = -0.01 * torch.rand(H, M, 2, generator=g)
+    W = torch.randn(H, 2 * M, 2 * M, generator=g)
+    a, c = (torch.randn(B, H * G, T, 2 * M, generator=g).to(dtype) for _ in range(2))
+    plan = kernels.launch.make_plan(torch.device(DEVICE), dtype, M, 16, 16)
+    tables = kernels.launch.Tables.build(log_decay.to(DEVICE), plan)
+    *_, got = kernels.launch.mix_backward(plan, tables, a.to(DEVICE), c.to(DEVICE), W.to(DEVICE))
+    a, c = (x.double().view(B, H, G, T, 2 * M) for x in (a, c))
+    assert error(got.cpu(), torch.einsum("bhgtn,bhgtm->hnm", c, a), "rms") < 1e-6
 
 
 @on_kernels
@@ -311,8 +342,8 @@ def test_opcheck(save):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(ops.scan, (*args, save), test_utils=tests)
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-    kept = ops.scan(*args, save)[2:] if save else (None, None)
-    torch.library.opcheck(ops.scan_backward, (d_out, d_state, *args, True, *kept), test_utils=tests[::2])
+    kept = ops.scan(*args, save)[2] if save else None
+    torch.library.opcheck(ops.scan_backward, (d_out, d_state, *args, True, kept), test_utils=tests[::2])
 
 
 @on_kernels

@@ -37,21 +37,24 @@ def test_bytes_and_flops_of_the_passes_by_hand():
     read = 64 * 64 + 2 * 64 * 64 + 4 * 64 * 64
     assert per == {
         "contract": (512, read),
-        "mix": (512, 16_384),
+        "mix_expand": (512, read + 16_384),
+        "mix_backward": (1024, 3 * 16_384),
         "expand": (512, read),
         "adjoint": (512, read),
         "decay": (512, read + 16_384),
-        "outer": (512, 16_384),
+        "mix": (512, 16_384),
         "states": (256, 16_384),
         "costates": (768, 16_384),
     }
     forward = _problems.chunkwise_costs(AT_4K)["forward"]
-    assert forward == (1536 * 2**20, 2 * 73_728 * 2**20)
+    assert forward == (1024 * 2**20, 2 * 73_728 * 2**20)
     kept = _problems.chunkwise_costs(AT_4K, recompute=False)
     assert kept["backward"][0] == 8 * 512 * 2**20
-    assert kept["backward"][1] == 2 * 2**20 * (4 * read + 2 * 16_384 + 2 * (read + 16_384))
+    assert kept["backward"][1] == 2 * 2**20 * (4 * read + 3 * 16_384 + 2 * (read + 16_384))
     both = _problems.chunkwise_costs(AT_4K)["both"]
-    assert both[0] == kept["forward"][0] + kept["backward"][0] + 1024 * 2**20  # contract and mix once more
+    assert both[0] == kept["forward"][0] + kept["backward"][0] + 512 * 2**20  # contract once more
+    wide = _problems.chunkwise_costs(Shape(B=8, T=4096, d=96))["forward"]
+    assert wide[0] == (2 * (2 * 192 + 256) + 512) * 2**20  # mix is a pass of its own
     cut = _problems.chunkwise_costs(AT_4K, segments=4)
     assert cut["forward"][0] - forward[0] == 256 * 2**20
     assert cut["backward"][0] - (both[0] - forward[0]) == (256 + 768) * 2**20
