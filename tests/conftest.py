@@ -1,9 +1,21 @@
-"""How the tests spread over pytest-xdist's workers: by file, and tests/titan, whose files share starts of torchrun, as one."""
+"""How the tests spread over pytest-xdist's workers: by file, and tests/titan, whose files share starts of torchrun, as one.
+
+Without TorchTitan tests/titan is left out, so that a GPU machine that has PyTorch and Triton alone can run `pytest -m gpu`.
+"""
+
+import importlib.util
 
 import pytest
 
 TITAN = "tests/titan/"
 LONGEST = (TITAN, "tests/scan/test_triton_compile", "tests/tools/test_launch", "tests/tools/test_slurm")
+
+WITHOUT_TITAN = importlib.util.find_spec("torchtitan") is None
+collect_ignore = ["titan"] if WITHOUT_TITAN else []
+
+
+def pytest_report_header():
+    return "tests/titan: left out, the extra `train` is not installed" if WITHOUT_TITAN else None
 
 
 def pytest_collection_modifyitems(items):
