@@ -169,7 +169,7 @@ def next_steps(config: str, flags: list[str], job, plan) -> str:
                 break
     length = ["--training.tokens", str(2 * plan.tokens)]
     if not job.training.tokens:
-        length = ["--training.steps", str(2 * plan.steps)]
+        length = ["--training.tokens", "0", "--training.steps", str(2 * plan.steps)]  # the file may set tokens
     lines = {
         "train on, to twice the length": ["./launch.sh", config, *rest, *length],
         "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,17 @@ def test_first_start_end_to_end(tmp_path):
     assert "--training.tokens 40960" in going_on
     assert (tmp_path / "outputs/debug/checkpoint/step-10/.metadata").is_file()
     assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--training.tokens=409600"], ["--training.steps", "30", "--training.tokens", "0", "--compile.enable"]],
+)
+def test_the_command_that_trains_on_is_taken(flags):
+    from interdomain.titan.plan import make_plan
+
+    job = launch.job_config("train_configs/debug.toml", flags)
+    plan = make_plan(job, world_size=2)
+    shown = launch.next_steps("train_configs/debug.toml", flags, job, plan).splitlines()
+    _, config, *again = shlex.split(shown[shown.index("# train on, to twice the length") + 1])
+    assert make_plan(launch.job_config(config, again), world_size=2).steps == 2 * plan.steps
