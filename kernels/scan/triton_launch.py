@@ -53,8 +53,8 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None)
         if wide and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
             plan = plan._replace(fused=(4096, 4, stages))
-        if wide and M == 128:  # a and b~ tiles of 32 KB: two of them would leave room for one program only
-            plan = plan._replace(expand=(8192, 4, 1), mix=(8192, 4, 1))
+        if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
+            plan = plan._replace(expand=(8192, 4, 1))
         if width > 128:
             plan = plan._replace(contract=(8192, 4, 1))
     else:
