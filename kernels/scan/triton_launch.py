@@ -51,7 +51,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         stages = 1 if major == 10 else 2
         state = (8192, 4, stages)
         plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None)
-        if wide and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
+        if major == 9 and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
             plan = plan._replace(fused=(4096, 4, stages))
         if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
             plan = plan._replace(expand=(8192, 4, 1))
