@@ -84,8 +84,8 @@ def interdomain_scan(
             `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
             `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
         chunk_size: tokens per chunk, 1 to 64 (16, 32 or 64 in Triton); None for the default. Other backends ignore it.
-        recompute: False keeps a and b~ for the backward of `chunkwise` and `parallel` on CUDA, 4M numbers per token and
-            query head (512 bytes in bf16 at M = 64), and saves computing them twice.
+        recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
+            (256 bytes in bf16 at M = 64), and saves computing it twice.
     Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
     Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above.
     """

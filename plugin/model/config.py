@@ -93,7 +93,7 @@ class Execution:
 
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
-        recompute: compute the scan's scores again in the backward pass (True), or keep them: 8 bytes per token, query head
+        recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
             and basis function in bf16 with the Triton `chunkwise`; other backends keep nothing.
         features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
     """

@@ -71,7 +71,7 @@ def memory_estimate(
 
     Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and
     layer, counted tensor by tensor for `none`, the matrix products and the scan for `selective`, block inputs for `full`.
-    Without `recompute` a scan with a query readout also keeps a and b~, 2M numbers each per query head.
+    Without `recompute` a scan with a query readout also keeps a, 2M numbers per query head.
     """
     width = 2 if bf16 else 4
     dim, ffn = config.dim, config.ffn_hidden
@@ -84,7 +84,7 @@ def memory_estimate(
         "memory_budget": projections + dim,
     }[checkpointing]
     if not recompute and config.mixer.kind != "softmax" and config.mixer.query_readout and checkpointing != "full":
-        per_layer += config.n_heads * 4 * config.mixer.n_basis
+        per_layer += config.n_heads * 2 * config.mixer.n_basis
     tokens = local_batch * seq_len
     return {
         "parameters": 4 * n_params // shards,

@@ -206,7 +206,7 @@ def test_memory(condition):
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_memory_of_kept_scores(condition):
     config = small_config(condition)
-    kept = 4 * config.mixer.n_basis * config.n_heads * config.n_layers * 8 * 256 * 2 * config.mixer.query_readout
+    kept = 2 * config.mixer.n_basis * config.n_heads * config.n_layers * 8 * 256 * 2 * config.mixer.query_readout
     for checkpointing, expected in (("none", kept), ("selective", kept), ("full", 0)):
         less, more = (estimate(config, checkpointing=checkpointing, recompute=r)["activations"] for r in (True, False))
         assert more - less == (0 if condition == "softmax" else expected)
