@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import shutil
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +140,18 @@ def corpus(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def short(tmp_path_factory):
+    """Documents of 24 words, made up: every Python has the same, and in every batch some end."""
+    folder, draw = tmp_path_factory.mktemp("short"), random.Random(1)
+    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 6))) for _ in range(500)]
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=24))}) for _ in range(1000)]
+    (folder / "short.jsonl").write_text("\n".join(lines))
+    arguments = ["--input", str(folder / "short.jsonl"), "--vocab-size", "512", "--validation-fraction", "0.1"]
+    assert prepare_data.main([*arguments, "--output", str(folder / "tiny")]) == 0
+    return folder / "tiny"
+
+
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
 WITH_CHECKPOINTS = {"checkpoint__enable": True}
 VALIDATED = {"validation__enable": True}
@@ -145,7 +159,7 @@ SHORT = {**VALIDATED, "training__steps": 3}
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory, corpus, launch):
+def two(tmp_path_factory, corpus, short, launch):
     """On two ranks."""
     runs = Runs(2, tmp_path_factory.mktemp("two"), corpus, launch)
     local = {"training__local_batch_size": 4}
@@ -161,10 +175,13 @@ def two(tmp_path_factory, corpus, launch):
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
     compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
     runs.add("compiled", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
-    apart = {"data__reset_state_at_documents": True}
+    whole, once = {"data__corpus": short}, {"training__steps": 1}
+    apart = {**whole, "data__reset_state_at_documents": True}
     runs.add("documents", **local, **apart, **SHORT)
     runs.add("documents compiled", **local, **apart, **compiled, **SHORT, compile__backend="aot_eager")
-    runs.add("documents softmax", **local, **apart, mixer__condition="softmax", training__steps=1)
+    runs.add("documents softmax", **local, **apart, mixer__condition="softmax", **once)
+    for condition in ("interdomain", "softmax"):
+        runs.add(f"through documents {condition}", **local, **whole, mixer__condition=condition, **once)
     other = runs.folder / "interdomain"
     runs.add("other model", folder=other, **local, mixer__condition="s4d", **WITH_CHECKPOINTS, stops=True)
     asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
