@@ -29,13 +29,15 @@ def widened(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def rope_tables(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def rope_frequencies(head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Radians per token of each pair of channels, [head_dim / 2]; float64: a float32 angle is off by 2e-4 radians at position
+    4096 and by 0.06 at a million."""
+    return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] of `dtype`."""
-    # float64: a float32 angle is off by 2e-4 radians at position 4096 and by 0.06 at a million.
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
-    angles = positions[..., None, None].double() * frequencies
+    angles = positions[..., None, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -99,6 +99,7 @@ class ModelState:
     Attributes:
         position: tokens seen per row, [B] int64.
         dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
+        frequencies: of RoPE, as `rope_frequencies` gives them; None without.
         length: tokens and left padding seen, the same in all rows: the slots of a cache in use.
         padded: some row has padding.
         cursor: `length` as a tensor [1] on the device, where steps are captured in a CUDA graph (`generation.Decoder`);
@@ -108,6 +109,7 @@ class ModelState:
     layers: list[MixerState | KVCache]
     position: Tensor
     dynamics: list[tuple[Tensor, ...]]
+    frequencies: Tensor | None
     length: int = 0
     padded: bool = False
     cursor: Tensor | None = None
@@ -201,7 +203,9 @@ class ModelState:
                 ]
             layers.append(rows[0].replaced({name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}))
         padded = any(s.padded or s.length < length for s in states)
-        return cls(layers, torch.cat([s.position for s in states]), states[0].dynamics, length, padded)
+        first = states[0]
+        position = torch.cat([s.position for s in states])
+        return cls(layers, position, first.dynamics, first.frequencies, length, padded)
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:

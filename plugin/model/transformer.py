@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, ModelConfig
-from .feature_map import rope_tables
+from .feature_map import rope_frequencies, rope_tables
 from .initialize import initialize
 from .joined import JoinedProjections
 from .layers import Linear, RMSNorm
@@ -93,12 +93,15 @@ class Transformer(nn.Module):
                     "positions are for whole sequences of packed documents; a state knows its own: leave one out."
                 )
             padding = _checked(padding, state, tokens)
-            positions = state.position[:, None] + torch.arange(T, device=tokens.device)
+            positions = state.position[:, None]
+            if T > 1:
+                positions = positions + torch.arange(T, device=tokens.device)
             if padding is not None:
                 positions = (positions - padding[:, None]).clamp_min(0)
             packing = self._mixer.continuing(state, T, padding)
+        frequencies = self._frequencies(tokens.device) if state is None else state.frequencies
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
-        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta, wide)
+        rope = None if frequencies is None else rope_tables(positions, frequencies, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
         h = self.tok_embeddings(tokens)
         for i, layer in enumerate(self.layers.values()):
@@ -110,6 +113,12 @@ class Transformer(nn.Module):
     @property
     def _mixer(self) -> InterdomainMixer | SoftmaxMixer:
         return next(iter(self.layers.values())).attention
+
+    def _frequencies(self, device: torch.device) -> Tensor | None:
+        """Of RoPE, where the mixers have it."""
+        if not self.config.mixer.rope:
+            return None
+        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
 
     def _packed(self, tokens: Tensor, positions: Tensor | None):
         """(positions, what the mixers need to know of packed documents)."""
@@ -135,6 +144,7 @@ class Transformer(nn.Module):
             [layer.attention.init_state(batch, *place) for layer in self.layers.values()],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             self.dynamics(),
+            self._frequencies(weight.device),
         )
 
     def init_weights(self, seed: int = 42) -> None:

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from interdomain.model.feature_map import rope_tables
+from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.generation import prefill
 from interdomain.model.joined import join_projections
 
@@ -24,7 +24,7 @@ def test_a_block_is_one_graph(condition, situation):
     model = lively(small_config(condition), torch.float32)
     block = model.layers["0"]
     x = torch.randn(2, T, 32, requires_grad=True)
-    rope = rope_tables(torch.arange(5, 5 + T), 8, 10_000.0)
+    rope = rope_tables(torch.arange(5, 5 + T), rope_frequencies(8, 1e4))
     dynamics = block.attention.dynamics()
     state, packing = None, None
     if situation != "training":

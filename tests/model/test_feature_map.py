@@ -7,9 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.features import input_features
-from interdomain.model.feature_map import RandomFourierFeatures, ShortConv, rope_tables
+from interdomain.model.feature_map import RandomFourierFeatures, ShortConv, rope_frequencies, rope_tables
 
 from .test_mixer import rotate
+
+FREQUENCIES = rope_frequencies(16, 1e4)
 
 
 def turn(x, rope):
@@ -19,7 +21,7 @@ def turn(x, rope):
 @pytest.mark.parametrize("head_dim", [2, 8, 64, 96])
 def test_rope_angles(head_dim):
     positions = [0, 1, 7, 4095, 1_000_000]
-    cos, sin = rope_tables(torch.tensor(positions), head_dim, 10_000.0)
+    cos, sin = rope_tables(torch.tensor(positions), rope_frequencies(head_dim, 1e4))
     assert cos.shape == sin.shape == (len(positions), 1, head_dim // 2)
     assert cos.dtype == torch.float32
     for t, position in enumerate(positions):
@@ -32,14 +34,14 @@ def test_rope_angles(head_dim):
 
 def test_rope_turns_and_keeps_relative_positions():
     x = torch.randn(2, 30, 3, 16, dtype=torch.float64)
-    turned = turn(x, rope_tables(torch.arange(30), 16, 10_000.0, torch.float64))
+    turned = turn(x, rope_tables(torch.arange(30), FREQUENCIES, torch.float64))
     torch.testing.assert_close(turned, rotate(x), rtol=0, atol=1e-13)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
     # q at t, k at s: the product depends on t - s alone.
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
     product = [
-        (turn(q, rope_tables(torch.tensor([t]), 16, 1e4, torch.float64)))
-        .mul(turn(k, rope_tables(torch.tensor([t - 5]), 16, 1e4, torch.float64)))
+        (turn(q, rope_tables(torch.tensor([t]), FREQUENCIES, torch.float64)))
+        .mul(turn(k, rope_tables(torch.tensor([t - 5]), FREQUENCIES, torch.float64)))
         .sum()
         .item()
         for t in (5, 90, 3000)
@@ -50,9 +52,9 @@ def test_rope_turns_and_keeps_relative_positions():
 def test_rope_of_rows_at_different_positions():
     x = torch.randn(2, 4, 3, 16)
     positions = torch.tensor([[0, 1, 2, 3], [50, 51, 52, 53]])
-    both = turn(x, rope_tables(positions, 16, 10_000.0))
+    both = turn(x, rope_tables(positions, FREQUENCIES))
     for row in range(2):
-        alone = turn(x[row : row + 1], rope_tables(positions[row], 16, 10_000.0))
+        alone = turn(x[row : row + 1], rope_tables(positions[row], FREQUENCIES))
         assert torch.equal(both[row : row + 1], alone)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import CONDITIONS
-from interdomain.model.feature_map import rope_tables
+from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
 from .common import VARIANTS, lively, small_config, variant
@@ -87,7 +87,7 @@ def literal(mixer, x):
 
 
 def run(mixer, x, head_dim):
-    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, 10_000.0, x.dtype))
+    return mixer(x, rope_tables(torch.arange(x.shape[1]), rope_frequencies(head_dim, 1e4), x.dtype))
 
 
 @pytest.mark.parametrize(("condition", "option"), [v for v in VARIANTS if v[0] != "softmax"])

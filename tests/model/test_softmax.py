@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interdomain.model.feature_map import rope_tables
+from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.softmax import SoftmaxMixer
 
 from .common import small_config
@@ -32,5 +32,5 @@ def test_plain_masked_softmax(n_kv_heads):
     mixer = SoftmaxMixer(config).double()
     x = 3 * torch.randn(2, 33, config.dim, dtype=torch.float64)
     with torch.no_grad():
-        found = mixer(x, rope_tables(torch.arange(33), config.head_dim, 10_000.0, torch.float64))
+        found = mixer(x, rope_tables(torch.arange(33), rope_frequencies(config.head_dim, 1e4), torch.float64))
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
