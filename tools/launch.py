@@ -69,7 +69,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
-    from interdomain.titan.settings import read_job_config
+    try:
+        from interdomain.titan.settings import read_job_config
+    except ModuleNotFoundError as e:
+        raise ValueError(
+            f"training needs {e.name}, which {sys.executable} does not have. Install it there: {sys.executable} -m pip "
+            "install -c constraints.txt -e '.[train]'"
+        ) from e
 
     if not Path(config).is_file():
         known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))

@@ -56,6 +56,18 @@ def test_another_cell_is_a_flag(capsys):
     assert "125M, single-query (135,462,288 parameters)" in out
 
 
+def test_without_torchtitan_it_says_what_to_install(capsys, monkeypatch):
+    for name in [
+        name for name in sys.modules if name.split(".")[0] == "torchtitan" or name.startswith("interdomain.titan")
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    code, _, err = dry(capsys)
+    assert code == 2
+    assert err.startswith("error: training needs torchtitan")
+    assert "pip install -c constraints.txt -e '.[train]'" in err
+
+
 def test_killed_ranks_are_restarted(capsys):
     assert "--max-restarts 3 " in dry(capsys)[1]
     assert "--max-restarts 7 " in dry(capsys, "--max-restarts", "7")[1]
