@@ -9,7 +9,7 @@ has none.
 
 import torch
 
-from interdomain.scan.namespace import op_name
+from interdomain.scan.namespace import op_name, tag_caches
 
 
 @torch.library.custom_op(
@@ -93,3 +93,6 @@ def features_step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scal
 @features_step.register_fake
 def _(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
     return x.new_empty(x.shape[0], x.shape[1] // head_dim, head_dim)
+
+
+tag_caches(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import chunkwise, fft
 from .documents import backward_by_document, forward_by_document
-from .namespace import op_name
+from .namespace import op_name, tag_caches
 from .triton_support import operand_dtype
 
 
@@ -303,3 +303,5 @@ def _linear_gradient(ctx, d_y, d_final):
 
 
 linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)
+
+tag_caches(__name__)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .namespace import op_name
+from .namespace import op_name, tag_caches
 from .tables import powers
 
 
@@ -211,3 +211,5 @@ class Forms(NamedTuple):
 
 INTERDOMAIN = Forms(("q", "k", "v"), "mixing", scan_step, scan_step_, fused_scan_step, fused_scan_step_)
 LINEAR = Forms(("z",), "readout", linear_one_step, linear_one_step_, fused_linear_step, fused_linear_step_)
+
+tag_caches(__name__)

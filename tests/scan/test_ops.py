@@ -1,6 +1,8 @@
 """The ops as PyTorch sees them: opcheck, torch.compile, selective activation checkpointing, autocast, absent gradients."""
 
 import functools
+import importlib
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from interdomain import scan
 from interdomain.scan import ops
+from interdomain.scan.namespace import tag_caches
 
 from .common import ON_CPU, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
 
@@ -52,6 +55,24 @@ def test_compiles_without_a_graph_break(linear, backend, compiler):
 
     compiled = torch.compile(block, fullgraph=True, backend=compiler)
     assert_agree(run(compiled), run(block), "float32")
+
+
+def test_caches_of_torch_compile_know_the_version_of_the_ops(tmp_path, monkeypatch):
+    """By name alone an op that has changed would be called by code that was compiled for the old one."""
+    ours = torch.compiler.config.cache_key_tag
+    tag_caches("interdomain.scan.ops")
+    assert torch.compiler.config.cache_key_tag == ours != ""
+    monkeypatch.syspath_prepend(tmp_path)
+    tags = []
+    for version in ("one", "two", "one"):
+        (tmp_path / f"ops_{version}.py").write_text(f"# {version}\n")
+        importlib.import_module(f"ops_{version}")
+        with torch.compiler.config.patch(cache_key_tag=""):
+            tag_caches(f"ops_{version}")
+            tags.append(torch.compiler.config.cache_key_tag)
+    assert tags[0] == tags[2] != tags[1]
+    for version in ("one", "two"):
+        del sys.modules[f"ops_{version}"]
 
 
 @pytest.mark.parametrize("backend", ["parallel", "reference"])
