@@ -98,7 +98,7 @@ class InterdomainMetrics(MetricsProcessor):
 
         Collective.
         """
-        seconds = torch.tensor(sum(self.data_loading_times), device=utils.device_type)
+        seconds = torch.tensor(sum(self.data_loading_times), dtype=torch.float32, device=utils.device_type)
         torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
         return 100 * seconds.item() / (time.perf_counter() - self.time_last_log)
 
