@@ -43,7 +43,7 @@ def scan_forward(
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
-        if plan.fused:
+        if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
             launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)
         else:
             launch.expand(plan, tab, span, launch.mix(plan, tab, a, mixing), v, states, (R, R + D), o, final)
