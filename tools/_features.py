@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from interdomain.features import input_features, input_features_step
+from interdomain.model.feature_map import rope_frequencies, rope_tables
 
 from ._bench import Report
 from ._problems import Shape, generator, make_documents
@@ -48,9 +49,7 @@ def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, p
 
 
 def _rope(T: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rate = ROPE_THETA ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
-    angle = torch.arange(T, dtype=torch.float64, device=device)[:, None, None] * rate
-    return angle.cos().float(), angle.sin().float()
+    return rope_tables(torch.arange(T, device=device), rope_frequencies(d, ROPE_THETA, device))
 
 
 def run(

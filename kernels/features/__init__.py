@@ -138,7 +138,7 @@ class StepInPlace:
 
     Args:
         shape: (B, H, R) of `out`. dtype: of x and `out`.
-        conv, past, rotated, silu, norm, eps: as there; conv and norm are copied, so make another after they have changed.
+        conv, past, rotated, silu, norm, eps: as there; make another when conv or norm have changed, which may be copied here.
     Attributes:
         out: what every call overwrites and returns.
     """
