@@ -3,7 +3,9 @@
 Whoever finds a lock takes it over at once where its process is gone from this machine, and watches it otherwise. One that
 nobody touches belongs to the dead, however they died; so nothing that is left behind keeps a run waiting for longer than a
 minute. A run that was taken for dead (suspended, cut off from the file system), or that took an unheld folder at the same
-moment as another, finds the other's name in the file and ends before it writes a checkpoint.
+moment as another, finds the other's name in the file and ends before it writes a checkpoint. So does an earlier start of the
+same SLURM job, which SLURM had given up (its node was cut off, say) before it put the job back in the queue: it may live, and
+wait for the ranks of nodes that are gone, but the folder is the later start's.
 
 Files alone, because kernel locks hold within one node only on some shared file systems, do not exist on others, and outlive a
 node that went down on a few. Nobody's clock is compared with anybody else's.
@@ -43,6 +45,9 @@ class FolderLock:
         self.record = {
             **{"token": secrets.token_hex(8), "pid": pid, "began": _began(pid), "machine": _machine()},
             **{"host": os.uname().nodename, "slurm_job": os.environ.get("SLURM_JOB_ID", "")},
+            "slurm_restarts": int(
+                os.environ.get("SLURM_RESTART_COUNT") or 0
+            ),  # how often the job was put back in the queue
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         }
 
@@ -68,11 +73,21 @@ class FolderLock:
             before, found = found, self._look()
             looks, silence = looks + 1, silence + 1 if found == before else 0
             if found is not None and silence == 0 and looks >= PATIENCE:
+                if self._is_given_up(found[0]):
+                    logger.warning("taking %s over from an earlier start of this SLURM job.", self.folder)
+                    return
                 raise ValueError(
                     f"job.dump_folder = {self.folder} is held by another run that is alive: {_named(found[0])}. Two in one "
                     "folder would write over each other's checkpoints. End that one, or wait for its end, or give this one "
                     "a folder of its own with --job.dump_folder."
                 )
+
+    def _is_given_up(self, record: dict) -> bool:
+        """Whether the holder is an earlier start of our own SLURM job."""
+        ours = self.record
+        return bool(ours["slurm_job"]) and (
+            record.get("slurm_job") == ours["slurm_job"] and record.get("slurm_restarts", 0) < ours["slurm_restarts"]
+        )
 
     def _look(self) -> tuple[dict, int] | None:
         """(the holder's record, when it was last touched); None where there is no holder."""

@@ -154,6 +154,29 @@ def test_a_holder_elsewhere_that_lives_is_named(tmp_path, held):
     thread.join()
 
 
+@pytest.mark.parametrize(
+    ("job", "restarts", "taken"),
+    [("42", 1, True), ("42", 2, False), ("41", 0, False)],
+    ids=["earlier", "this", "another job"],
+)
+def test_a_start_that_slurm_gave_up_loses_the_folder(tmp_path, held, monkeypatch, caplog, job, restarts, taken):
+    """Its node was cut off and it beats on; the job came back from the queue. Within one start two runs are the user's mistake."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    path = held(**ELSEWHERE | {"slurm_job": job, "slurm_restarts": restarts})
+    thread = beating(path, 0.8)
+    later = FolderLock(tmp_path)
+    if taken:
+        later.acquire()
+        assert "taking" in caplog.text
+        assert json.loads(path.read_text())["token"] == later.record["token"]
+    else:
+        with pytest.raises(ValueError, match="held by another run that is alive"):
+            later.acquire()
+    thread.join()
+    later.release()
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "dies"])
 def test_a_holder_that_is_about_to_end_is_waited_for(held, acquired, leaves):
     path = held(**ELSEWHERE)
