@@ -199,12 +199,12 @@ class InterdomainMixer(JoinedProjections):
         return o
 
     @staticmethod
-    def packing(documents: Tensor) -> Tensor:
+    def packing(documents: Tensor, dtype: torch.dtype) -> Tensor:
         """What the mixer needs to know of packed documents: the number of each token's, [B, T] int32."""
         return documents
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, padding: Tensor | None) -> Tensor | None:
+    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The same for a piece that continues from a state: left padding is a document before the text's."""
         if padding is None:
             return None

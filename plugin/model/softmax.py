@@ -1,5 +1,6 @@
 """The baseline mixer: causal multi-head softmax attention with RoPE, through scaled_dot_product_attention."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,11 +21,20 @@ from .state import KVCache, ModelState
 class Window(NamedTuple):
     """Which keys the queries of a piece attend to, and where its own go in the cache: the same in all layers.
 
-    mask: [B, 1, T, S] or [T, S] bool; None for all keys before the query's. begin: the first slot (see KVCache.append).
+    mask: added to the scores, [B, 1, T, S] or [T, S]: 0, and -inf where a query does not attend; None for all keys before the
+    query's. begin: the first slot (see KVCache.append).
     """
 
     mask: Tensor | CausalBias | None = None
     begin: int | Tensor = 0
+
+    @classmethod
+    def of(cls, attended: Tensor, dtype: torch.dtype, begin: int | Tensor = 0) -> "Window":
+        """attended: which keys, bool. scaled_dot_product_attention would make the same of it, in every layer anew; and where
+        rows do not begin at multiples of 16 numbers, its kernel for masks would copy them there, in every layer too."""
+        S = attended.shape[-1]
+        rows = torch.full((*attended.shape[:-1], -(-S // 16) * 16), -math.inf, dtype=dtype, device=attended.device)
+        return cls(rows[..., :S].masked_fill_(attended, 0), begin)
 
 
 class SoftmaxMixer(JoinedProjections):
@@ -50,19 +60,22 @@ class SoftmaxMixer(JoinedProjections):
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 
     @staticmethod
-    def packing(documents: Tensor) -> Window:
-        """Which keys each query attends to, where documents [B, T] are packed: those of its own document."""
+    def packing(documents: Tensor, dtype: torch.dtype) -> Window:
+        """Which keys each query, of this dtype, attends to, where documents [B, T] are packed: those of its own document."""
         same = documents[:, :, None] == documents[:, None]
-        return Window(same.tril()[:, None])
+        return Window.of(same.tril()[:, None], dtype)
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, padding: Tensor | None) -> Window:
+    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Window:
         """The same for a piece that continues from a state: all keys so far but those of left padding."""
         fixed = state.cursor is not None
         begin = state.cursor if fixed else state.length
         device = state.position.device
         if not fixed and not state.padded and padding is None:
-            return Window(causal_lower_right(tokens, begin + tokens) if begin and tokens > 1 else None, begin)
+            if not begin or tokens == 1:
+                return Window(None, begin)
+            if device.type == "cuda":  # whose kernels know this one without a mask
+                return Window(causal_lower_right(tokens, begin + tokens), begin)
         slots = torch.arange(state.capacity if fixed else begin + tokens, device=device)
         own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
         mask = slots <= own
@@ -71,8 +84,8 @@ class SoftmaxMixer(JoinedProjections):
             start = begin - seen  # a row's tokens end where all rows end
             # Padding attends to itself: a query without any key would be NaN.
             mask = (mask & (slots >= start[:, None, None])) | (slots == own)
-            return Window(mask[:, None], begin)
-        return Window(mask, begin)
+            mask = mask[:, None]
+        return Window.of(mask, dtype, begin)
 
     def forward(
         self,
@@ -92,15 +105,17 @@ class SoftmaxMixer(JoinedProjections):
                 for proj in (self.wq, self.wk)
             )
             v = self.wv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        packing = packing or Window()
+        mask, begin = packing or Window()
         if state is not None:
-            k, v = state.append(k, v, packing.begin)
+            k, v = state.append(k, v, begin)
+        if isinstance(mask, Tensor) and not isinstance(mask, CausalBias):
+            mask = mask.to(q.dtype)
         o = F.scaled_dot_product_attention(
             q,
             k.to(q.dtype),
             v.to(q.dtype),
-            attn_mask=packing.mask,
-            is_causal=packing.mask is None and T > 1,
+            attn_mask=mask,
+            is_causal=mask is None and T > 1,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))

@@ -82,11 +82,11 @@ class Transformer(nn.Module):
                 once it has begun.
             last: logits of the last so many positions only, [B, last, V]; None for all.
         """
-        T = tokens.shape[1]
+        T, h = tokens.shape[1], self.tok_embeddings(tokens)
         if state is None:
             if padding is not None:
                 raise ValueError("padding needs a state to continue from: give model.init_state(batch).")
-            positions, packing = self._packed(tokens, positions)
+            positions, packing = self._packed(tokens, positions, h.dtype)
         else:
             if positions is not None:
                 raise ValueError(
@@ -98,12 +98,11 @@ class Transformer(nn.Module):
                 positions = positions + torch.arange(T, device=tokens.device)
             if padding is not None:
                 positions = (positions - padding[:, None]).clamp_min(0)
-            packing = self._mixer.continuing(state, T, padding)
+            packing = self._mixer.continuing(state, T, padding, h.dtype)
         frequencies = self._frequencies(tokens.device) if state is None else state.frequencies
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
         rope = None if frequencies is None else rope_tables(positions, frequencies, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
-        h = self.tok_embeddings(tokens)
         for i, layer in enumerate(self.layers.values()):
             h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
         if state is not None:
@@ -120,11 +119,11 @@ class Transformer(nn.Module):
             return None
         return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
 
-    def _packed(self, tokens: Tensor, positions: Tensor | None):
+    def _packed(self, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype):
         """(positions, what the mixers need to know of packed documents)."""
         if positions is None:
             return torch.arange(tokens.shape[1], device=tokens.device), None
-        return positions, self._mixer.packing((positions == 0).cumsum(1, dtype=torch.int32))
+        return positions, self._mixer.packing((positions == 0).cumsum(1, dtype=torch.int32), dtype)
 
     def dynamics(self) -> list[tuple[Tensor, ...]]:
         """Per layer what its scan reads of the parameters, float32; constant over the sequence.

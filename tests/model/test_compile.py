@@ -33,7 +33,7 @@ def test_a_block_is_one_graph(condition, situation):
             whole = model.init_state(2, capacity=25)
             model(random_tokens(model.config, 2, 5), whole)
             state = whole.layers[0]
-            packing = block.attention.continuing(whole, T, None)
+            packing = block.attention.continuing(whole, T, None, x.dtype)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
 
     def run(f):

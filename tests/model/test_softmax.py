@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model.feature_map import rope_frequencies, rope_tables
+from interdomain.model.generation import prefill
 from interdomain.model.softmax import SoftmaxMixer
 
-from .common import small_config
+from .common import random_tokens, small_config, variant
 from .test_mixer import rotate
 
 
@@ -34,3 +36,53 @@ def test_plain_masked_softmax(n_kv_heads):
     with torch.no_grad():
         found = mixer(x, rope_tables(torch.arange(33), rope_frequencies(config.head_dim, 1e4), torch.float64))
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
+
+
+class Masks(TorchDispatchMode):
+    """Those that attention is given, in the order of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            self.found.append(kwargs.get("attn_mask"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "situation", ["step", "padded step", "fixed step", "padded fixed step", "piece", "padded piece"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_layers_share_a_mask(situation, dtype):
+    """As attention wants it, or each would make its own: in the queries' dtype, rows at multiples of 16 numbers."""
+    model = variant("softmax", dtype=dtype)
+    padding = torch.tensor([0, 4]) if "padded" in situation else None
+    _, state = prefill(model, random_tokens(model.config, 2, 9), padding=padding)
+    if "fixed" in situation:
+        state.reserve(20)
+        state.cursor = torch.tensor([state.length])
+    with Masks() as masks:
+        model(random_tokens(model.config, 2, 3 if "piece" in situation else 1), state)
+    assert len(masks.found) == model.config.n_layers
+    assert_shared(masks.found, None if situation == "step" else dtype)
+
+
+def test_layers_share_the_mask_of_packed_documents():
+    model = variant("softmax")
+    with Masks() as masks:
+        model(random_tokens(model.config, 2, 9), positions=torch.tensor([[0, 1, 0, 1, 2, 3, 0, 1, 2]] * 2))
+    assert_shared(masks.found, torch.float64)
+
+
+def assert_shared(masks, dtype):
+    first = masks[0]
+    if dtype is None:
+        assert masks == [None] * len(masks)
+        return
+    assert len(masks) > 1
+    assert {(m.data_ptr(), m.dtype, m.stride()) for m in masks} == {(first.data_ptr(), dtype, first.stride())}
+    assert first.stride(-1) == 1
+    assert first.stride(-2) % 16 == 0
