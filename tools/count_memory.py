@@ -1,0 +1,173 @@
+"""python -m interdomain.tools.count_memory --prompts 8x16384 1x131072
+
+Count, without a GPU, the memory that reading a prompt takes at its peak on one: the model and the launch code of its kernels
+run on tensors without data, no kernel is launched, and the bytes of what is alive are added up. Weights are bf16.
+"""
+
+import argparse
+import contextlib
+import sys
+import weakref
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from interdomain import features, scan
+from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, softmax
+from interdomain.model.generation import PREFILL_CHUNK, prefill
+from interdomain.model.transformer import meta_model
+
+from . import _inference_paper as paper
+from ._cli import user_errors
+from ._inference import model_bytes
+from .bench_inference import LONG_PROMPT
+
+BLOCK = 512  # bytes: PyTorch's allocator hands out multiples
+META, CUDA = torch.device("meta"), torch.device("cuda", 0)
+# Of an H100 or H200: how the kernels are launched depends on them.
+CAPABILITY, PROPERTIES = (9, 0), SimpleNamespace(multi_processor_count=132)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors without data that are made in it: `live` now, and `peak`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            if x.device == META and storage._cdata not in given | self._known.keys():
+                self._made(storage)
+        return out
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // BLOCK) * BLOCK
+
+        def freed(_):
+            self.live -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class OnCUDA(TorchFunctionMode):
+    """Tensors without data say that they are on CUDA, where two functions of PyTorch allocate otherwise than elsewhere."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _flash_attention(*args, **kwargs)
+        if func is F.rms_norm:
+            return _fused_rms_norm(*args, **kwargs)
+        out = func(*map(_here, args), **{name: _here(x) for name, x in kwargs.items()})
+        return CUDA if func == torch.Tensor.device.__get__ and out == META else out
+
+
+def _here(x):
+    return META if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, **options) -> Tensor:
+    """As cuDNN's, too: the output, laid out by token, and a float32 per query."""
+    if attn_mask is not None:
+        raise NotImplementedError("attention under a mask of its own is not counted")
+    B, H, T, _ = q.shape
+    out, _logsumexp = q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=torch.float32)
+    return out.transpose(1, 2)
+
+
+def _fused_rms_norm(x: Tensor, normalized_shape, weight=None, eps=None) -> Tensor:
+    out, _rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return out
+
+
+def _tensors(tree) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+@contextlib.contextmanager
+def without_gpu():
+    """In it, tensors without data take the way of CUDA, up to the launch of a Triton kernel."""
+    try:
+        from interdomain.scan.triton_launch import expand_kernel
+    except ImportError as e:
+        raise ValueError("the launch code cannot be run: Triton is not installed. pip install triton") from e
+    ops = [(scan.ops, "scan"), (scan.ops, "linear_scan"), (features.ops, "features")]
+    stand_ins = [
+        # What an op allocates inside would be left out: run the function that it was made of.
+        *((room, name, getattr(room, name)._init_fn) for room, name in ops),
+        (type(expand_kernel), "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None),
+        (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+        (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
+        *((torch.cuda, name, contextlib.nullcontext) for name in ("device", "device_of")),
+        # Which PyTorch cannot make in a mode. Attention allocates the same with it and without.
+        (softmax, "causal_lower_right", lambda *lengths: None),
+    ]
+    with contextlib.ExitStack() as stack:
+        for place, name, stand_in in stand_ins:
+            stack.enter_context(patch.object(place, name, stand_in))
+        with OnCUDA():
+            yield
+
+
+def prefill_bytes(config: ModelConfig, batch: int, length: int, chunk: int) -> int:
+    """At the peak of reading tokens [batch, length] in pieces of `chunk`, weights (bf16) and state or cache included."""
+    model = meta_model(config).to(torch.bfloat16)
+    tokens = torch.empty(batch, length, dtype=torch.int64, device=META)
+    with without_gpu(), LiveBytes() as count:
+        prefill(model, tokens, chunk=chunk)
+    return model_bytes(model) + count.peak
+
+
+def parse(argv) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m interdomain.tools.count_memory", description=__doc__.split("\n\n")[1], allow_abbrev=False
+    )
+    p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
+    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
+    p.add_argument("--prompts", nargs="+", help="sequences x tokens, such as 8x4096; default: bench_inference's")
+    p.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    prompts = [_prompt(p) for p in args.prompts] if args.prompts else [*paper.MEMORY, LONG_PROMPT]
+    if args.chunk < 1:
+        raise ValueError(f"--chunk must be at least 1: got {args.chunk}.")
+    ways = [f"{condition} {way}" for condition in args.conditions for way in ("whole", "chunked")]
+    print(f"{args.size}, bf16: GiB at the peak of reading a prompt, counted, not measured\n")
+    print("| prompt | " + " | ".join(ways) + " |")
+    print("|" + "---|" * (1 + len(ways)))
+    for batch, length in prompts:
+        cells = [f"B={batch}, {length:,} tokens"]
+        for condition in args.conditions:
+            config = build_config(args.size, condition)
+            cells += [f"{prefill_bytes(config, batch, length, piece) / 2**30:.2f}" for piece in (length, args.chunk)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+def _prompt(text: str) -> tuple[int, int]:
+    batch, _, length = text.partition("x")
+    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+        raise ValueError(f"--prompts: {text!r} is no BxT, sequences x tokens, such as 8x4096.")
+    return int(batch), int(length)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
