@@ -45,9 +45,8 @@ class FolderLock:
         self.record = {
             **{"token": secrets.token_hex(8), "pid": pid, "began": _began(pid), "machine": _machine()},
             **{"host": os.uname().nodename, "slurm_job": os.environ.get("SLURM_JOB_ID", "")},
-            "slurm_restarts": int(
-                os.environ.get("SLURM_RESTART_COUNT") or 0
-            ),  # how often the job was put back in the queue
+            # How often the job had been put back in the queue.
+            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         }
 

@@ -160,7 +160,7 @@ def test_a_holder_elsewhere_that_lives_is_named(tmp_path, held):
     ids=["earlier", "this", "another job"],
 )
 def test_a_start_that_slurm_gave_up_loses_the_folder(tmp_path, held, monkeypatch, caplog, job, restarts, taken):
-    """Its node was cut off and it beats on; the job came back from the queue. Within one start two runs are the user's mistake."""
+    """Cut off with its node, it beats on; the job came back from the queue. Two runs of one start are a mistake of the user."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     path = held(**ELSEWHERE | {"slurm_job": job, "slurm_restarts": restarts})
