@@ -1,6 +1,7 @@
 """What the benchmarks share: flags, the record of the machine, and results that grow row by row in JSON and Markdown."""
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -270,11 +271,12 @@ def _ptxas(capability: int) -> str:
 
 
 def _cpu_model() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+    """The processor's name. The kernel of an aarch64 machine has only numbers for it, whose name lscpu knows."""
+    for read in (Path("/proc/cpuinfo").read_text, lambda: _output(["lscpu"])):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            if found := re.search(r"^model name\s*:\s*(.+)$", read(), re.MULTILINE | re.IGNORECASE):
+                return found[1].strip()
+    return platform.machine()
 
 
 def reason(e: BaseException) -> str:

@@ -1,6 +1,7 @@
 """What the benchmarks stand on: counts of bytes and FLOPs against hand counts, timing in turns, results on the disk."""
 
 import json
+import platform
 import types
 
 import pytest
@@ -262,6 +263,20 @@ def test_the_record_names_no_place():
     assert "/" not in record.replace("CPU/", "")
     assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
     assert _bench.reason(OSError("no /x/y/z")) == "OSError: no z"
+
+
+def test_the_processor_has_a_name_where_the_kernel_has_only_numbers(monkeypatch):
+    """As on a GH200: no "model name" in /proc/cpuinfo."""
+    numbers = "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"
+    monkeypatch.setattr(_bench.Path, "read_text", lambda path: numbers)
+    monkeypatch.setattr(
+        _bench, "_output", lambda command: "Vendor ID:  ARM\nModel name:  Neoverse-V2" if command == ["lscpu"] else ""
+    )
+    assert _bench._cpu_model() == "Neoverse-V2"
+    monkeypatch.setattr(_bench, "_output", lambda command: "Vendor ID:  ARM")
+    assert _bench._cpu_model() == platform.machine()
+    monkeypatch.setattr(_bench.Path, "read_text", lambda path: f"model name\t: EPYC\n{numbers}")
+    assert _bench._cpu_model() == "EPYC"
 
 
 def test_the_commit_can_be_named(monkeypatch):
