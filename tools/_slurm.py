@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._supervise import CONTINUE, INTERRUPTED
+
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
 # The last steps' numbers are SLURM's own: the batch script, an interactive shell.
@@ -171,20 +173,25 @@ def _cpus_per_node() -> int:
 
 
 def run(command: list[str], site: Site) -> int:
-    """Run srun to its end and return its status, the highest of the nodes'.
+    """Run srun to its end and return its status, the highest of the nodes'; after a signal, if not 0, what supervise says.
 
     SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it
-    would kill them.
+    would kill them. Ctrl-C is srun's: once for the nodes' state, twice to end.
     """
     process = subprocess.Popen(command, env={**site.exported, **os.environ})
-    handlers = {
-        number: signal.signal(number, lambda *_: process.send_signal(signal.SIGUSR1))
-        for number in (signal.SIGUSR1, signal.SIGTERM)
-    }
-    # Ctrl-C is srun's: once for the nodes' state, twice to end.
-    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked = []
+
+    def pass_on(number, frame):
+        asked.append(number)
+        if number != signal.SIGINT:
+            process.send_signal(signal.SIGUSR1)
+
+    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
-        return process.wait()
+        code = process.wait()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    if code and asked:
+        return INTERRUPTED if asked[-1] == signal.SIGINT else CONTINUE
+    return code

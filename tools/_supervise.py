@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
+REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 ELASTIC = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save in; torchrun's own 30 would cut a large checkpoint short
@@ -26,7 +28,8 @@ STOP_SECONDS = 30  # torchrun's own patience with ranks after one that failed
 def supervise(command: list[str], environment: dict[str, str]) -> int:
     """Run torchrun to its end.
 
-    Returns: 0 for a finished run, CONTINUE for one that left on a signal, INTERRUPTED after Ctrl-C, else torchrun's status.
+    Returns: 0 for a finished run, CONTINUE for one that left on a signal, INTERRUPTED after Ctrl-C, REFUSED for one that a rank
+    ended by decision, else torchrun's status.
     """
     from interdomain.titan.errors import LEFT, OUTCOME, STOPPED
 
@@ -59,7 +62,25 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
     if said == LEFT or (asked and code):
         print(f"\nthe run left on a signal (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
         return CONTINUE
-    return code
+    return REFUSED if said == STOPPED else code
+
+
+def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
+    """Start a run, and again after every failure that left a newer checkpoint than it found. Returns: the last status.
+
+    For torchrun counts its restarts over all its life, and ends with the node or the process that it runs on.
+    """
+    while True:
+        before = saved_up_to()
+        status = start()
+        step = saved_up_to()
+        if status in (0, CONTINUE, INTERRUPTED, REFUSED) or step <= before:
+            return status
+        print(
+            f"\nthe run failed (exit status {status}), but got as far as the checkpoint of step {step}: starting it again.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _wait(process: subprocess.Popen, outcome: Path, stopped: str) -> tuple[int, str]:

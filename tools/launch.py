@@ -19,7 +19,7 @@ import torch
 from . import _slurm
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
-from ._supervise import CONTINUE, supervise
+from ._supervise import CONTINUE, keep_going, supervise
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -27,7 +27,7 @@ CPU_RANKS = 2
 NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
 # TensorBoard shows 1,000 points of a curve, drawn at random: no spikes.
 SEE_ALL = ("--samples_per_plugin", "scalars=100000")
-# By one start of torchrun, which counts them all, progress or not; the same command begins a new count.
+# By one start of torchrun, which counts them all, progress or not; keep_going begins a new count after progress.
 MAX_RESTARTS = 3
 
 
@@ -55,7 +55,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=MAX_RESTARTS,
         metavar="N",
-        help=f"start the ranks anew from the last whole checkpoint at most N times when one dies (default {MAX_RESTARTS})",
+        help="when one dies, start the ranks anew from the last whole checkpoint: N times, and N times more where there is a "
+        f"newer one by then (default {MAX_RESTARTS}; 0: never)",
     )
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
@@ -199,6 +200,7 @@ def main(argv=None) -> int:
     job = job_config(args.config, flags)
 
     from interdomain.titan.plan import make_plan
+    from interdomain.titan.whole import latest_finished
 
     plan = make_plan(job, world_size=nodes.ranks * len(nodes.hosts) if nodes else ranks)
     print(plan.describe())
@@ -214,7 +216,12 @@ def main(argv=None) -> int:
     refuse_idle_gpus()
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
-    code = _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
+
+    def start() -> int:
+        return _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
+
+    checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
+    code = keep_going(start, lambda: latest_finished(checkpoints)) if args.max_restarts else start()
     if code == CONTINUE:
         return code
     if code:

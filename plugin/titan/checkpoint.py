@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_
 from .errors import one_paragraph, stop
 from .lock import FolderLock
 from .preemption import children_keep_saving
-from .whole import altered_entry, fault, is_finished, read_whole
+from .whole import altered_entry, fault, is_finished, read_whole, step_of
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -154,7 +153,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if not self.enable or self.load_only:
             return False
         failed = self._save_under_way_failed()
-        if failed or self._step_of(self.saving) != step:
+        if failed or step_of(self.saving) != step:
             self.save(step, last_step=True)
         return True
 
@@ -186,7 +185,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
         steps = self._steps()
-        current = self._step_of(self.saving)
+        current = step_of(self.saving)
         # An index has an entry for every tensor of every rank: it is read once, and not for what this process saved. A save
         # that failed would have ended it.
         whole = [step for step in steps if step == current or step in self.kept or self._is_whole(step)]
@@ -205,12 +204,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _steps(self) -> list[int]:
         names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        return sorted(step for step in map(self._step_of, names) if step is not None)
-
-    @staticmethod
-    def _step_of(path: str) -> int | None:
-        match = re.fullmatch(r"step-(\d+)", os.path.basename(path))
-        return int(match.group(1)) if match else None
+        return sorted(step for step in map(step_of, names) if step is not None)
 
     def _is_whole(self, step: int) -> bool:
         return fault(Path(self._create_checkpoint_id(step))) is None

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from interdomain.tools import _supervise
-from interdomain.tools._supervise import CONTINUE, ELASTIC, supervise
+from interdomain.tools._supervise import CONTINUE, ELASTIC, INTERRUPTED, REFUSED, keep_going, supervise
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 
@@ -90,12 +90,13 @@ def test_torchrun_leaves_the_terminals_signal_alone(monkeypatch):
     assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP"}
 
 
-def test_a_decision_is_not_repeated():
+def test_a_decision_is_not_repeated(capfd):
     """torchrun would start the ranks again, to the same end."""
-    assert run("say('stopped'); wait(); sys.exit(1 if seen else 9)") == 1
+    assert run("say('stopped'); wait(); print(len(seen)); sys.exit(1)") == REFUSED == 2
+    assert capfd.readouterr().out == "1\n"
 
 
-def test_ranks_that_hear_nothing_do_not_hold_up_the_end(monkeypatch):
+def test_ranks_that_hear_nothing_do_not_hold_up_the_end(monkeypatch, capfd):
     """They wait in a collective for the one that stopped, and torchrun waits for them as if they were saving."""
     monkeypatch.setattr(_supervise, "STOP_SECONDS", 0.2)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
@@ -104,11 +105,40 @@ def test_ranks_that_hear_nothing_do_not_hold_up_the_end(monkeypatch):
         run(
             "import subprocess\n"
             f"rank = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True, stdout=subprocess.PIPE)\n"
-            "rank.stdout.readline(); say('stopped'); sys.exit(1 if rank.wait() == -signal.SIGKILL else 9)"
+            "rank.stdout.readline(); say('stopped'); print(rank.wait()); sys.exit(1)"
         )
-        == 1
+        == REFUSED
     )
+    assert capfd.readouterr().out == f"{-signal.SIGKILL}\n"
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("starts", "status"),
+    [
+        ([(100, 1), (300, 137), (300, 0)], 0),  # (saved up to, status): two failures, each further than the one before
+        ([(100, 1), (100, 1)], 1),
+        ([(None, 1)], 1),  # nothing was saved
+        ([(100, CONTINUE)], CONTINUE),
+        ([(100, INTERRUPTED)], INTERRUPTED),
+        ([(100, REFUSED)], REFUSED),
+    ],
+)
+def test_a_run_that_fails_is_started_again_as_long_as_it_gets_further(tmp_path, capfd, starts, status):
+    """Real processes; what they save is a file."""
+    saved, given = tmp_path / "saved", iter(starts)
+
+    def start():
+        step, code = next(given)
+        write = "" if step is None else f"open({str(saved)!r}, 'w').write('{step}'); "
+        return run(f"{write}sys.exit({code})")
+
+    assert keep_going(start, lambda: int(saved.read_text()) if saved.is_file() else -1) == status
+    assert list(given) == []
+    said = capfd.readouterr().err
+    assert said.count("starting it again") == len(starts) - 1
+    if len(starts) == 3:
+        assert "exit status 137), but got as far as the checkpoint of step 300" in said
 
 
 def test_our_own_handlers_come_back():
