@@ -26,14 +26,18 @@ find_python() {
 
 # install EXTRAS: with the exact versions, into $venv.
 install() {
-  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+  local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib")
   # torch first and alone: a range in another package must not choose it.
   "${pip[@]}" "$(grep '^torch==' constraints.txt)" && "${pip[@]}" -c constraints.txt -e ".[$1]" || return
-  [[ ,$1, == *,dev,* ]] || return 0
-  # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, and transformers' other major.
-  "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
-    "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
-      transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2
+  if [[ ,$1, == *,dev,* ]]; then
+    # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, and transformers' other major.
+    "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
+      "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
+        transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 || return
+    folders+=("$venv/transformers4")
+  fi
+  # On all cores, where pip takes one. Some packages carry files that are no Python of this version: left out, as by pip.
+  "$venv/bin/python" -m compileall -qq -j 0 "${folders[@]}" || true
 }
 
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from.
