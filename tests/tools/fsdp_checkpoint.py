@@ -1,5 +1,9 @@
-"""torchrun --nproc-per-node 2 tests/tools/fsdp_checkpoint.py FOLDER TOKENIZER: a checkpoint of a model sharded by FSDP2."""
+"""python tests/tools/fsdp_checkpoint.py FOLDER TOKENIZER: a checkpoint of a model sharded by FSDP2, by two ranks.
 
+The ranks are forks, which share the imports.
+"""
+
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -16,13 +20,17 @@ from tests.model.common import small_config
 from tests.tools.checkpoints import VOCAB, write_record
 
 
-def main(folder: Path, tokenizer: Path) -> None:
-    dist.init_process_group("gloo")
+RANKS = 2
+
+
+def run(rank: int, folder: Path, tokenizer: Path) -> None:
+    meet = f"file://{folder.parents[2] / 'ranks'}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS)
     # 3 heads on 2 ranks: uneven shards, and an empty one where a tensor has a single row.
     config = small_config("interdomain", vocab_size=VOCAB, dim=24, n_heads=3, feature_map="rff", n_kv_heads=1)
     with torch.device("meta"):
         model = Transformer(config)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     for layer in model.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -40,5 +48,15 @@ def main(folder: Path, tokenizer: Path) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: Path, tokenizer: Path) -> int:
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(rank, folder, tokenizer)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return any(rank.exitcode for rank in ranks)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
