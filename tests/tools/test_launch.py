@@ -153,8 +153,8 @@ def test_every_config_names_existing_fields_and_the_plugin(capsys):
 def test_first_start_end_to_end(tmp_path):
     """The newcomer's run in a folder of its own: corpus, training, and then every command that it prints, pasted."""
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
-    argv = ["--training.tokens", "20480", "--lr_scheduler.warmup_tokens", "4096", "--validation.tokens", "4096"]
-    argv += ["--training.seq_len", "128"]
+    argv = ["--training.tokens", "6144", "--lr_scheduler.warmup_tokens", "1024", "--validation.tokens", "1024"]
+    argv += ["--training.seq_len", "64"]
     run = subprocess.run(
         [sys.executable, "-m", "interdomain.tools.launch", *argv],
         cwd=tmp_path,
@@ -165,7 +165,7 @@ def test_first_start_end_to_end(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     (first, _), (last, _) = measured = re.findall(r"([\d.]+) at step (\d+)", run.stdout)
-    assert [int(step) for _, step in measured] == [1, 10]
+    assert [int(step) for _, step in measured] == [1, 6]
     assert float(last) < float(first)
     commands = [
         line for line in run.stdout.splitlines() if " -m interdomain.tools." in line and "tensorboard" not in line
@@ -176,8 +176,8 @@ def test_first_start_end_to_end(tmp_path):
         assert pasted.returncode == 0, f"{command}\n{pasted.stderr}"
     assert pasted.stdout.startswith("def main(")
     (going_on,) = [line for line in run.stdout.splitlines() if line.startswith("./launch.sh ")]
-    assert "--training.tokens 40960" in going_on
-    assert (tmp_path / "outputs/debug/checkpoint/step-10/.metadata").is_file()
+    assert "--training.tokens 12288" in going_on
+    assert (tmp_path / "outputs/debug/checkpoint/step-6/.metadata").is_file()
     assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
 
 
