@@ -10,6 +10,7 @@ import math
 import pickle
 import re
 import warnings
+from enum import EnumType
 from pathlib import Path
 
 import torch
@@ -47,8 +48,19 @@ _ALLOWED = {
 }
 
 
+def _member(enum, name):
+    """What `getattr` may do in an index: Python 3.11.2 (Debian 12's) pickles a member of an enum as getattr(enum, name)."""
+    if not isinstance(enum, EnumType):
+        raise pickle.UnpicklingError(
+            "builtins.getattr has no place in the index of a checkpoint but for an enum's member"
+        )
+    return enum[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = super().find_class(module, name) if module in _ALLOWED else None
         allowed = (
             isinstance(found, torch.dtype) or found is torch.Size

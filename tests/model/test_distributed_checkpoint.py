@@ -1,7 +1,9 @@
 """Reading checkpoints that nobody vouches for: an index describes tensors, or it is refused, and nothing in it runs."""
 
+import io
 import pickle
 import random
+from enum import Enum
 
 import pytest
 import torch
@@ -52,8 +54,42 @@ GADGETS = {
     "torch.load": b"ctorch\nload\n(S'x'\ntR.",
     "torch.hub.load": b"ctorch.hub\nload\n(S'x'\nS'y'\ntR.",
     "a dotted name": b"\x80\x04\x8c\x07pathlib\x94\x8c\x0fPath.write_text\x94\x93\x94.",
+    "builtins.getattr": b"cbuiltins\ngetattr\n(cpathlib\nPath\nS'write_text'\ntR.",
     "a module's module": b"\x80\x04\x8c\x05torch\x94\x8c\x09os.system\x94\x93\x94.",
 }
+
+
+class AsPython3112(pickle.Pickler):
+    """Members of enums as Python 3.11.2, Debian 12's, writes them."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_an_index_that_another_python_wrote(checkpoint):
+    path = checkpoint / checkpoints.METADATA
+    there = io.BytesIO()
+    AsPython3112(there).dump(pickle.loads(path.read_bytes()))
+    path.write_bytes(there.getvalue())
+    assert b"getattr" in there.getvalue()
+    test_round_trip(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "__class__"),
+        ("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "mro"),
+        ("torch.distributed.checkpoint.metadata.Metadata", "__init__"),
+    ],
+)
+def test_getattr_gives_members_of_enums_and_nothing_else(checkpoint, path, name):
+    module, _, owner = path.rpartition(".")
+    data = f"cbuiltins\ngetattr\n(c{module}\n{owner}\nS'{name}'\ntR.".encode()
+    assert callable(pickle.loads(data))  # there is something to reach
+    (checkpoint / checkpoints.METADATA).write_bytes(data)
+    with pytest.raises(ValueError, match=r"builtins\.getattr has no place|" + name):
+        checkpoints.tensor_index(checkpoint)
 
 
 @pytest.mark.parametrize("gadget", GADGETS)
