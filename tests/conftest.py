@@ -3,15 +3,37 @@
 Without TorchTitan tests/titan is left out, so that a GPU machine that has PyTorch and Triton alone can run `pytest -m gpu`.
 """
 
+import gc
 import importlib.util
 
 import pytest
 
 TITAN = "tests/titan/"
-LONGEST = (TITAN, "tests/scan/test_triton_compile", "tests/tools/test_launch", "tests/tools/test_slurm")
+LONGEST = (
+    TITAN,
+    "tests/scan/test_triton_compile",
+    "tests/tools/test_launch",
+    "tests/scan/test_triton_chunkwise",
+    "tests/hf/test_alone",
+    "tests/model/test_compile",
+)
 
 WITHOUT_TITAN = importlib.util.find_spec("torchtitan") is None
 collect_ignore = ["titan"] if WITHOUT_TITAN else []
+
+
+gc.disable()  # imports are quicker without
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not look through it in every test."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
+    gc.enable()
 
 
 def pytest_report_header():
