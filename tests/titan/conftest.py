@@ -168,10 +168,13 @@ def two(tmp_path_factory, corpus, short, launch):
     runs.add("spoiled", **local, **WITH_CHECKPOINTS, spoil=spoil, probes=["states"])
     limit = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
     runs.add("given up", **local, **limit, spoil={"rank": 1, 3: "loss", 4: "loss"}, stops=True, probes=["states"])
-    runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2)
+    runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2, training__steps=4)
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}
         runs.add(condition, **local, **settings, training__steps=4)
+    # Of a run of 200 steps, the first: what two nodes are compared with.
+    long = {"lr_scheduler__total_steps": 200, "metrics__enable_tensorboard": True}
+    runs.add("machine", **local, **long)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
     compiled = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
     runs.add("compiled", **local, **compiled, **SHORT, compile__backend="inductor", probes=["scan"])
@@ -214,7 +217,7 @@ def one(tmp_path_factory, corpus, launch, two):
     started = half(two, runs.folder / "started", step=5, whole=False)
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", folder=started, checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
-    runs.add("accumulated", training__local_batch_size=2)
+    runs.add("accumulated", training__local_batch_size=2, training__steps=4)
     for condition in ("softmax", "s4d"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
     runs.add("bfloat16", **BFLOAT16, probes=["scan"])
@@ -231,6 +234,6 @@ def four(tmp_path_factory, corpus, launch, two):
     """On four ranks."""
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     local = {"training__local_batch_size": 2}
-    runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2)
+    runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
     runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)
     return runs.start()

@@ -1,65 +1,23 @@
-"""SLURM: the same line in an allocation. Stand-ins for srun and scontrol start real processes, as two nodes of this machine."""
+"""SLURM: what the same line does in an allocation. tests/titan/test_nodes.py starts it."""
 
-import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.tools import _node, _slurm, compare_runs, launch
+from interdomain.tools import _node, _slurm, launch
+
+from .. import slurm_stand_in
 
 ROOT = Path(__file__).parents[2]
-
-SCONTROL = """#!/bin/sh
-# scontrol show hostnames LIST, for lists without brackets
-echo "$3" | tr ',' '\\n'
-"""
-
-# Its own flags begin with --; what follows is started once per task, and gets the signals that it gets.
-SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
-flags = [argument for argument in sys.argv[1:] if argument.startswith("--")]
-command = sys.argv[1:]
-while command[0].startswith("--"):
-    command.pop(0)
-(tasks,) = [int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")]
-nodes = [
-    subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i), "SLURM_PROCID": str(i), "SLURM_STEP_ID": "0"}})
-    for i in range(tasks)
-]
-for number in (signal.SIGUSR1, signal.SIGTERM):
-    signal.signal(number, lambda number, _: [node.send_signal(number) for node in nodes])
-sys.exit(max(node.wait() for node in nodes))
-"""
 
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """slurm(hosts, ...): this process stands in an allocation of these hosts."""
-    for name, script in (("scontrol", SCONTROL), ("srun", SRUN)):
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(script)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    for name in [*os.environ]:
-        if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_")):
-            monkeypatch.delenv(name)
-
-    def slurm(*hosts, **variables):
-        given = {"JOB_ID": "4242", "JOB_NUM_NODES": str(len(hosts)), "JOB_NODELIST": ",".join(hosts), **variables}
-        for name, value in given.items():
-            monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(f"SLURM_{name}", False)
-
-    monkeypatch.chdir(ROOT)
-    return slurm
+    return slurm_stand_in.allocations(tmp_path, monkeypatch)
 
 
 def dry(capsys, *argv):
@@ -199,78 +157,3 @@ def test_a_site_file_that_is_not_one(tmp_path):
     (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
     with pytest.raises(ValueError, match=r"bad.env, line 2: 'export NCCL_PROTO=y' is not NAME=VALUE"):
         _slurm.site_named(str(tmp_path / "bad.env"))
-
-
-TINY = ("--training.seq_len", "64", "--training.tokens", "0", "--lr_scheduler.warmup_tokens", "0")
-TINY += ("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--lr_scheduler.warmup_steps", "2")
-TINY += ("--validation.no-enable", "--metrics.log_freq", "1", "--metrics.mixer_freq", "0", "--max-restarts", "0")
-
-
-TIMEOUT = 300  # seconds for one run
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    from interdomain.tools import prepare_data
-
-    folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    argv = ["--input", "stdlib", "--max-bytes", "400000", "--vocab-size", "512", "--validation-fraction", "0.1"]
-    assert prepare_data.main([*argv, "--output", str(folder)]) == 0
-    return folder
-
-
-def until_the_signal(corpus, folder, *argv):
-    """Run the launcher's line, send it SIGUSR1 when step 4 is logged, and return (exit status, what it said)."""
-    command = [sys.executable, "-m", "interdomain.tools.launch", *TINY, *argv, "--training.steps", "200"]
-    with subprocess.Popen(
-        [*command, "--data.corpus", str(corpus), "--job.dump_folder", str(folder)],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # with all that it starts: nothing is left behind
-    ) as running:
-        limit = threading.Timer(TIMEOUT, os.killpg, (running.pid, signal.SIGKILL))
-        limit.start()
-        said = []
-        for line in running.stdout:
-            said.append(line)
-            if re.search(r"step: +4 ", line):
-                running.send_signal(signal.SIGUSR1)
-        limit.cancel()
-    return running.returncode, "".join(said)
-
-
-def alone(corpus, folder, steps):
-    """The first steps of that run on two ranks of this machine, forked as the trainer's own tests do it."""
-    flags = [*TINY[: TINY.index("--max-restarts")], "--lr_scheduler.total_steps", "200", "--training.steps", str(steps)]
-    flags += ["--checkpoint.no-enable", "--data.corpus", str(corpus), "--job.dump_folder", str(folder)]
-    job = {"name": "machine", "args": ["--job.config_file", launch.DEFAULT_CONFIG, *flags]}
-    jobs, log = folder.with_suffix(".json"), folder.with_suffix(".log")
-    jobs.write_text(json.dumps([job]))
-    program = [str(ROOT / "tests/titan/driver.py"), str(jobs), str(folder.parent)]
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/titan/forks.py"],
-        input=json.dumps({"ranks": 2, "program": program, "log": str(log)}),
-        env={**os.environ, **ENVIRONMENT},
-        text=True,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    assert done.stdout == "0\n", log.read_text()[-5000:]
-
-
-@pytest.mark.e2e
-def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(slurm, corpus, tmp_path, capsys):
-    """Two torchrun agents of one rank each, against two ranks; and the time limit's SIGUSR1 on its way to the ranks."""
-    nodes, machine = tmp_path / "nodes", tmp_path / "machine"
-    slurm("localhost", "localhost")
-    code, said = until_the_signal(corpus, nodes, "--ranks", "1")
-    assert code == launch.CONTINUE, said[-5000:]
-    left = int(re.search(r"leaving after step (\d+) \(SIG", said)[1])
-    assert (nodes / "checkpoint" / f"step-{left}" / ".metadata").is_file()
-    assert said.count("step:  1 ") == 1  # one node speaks for all
-    alone(corpus, machine, left)
-    assert compare_runs.main([str(nodes), str(machine)]) == 0, capsys.readouterr().out
-    assert "the same to the bit at" in capsys.readouterr().out
