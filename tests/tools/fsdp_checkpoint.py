@@ -19,7 +19,6 @@ from interdomain.model import Transformer
 from tests.model.common import small_config
 from tests.tools.checkpoints import VOCAB, write_record
 
-
 RANKS = 2
 
 
