@@ -57,7 +57,8 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
   text, and only what is new is read. It is advanced in place: `copy.deepcopy` it to continue in several ways.
 - A long prompt is read in pieces of 2,048 tokens.
 - `generate(..., cache_implementation="static")` decodes in steps of fixed shape: on an NVIDIA GPU as one CUDA graph, captured
-  anew in every call and worth it for long texts.
+  in the first call and replayed in later ones of as many texts, while the weights stay where they are. Its memory goes with the
+  model, or with `model.to(...)`.
 - Whatever `dtype` is, the parameters of the recurrence stay float32.
 - Fine-tuning works through `Trainer`, with gradient checkpointing too. The model runs on one device (`device_map="auto"` takes
   the first GPU). Not supported: assisted and contrastive generation, attention matrices, another vocabulary, quantized weights.

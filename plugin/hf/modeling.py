@@ -19,10 +19,11 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from interdomain.model.config import Execution
-from interdomain.model.generation import Decoder, prefill
+from interdomain.model.generation import prefill
 from interdomain.model.state import ModelState
 from interdomain.model.transformer import Transformer
 
+from .cache import LEFT, InterdomainCache
 from .configuration import InterdomainConfig
 
 # Shapes: B batch, T tokens of this pass, V vocabulary.
@@ -31,65 +32,6 @@ LOSS_ARGUMENTS = {"num_items_in_batch", "shift_labels"}  # Trainer's, for the lo
 CACHES = (None, "dynamic", "static")  # cache_implementation
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map
 QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
-
-
-class InterdomainCache:
-    """`past_key_values`: a model's state, made at the first pass and advanced in place.
-
-    It cannot go back: to continue one text in several ways, copy it (`copy.deepcopy`) before.
-
-    Args:
-        room: tokens in all, to decode in steps of fixed shape: on CUDA one CUDA graph (`Decoder`). None: plain steps.
-    """
-
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self, state: ModelState | None = None, room: int | None = None) -> None:
-        self.state, self.room, self.decoder = state, room, None
-
-    def step(self, model: Transformer, tokens: Tensor) -> Tensor:
-        """One token of each row, [B] -> logits [B, V]."""
-        if self.decoder is None:
-            self.decoder = Decoder(model, self.state, room=self.room - self.state.length)
-        return self.decoder.step(tokens).clone()
-
-    def release(self) -> ModelState | None:
-        """The state, which is to be advanced otherwise than by `step`."""
-        if self.decoder is not None:
-            self.decoder = self.state.cursor = None
-        return self.state
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read, left padding included."""
-        return 0 if self.state is None else self.state.length
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1  # no limit
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.decoder is None:
-            self.state = self.state.select(beam_idx)
-        else:  # its graph knows the tensors' addresses
-            self.state.take(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.state = self.release().select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.state.position), device=self.state.position.device)
-        self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        self.state = self.decoder = None
-
-    def crop(self, *args) -> None:
-        raise NotImplementedError(
-            "a recurrent state cannot forget its last tokens: copy the cache before it reads them."
-        )
-
-    def __deepcopy__(self, memo) -> "InterdomainCache":
-        return InterdomainCache(None if self.state is None else self.state.clone(), self.room)
 
 
 class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
@@ -122,6 +64,10 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
         # After post_init: transformers 4 refuses names of which a model has no parameter.
         self._keep_in_fp32_modules_strict = {"ssm", "frequencies"}
+
+    def _apply(self, fn, recurse=True):  # to, cuda, half, ...
+        LEFT.pop(self, None)
+        return super()._apply(fn, recurse)
 
     def _init_weights(self, module) -> None:
         """Nothing: a new model has its values, and one with missing tensors is refused."""
@@ -234,12 +180,13 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         step = seen and past_key_values.room is not None and input_ids.shape[1] == 1
         step = step and padding is None and last is not None and not watched
         if state is not None and not step:
-            past_key_values.release()
+            state = past_key_values.release()
         if state is None and (use_cache or padding is not None):
             state = self.transformer.init_state(len(input_ids), capacity=input_ids.shape[1])
         with _Recorder(self if output_hidden_states else None) as recorded, self._recomputed(every):
             if step:
-                logits = past_key_values.step(self.transformer, input_ids[:, 0])[:, None]
+                logits = past_key_values.step(self, input_ids[:, 0])[:, None]
+                state = past_key_values.state
             elif state is not None and last == 1 and not watched:
                 logits = prefill(self.transformer, input_ids, state, padding=padding)[0][:, None]
             else:

@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from .state import ModelState
+from .joined import JoinedProjections
+from .state import MixerState, ModelState
 from .transformer import Transformer
 
 # Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
@@ -100,6 +102,8 @@ class Decoder:
         graph: whether to capture; None for on CUDA alone.
         compiled: whether to compile the step with torch.compile: half a minute here, once per shape, on a CPU too, for fewer
             and faster kernels.
+    Attributes:
+        restarts: whether `restart` is possible: with a graph, of a model of nothing but its own modules.
     """
 
     @torch.inference_mode(False)  # what is made here is written in every step, wherever that is taken
@@ -108,7 +112,7 @@ class Decoder:
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None, compiled: bool = False
     ) -> None:
         device = state.position.device
-        self.state, self.graph = state, None
+        self.state, self.graph, self.model, self._at = state, None, model, None
         self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
@@ -129,6 +133,10 @@ class Decoder:
             state.restore(before)
 
     def _capture(self, device: torch.device, before: list[Tensor]) -> None:
+        for layer in self.state.layers:
+            if isinstance(layer, MixerState):  # tables of its own: `restart` writes them
+                layer.step = tree_map_only(Tensor, Tensor.clone, layer.step)
+        self._at = _places(self.model, self.state)
         # The first steps compile kernels and let libraries allocate.
         current, aside = torch.cuda.current_stream(device), _stream(device, "warm-up")
         aside.wait_stream(current)
@@ -166,6 +174,52 @@ class Decoder:
             self.graph.replay()
         self.state.length += 1
         return self.logits
+
+    @property
+    def restarts(self) -> bool:
+        return self._at is not None
+
+    def fits(self, state: ModelState, room: int = 0) -> bool:
+        """Whether `restart` can: rows, padding or none, dtype and room are as captured, and what the graph reads lies where
+        it lay. (Weights may have changed in place.)"""
+        return self.restarts and self.state.fits(state, room) and self._at == _places(self.model, self.state)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restart(self, state: ModelState, room: int = 0) -> None:
+        """Go on from another state of the same model, which is copied: a capture takes as long as hundreds of steps.
+
+        Raises: ValueError where the graph is not one of this state's steps (`fits`).
+        """
+        if not self.fits(state, room):
+            raise ValueError("the captured graph is not of this state's steps: make another Decoder.")
+        self.state.become(state)
+
+
+def _places(model: Transformer, state: ModelState) -> list | None:
+    """What a captured step takes for granted beside its state: where each weight lies, and how it is computed with.
+
+    None where that is not all there is to it: modules of others (adapters, quantized or sharded weights) and hooks do what they
+    do by values of Python's.
+    """
+    device = state.position.device
+    found = [torch.cuda.current_stream(device), torch.get_float32_matmul_precision()]
+    found += [torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)]
+    for name, module in model.named_modules():
+        ours = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        if hooked or not (ours or type(module) in (nn.Embedding, nn.ModuleDict)):
+            return None
+        tensors = module._parameters | module._buffers
+        if isinstance(module, JoinedProjections):
+            found.append(module.execution if hasattr(module, "execution") else None)
+            if module._is_joined():
+                tensors["joined"] = module.joined
+        for key, x in tensors.items():
+            if type(x) not in (Tensor, nn.Parameter, type(None)):
+                return None
+            found.append((name, key, x if x is None else (x.data_ptr(), x.dtype, x.device, x.shape, x.stride())))
+    return found
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from interdomain import features, scan
 
@@ -153,6 +154,33 @@ class ModelState:
         """Become `select(rows)`, as many rows as there are; addresses stay."""
         for x, new in zip(self._tensors(), self.select(rows)._tensors(), strict=True):
             x.copy_(new)
+
+    def fits(self, other: "ModelState", room: int) -> bool:
+        """Whether `become(other)` is possible, with room for so many more tokens; a cache of more than twice those needed, all
+        of which a step of fixed shape attends to, does not."""
+        if len(self.position) != len(other.position) or self.padded != other.padded:
+            return False
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        if any((x.dtype, x.device) != (y.dtype, y.device) for x, y in pairs):
+            return False
+        needed = other.length + max(1, room)
+        return self.capacity is None or needed <= self.capacity <= 2 * needed
+
+    def become(self, other: "ModelState") -> None:
+        """A copy of `other`, a state of the same model, with what it reads of the parameters; addresses stay."""
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            if isinstance(layer, KVCache):
+                for x, y in ((layer.k, new.k), (layer.v, new.v)):
+                    x[:, :, : other.length] = y[:, :, : other.length]
+                    x[:, :, other.length :] = 0  # under the mask: zero times an infinity would be NaN
+            else:
+                for x, y in zip(*(tree_leaves((s.conv, s.ssm, s.step)) for s in (layer, new)), strict=True):
+                    if x is not None:
+                        x.copy_(y)
+        self.position.copy_(other.position)
+        self.dynamics, self.length = other.dynamics, other.length
+        if self.cursor is not None:
+            self.cursor.fill_(self.length)
 
     def leave_inference_mode(self) -> None:
         """Copies in place of tensors that were made in an inference mode, and could not be written outside of it."""

@@ -232,3 +232,24 @@ def test_the_stand_in_does_nothing_of_what_python_would_do_again(cuda):
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             logits.sum().item()
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+def test_another_text_with_the_same_graph(condition, cuda):
+    model = variant(condition)
+    decoder = Decoder(model, read(model, length=9), room=STEPS)
+    decoder.step(steps(model)[0])
+    graph, state = decoder.graph, read(model)
+    wanted, after = expected(model, state)
+    decoder.restart(state, room=STEPS)
+    assert decoder.graph is graph
+    for tokens, logits in zip(steps(model), wanted, strict=True):
+        torch.testing.assert_close(decoder.step(tokens), logits, rtol=0, atol=1e-10)
+    assert_equal(decoder.state, after)
+    assert state.length == 7  # copied
+    refused = [read(model, torch.tensor([0, 3])), state.select(torch.tensor([0])), state.clone()]
+    model.output.weight = torch.nn.Parameter(model.output.weight.clone())
+    for other in refused:
+        with pytest.raises(ValueError, match="not of this state's steps"):
+            decoder.restart(on_cuda(other), room=STEPS)
+    assert not Decoder(model, state, graph=False).restarts
