@@ -69,19 +69,20 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Bytes per device, by part: an estimate to choose a batch size by, not a measurement.
 
-    Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and
-    layer, counted tensor by tensor for `none`, the matrix products and the scan for `selective`, block inputs for `full`.
-    Without `recompute` a scan with a query readout also keeps a, 2M numbers per query head.
+    Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and layer
+    of an interdomain or softmax block; other conditions keep a little less. `none`: the inputs of norms, products, features,
+    scan and activation (softmax has no feature of v). `selective`: the block's input, the scan and every second product, as
+    TorchTitan chooses (q, v, the gate, the last). `full`: the block's input. Without `recompute` a scan with a query readout
+    also keeps a, 2M numbers per query head.
     """
     width = 2 if bf16 else 4
     dim, ffn = config.dim, config.ffn_hidden
     kv = config.n_kv_heads * config.head_dim
-    projections = 2 * dim + 2 * kv + 2 * ffn + dim
     per_layer = {
-        "none": 2 * projections + 6 * dim + 3 * ffn,
-        "selective": projections + dim,
+        "none": 7 * dim + (3 if config.mixer.kind == "softmax" else 4) * kv + 4 * ffn,
+        "selective": 4 * dim + kv + ffn,
         "full": dim,
-        "memory_budget": projections + dim,
+        "memory_budget": 4 * dim + kv + ffn,
     }[checkpointing]
     if not recompute and config.mixer.kind != "softmax" and config.mixer.query_readout and checkpointing != "full":
         per_layer += config.n_heads * 2 * config.mixer.n_basis

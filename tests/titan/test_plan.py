@@ -3,12 +3,19 @@
 import dataclasses
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 from torchtitan.config import ConfigManager
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-from interdomain.model import CONDITIONS, Execution
+from interdomain.model import CONDITIONS, Execution, Transformer
+from interdomain.model.flops import memory_estimate
 from interdomain.titan import NAME, trainer
 from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
+from interdomain.titan.parallelize import SCAN_OPS
 from interdomain.titan.plan import make_plan, model_config
+from tests.model.common import small_config
 
 from .conftest import REPOSITORY, TINY, flags
 
@@ -192,3 +199,33 @@ def test_a_plan_that_stands_is_not_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer.check(parse())
     assert NAME == "interdomain"
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
+def test_what_selective_checkpointing_keeps_is_what_the_plan_counts(condition, monkeypatch):
+    """Per token and layer, in a real forward pass. On the CPU TorchTitan's list lacks attention's output, here beside it."""
+    contexts, create = [], torch.utils.checkpoint.create_selective_checkpoint_contexts
+
+    def noted(*args):
+        contexts.append(create(*args))
+        return contexts[-1]
+
+    monkeypatch.setattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts", noted)
+    config = small_config(condition, n_layers=3)
+    model = Transformer(config)
+    settings = parse(activation_checkpoint__mode="selective", activation_checkpoint__selective_ac_option="op")
+    apply_ac(model, settings.activation_checkpoint, op_sac_save_list=_op_sac_save_list | SCAN_OPS)
+
+    def kept(tokens):
+        contexts.clear()
+        model(torch.randint(0, config.vocab_size, (1, tokens)))
+        saved = [each for caching, _ in contexts for calls in caching.storage.values() for each in calls.values()]
+        tensors = [leaf.val for leaf in tree_leaves(saved) if hasattr(leaf, "val")]
+        return sum(x.numel() for x in tensors)
+
+    counted = config.n_layers * config.dim  # the blocks' inputs
+    counted += (kept(128) - kept(64)) // 64  # final states do not grow
+    if condition == "softmax":
+        counted += config.n_layers * config.dim
+    settings = dict(shards=1, local_batch=1, seq_len=1, checkpointing="selective", bf16=True)
+    assert memory_estimate(config, 0, **settings)["activations"] == 2 * counted
