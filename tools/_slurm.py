@@ -13,7 +13,9 @@ SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
 # The last steps' numbers are SLURM's own: the batch script, an interactive shell.
 FIRST_SPECIAL_STEP = 2**32 - 16
-WAIT_SECONDS = 600  # when one node has ended, the others get this long to end too, saving included
+# When one node has ended, the others get this long to end too. They save together, and so end together; where one lost its
+# torchrun, they would wait for it in vain: ten minutes at the rendezvous, as long in a collective.
+WAIT_SECONDS = 180
 
 
 @dataclass(frozen=True)
