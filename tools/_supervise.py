@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from interdomain.outcome import LEFT, OUTCOME, STOPPED
+
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
 REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
@@ -31,8 +33,6 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
     Returns: 0 for a finished run, CONTINUE for one that left on a signal, INTERRUPTED after Ctrl-C, REFUSED for one that a rank
     ended by decision, else torchrun's status.
     """
-    from interdomain.titan.errors import LEFT, OUTCOME, STOPPED
-
     asked = []
     with tempfile.TemporaryDirectory(prefix="interdomain-") as folder:
         outcome = Path(folder) / "outcome"
@@ -52,7 +52,7 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
             if number != signal.SIGHUP or before != signal.SIG_IGN:  # nohup: the run goes on without its terminal
                 signal.signal(number, pass_on)
         try:
-            code, said = _wait(process, outcome, STOPPED)
+            code, said = _wait(process, outcome)
         except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
             process.wait()
             return INTERRUPTED
@@ -83,7 +83,7 @@ def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
         )
 
 
-def _wait(process: subprocess.Popen, outcome: Path, stopped: str) -> tuple[int, str]:
+def _wait(process: subprocess.Popen, outcome: Path) -> tuple[int, str]:
     """(torchrun's exit status, the word that the ranks left). Ends torchrun when a restart would only repeat the end."""
     ended = None  # when it was told
     while True:
@@ -91,7 +91,7 @@ def _wait(process: subprocess.Popen, outcome: Path, stopped: str) -> tuple[int, 
             code = process.wait(timeout=POLL_SECONDS)
             return code, _read(outcome)
         except subprocess.TimeoutExpired:
-            if ended is None and _read(outcome) == stopped:
+            if ended is None and _read(outcome) == STOPPED:
                 process.terminate()
                 ended = time.monotonic()
             elif ended is not None and time.monotonic() - ended > STOP_SECONDS:

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from interdomain.outcome import OUTCOME
+
 from . import launch
 from ._cli import user_errors
 from ._supervise import ELASTIC
@@ -74,8 +76,6 @@ class Run:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        from interdomain.titan.errors import OUTCOME
-
         if self.outcome:
             self.outcome.cleanup()  # as the launcher does: ranks that were only beginning end by it
         self.outcome = tempfile.TemporaryDirectory(prefix="interdomain-")

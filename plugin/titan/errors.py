@@ -7,26 +7,11 @@ import signal
 import sys
 import time
 
+from interdomain.outcome import STOPPED, tell_launcher
+
 # Ranks fail together, and torchrun ends all of them as soon as the first is gone: the others leave rank 0 the time to say
 # why. One that fails alone, on a disk that only its machine has, speaks for itself after that time.
 GRACE_SECONDS = 20
-
-# How a run ended, where torchrun's own exit status cannot say it: a word in the file that the launcher names.
-OUTCOME = "INTERDOMAIN_OUTCOME"
-LEFT, STOPPED = "left", "stopped"
-
-
-def tell_launcher(outcome: str) -> None:
-    """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat."""
-    if path := os.environ.get(OUTCOME):
-        with contextlib.suppress(OSError), open(path, "w") as f:  # a full disk is one of the reasons to stop
-            f.write(outcome)
-
-
-def launcher_has_ended() -> bool:
-    """Whether the launcher that started this rank is no more: it takes the folder of that file along."""
-    path = os.environ.get(OUTCOME)
-    return bool(path) and not os.path.isdir(os.path.dirname(path))
 
 
 def stop(message: str):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from .errors import LEFT, launcher_has_ended, tell_launcher
+from interdomain.outcome import LEFT, launcher_has_ended, tell_launcher
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies

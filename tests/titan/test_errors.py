@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from interdomain import outcome
 from interdomain.titan import errors, preemption
 from interdomain.titan.preemption import Preemption
 
@@ -36,11 +37,11 @@ def test_only_refusals_are_turned_into_a_paragraph(capsys):
 def test_what_is_left_of_a_start_that_was_killed_ends(tmp_path, monkeypatch):
     """Ranks take seconds to begin, and torchrun can be killed meanwhile; the launcher ends then, and its folder with it."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv(errors.OUTCOME, raising=False)
+    monkeypatch.delenv(outcome.OUTCOME, raising=False)
     Preemption()  # torchrun alone
-    monkeypatch.setenv(errors.OUTCOME, str(tmp_path / "outcome"))
+    monkeypatch.setenv(outcome.OUTCOME, str(tmp_path / "outcome"))
     Preemption()
-    monkeypatch.setenv(errors.OUTCOME, str(tmp_path / "removed" / "outcome"))
+    monkeypatch.setenv(outcome.OUTCOME, str(tmp_path / "removed" / "outcome"))
     with pytest.raises(SystemExit, match="torchrun was killed"):
         Preemption()
 
@@ -54,4 +55,4 @@ def test_a_rank_that_leaves_ends_as_at_a_runs_end(monkeypatch):
     saves = SimpleNamespace(save_now=lambda step: done.append(step))
     with pytest.raises(SystemExit) as end:
         Preemption().leave(SimpleNamespace(step=5, checkpointer=saves, close=lambda: done.append("close")))
-    assert (end.value.code, done) == (0, [5, errors.LEFT, "close", "destroy"])
+    assert (end.value.code, done) == (0, [5, outcome.LEFT, "close", "destroy"])

@@ -154,7 +154,7 @@ def test_first_start_end_to_end(tmp_path):
     """The newcomer's run in a folder of its own: corpus, training, and then every command that it prints, pasted."""
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
     argv = ["--training.tokens", "6144", "--lr_scheduler.warmup_tokens", "1024", "--validation.tokens", "1024"]
-    argv += ["--training.seq_len", "64"]
+    argv += ["--training.seq_len", "64", "--ranks", "1"]
     run = subprocess.run(
         [sys.executable, "-m", "interdomain.tools.launch", *argv],
         cwd=tmp_path,

@@ -11,8 +11,6 @@ from torch.distributed.run import get_args_parser
 from interdomain.tools import _supervise
 from interdomain.tools._supervise import CONTINUE, ELASTIC, INTERRUPTED, REFUSED, keep_going, supervise
 
-pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-
 # A stand-in for torchrun: `seen` counts the signals that reach it; `wait` gives them time.
 STAND_IN = """
 import os, signal, sys, time

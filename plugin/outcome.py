@@ -1,0 +1,20 @@
+"""What a run tells its launcher of its end, where torchrun's exit status cannot: a word in a file. Standard library only."""
+
+import contextlib
+import os
+
+OUTCOME = "INTERDOMAIN_OUTCOME"  # the variable by which the launcher names the file
+LEFT, STOPPED = "left", "stopped"
+
+
+def tell_launcher(outcome: str) -> None:
+    """LEFT: asked to, and the same command continues. STOPPED: by a decision that a restart would only repeat."""
+    if path := os.environ.get(OUTCOME):
+        with contextlib.suppress(OSError), open(path, "w") as f:  # a full disk is one of the reasons to stop
+            f.write(outcome)
+
+
+def launcher_has_ended() -> bool:
+    """Whether the launcher that started this rank is no more: it takes the folder of that file along."""
+    path = os.environ.get(OUTCOME)
+    return bool(path) and not os.path.isdir(os.path.dirname(path))
