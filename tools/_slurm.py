@@ -194,6 +194,6 @@ def run(command: list[str], site: Site) -> int:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if code and asked:
-        return INTERRUPTED if asked[-1] == signal.SIGINT else CONTINUE
-    return code
+    if code and asked.count(signal.SIGINT) > 1:
+        return INTERRUPTED
+    return CONTINUE if code and {*asked} - {signal.SIGINT} else code

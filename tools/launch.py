@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from interdomain.model.distributed_checkpoint import finished_steps
+
 from . import _slurm
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
@@ -200,7 +202,6 @@ def main(argv=None) -> int:
     job = job_config(args.config, flags)
 
     from interdomain.titan.plan import make_plan
-    from interdomain.titan.whole import latest_finished
 
     plan = make_plan(job, world_size=nodes.ranks * len(nodes.hosts) if nodes else ranks)
     print(plan.describe())
@@ -221,7 +222,7 @@ def main(argv=None) -> int:
         return _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
-    code = keep_going(start, lambda: latest_finished(checkpoints)) if args.max_restarts else start()
+    code = keep_going(start, lambda: max(finished_steps(checkpoints), default=-1)) if args.max_restarts else start()
     if code == CONTINUE:
         return code
     if code:

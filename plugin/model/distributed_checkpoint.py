@@ -96,19 +96,26 @@ class SafeReader(FileSystemReader):
         return metadata
 
 
+def step_of(folder: Path | str) -> int | None:
+    """The step whose checkpoint a folder is, by its name; None for any other."""
+    match = re.fullmatch(r"step-(\d+)", Path(folder).name)
+    return int(match.group(1)) if match else None
+
+
+def finished_steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return {step: path for path in found if (step := step_of(path)) is not None and (path / METADATA).is_file()}
+
+
 def latest_checkpoint(folder: Path | str) -> Path:
     """`folder` itself if it is a checkpoint, else the newest whole `step-N` in it or in its `checkpoint/` subfolder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
-    if (folder / METADATA).is_file() or re.fullmatch(r"step-\d+", folder.name):
+    if (folder / METADATA).is_file() or step_of(folder) is not None:
         return folder
-    steps = {
-        int(path.name.removeprefix("step-")): path
-        for parent in (folder, folder / "checkpoint")
-        for path in (parent.iterdir() if parent.is_dir() else ())
-        if re.fullmatch(r"step-\d+", path.name) and (path / METADATA).is_file()
-    }
+    steps = finished_steps(folder) | finished_steps(folder / "checkpoint")
     if not steps:
         raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
     return steps[max(steps)]

@@ -31,12 +31,12 @@ from torchtitan.tools.logging import logger
 import interdomain
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, condition_of
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, step_of
 
 from .errors import one_paragraph, stop
 from .lock import FolderLock
 from .preemption import children_keep_saving
-from .whole import altered_entry, fault, is_finished, read_whole, step_of
+from .whole import altered_entry, fault, is_finished, read_whole
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

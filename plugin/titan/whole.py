@@ -3,7 +3,6 @@
 import io
 import itertools
 import json
-import re
 import zipfile
 from pathlib import Path
 
@@ -22,18 +21,6 @@ def fault(folder: Path) -> str | None:
 def is_finished(folder: Path) -> bool:
     """Whether its save came to the end: the index is written last. What is not finished was never a checkpoint."""
     return (folder / METADATA).is_file()
-
-
-def step_of(folder) -> int | None:
-    """The step whose checkpoint a folder is, by its name; None for any other."""
-    match = re.fullmatch(r"step-(\d+)", Path(folder).name)
-    return int(match.group(1)) if match else None
-
-
-def latest_finished(checkpoints: Path) -> int:
-    """The latest step in a run's folder of checkpoints whose save came to the end; -1 for none."""
-    finished = (step_of(path) for path in checkpoints.glob("step-*") if is_finished(path))
-    return max((step for step in finished if step is not None), default=-1)
 
 
 def read_whole(folder: Path):

@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from interdomain.model import build_config
+from interdomain.model.distributed_checkpoint import finished_steps
 from interdomain.titan import checkpoint
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
 from interdomain.titan.lock import FolderLock
 from interdomain.titan.settings import read_job_config
-from interdomain.titan.whole import altered_entry, latest_finished, read_whole
+from interdomain.titan.whole import altered_entry, read_whole
 
 from .conftest import TINY, refusal
 
@@ -150,12 +151,12 @@ def test_the_one_before_is_loaded(new, folder, caplog, kind):
 
 def test_how_far_a_run_got(folder, tmp_path):
     """As the launcher asks, which reads no index: what is set aside, half deleted or not a step does not count."""
-    assert latest_finished(folder) == 3
+    assert set(finished_steps(folder)) == {1, 2, 3}
     (folder / "step-3").rename(folder / "step-3.damaged")
     (folder / "step-2" / ".metadata").unlink()
     (folder / "step-x").mkdir()
-    assert latest_finished(folder) == 1
-    assert latest_finished(tmp_path / "nothing") == -1
+    assert finished_steps(folder) == {1: folder / "step-1"}
+    assert finished_steps(tmp_path / "nothing") == {}
 
 
 def test_a_save_that_was_cut_short_is_left_where_it_is(new, folder, caplog):

@@ -80,6 +80,24 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     assert "--label" in found.command("python", [])
 
 
+@pytest.mark.parametrize(
+    ("signals", "status", "said"),
+    [
+        ([], 1, 1),
+        (["SIGUSR1"], 137, _slurm.CONTINUE),
+        (["SIGTERM"], 0, 0),
+        (["SIGINT"], 1, 1),  # srun shows where its nodes stand, and goes on
+        (["SIGINT", "SIGINT"], 130, _slurm.INTERRUPTED),
+    ],
+)
+def test_what_srun_s_end_means(slurm, signals, status, said):
+    """A process in srun's place signals the launcher, which waits for it."""
+    slurm("a")
+    asks = "".join(f"os.kill(os.getppid(), signal.{name}); time.sleep(0.2); " for name in signals)
+    code = f"import os, signal, sys, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {asks}sys.exit({status})"
+    assert _slurm.run([sys.executable, "-c", code], _slurm.site_named("plain")) == said
+
+
 def test_every_site_reads_and_says_where_it_is_from():
     for file in _slurm.SITES.glob("*.env"):
         site = _slurm.site_named(file.stem)
