@@ -14,12 +14,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import bias
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interdomain import features, scan
-from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, softmax
+from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config
 from interdomain.model.generation import PREFILL_CHUNK, prefill
 from interdomain.model.transformer import meta_model
 
@@ -114,7 +115,7 @@ def without_gpu():
         (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
         *((torch.cuda, name, contextlib.nullcontext) for name in ("device", "device_of")),
         # Which PyTorch cannot make in a mode. Attention allocates the same with it and without.
-        (softmax, "causal_lower_right", lambda *lengths: None),
+        (bias, "causal_lower_right", lambda *lengths: None),
     ]
     with contextlib.ExitStack() as stack:
         for place, name, stand_in in stand_ins:

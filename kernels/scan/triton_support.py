@@ -50,6 +50,9 @@ def operand_dtype(*inputs: Tensor) -> torch.dtype:
     return torch.float32 if any(x.dtype == torch.float32 for x in inputs) else torch.bfloat16
 
 
-@torch.compiler.assume_constant_result
 def _has_bf16_tensor_cores(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (8, 0)
+
+
+# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
+_has_bf16_tensor_cores._dynamo_marked_constant = True

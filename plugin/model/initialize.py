@@ -11,7 +11,6 @@ import re
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .config import ModelConfig
 from .ssm import DT_MAX, DT_MIN, s4d_inv_frequencies
@@ -30,7 +29,9 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     for wrapped_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         name = clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
-        if isinstance(tensor, DTensor):
+        if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
+            from torch.distributed.tensor import distribute_tensor
+
             # src_data_rank=None: every rank holds the same full tensor and slices it, without communication.
             full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(full)

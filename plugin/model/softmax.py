@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from interdomain.features import input_features, input_features_step
 
@@ -25,7 +24,7 @@ class Window(NamedTuple):
     query's. begin: the first slot (see KVCache.append).
     """
 
-    mask: Tensor | CausalBias | None = None
+    mask: Tensor | None = None
     begin: int | Tensor = 0
 
     @classmethod
@@ -75,6 +74,8 @@ class SoftmaxMixer(JoinedProjections):
             if not begin or tokens == 1:
                 return Window(None, begin)
             if device.type == "cuda":  # whose kernels know this one without a mask
+                from torch.nn.attention.bias import causal_lower_right  # takes as long to import as torch
+
                 return Window(causal_lower_right(tokens, begin + tokens), begin)
         slots = torch.arange(state.capacity if fixed else begin + tokens, device=device)
         own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
@@ -108,7 +109,7 @@ class SoftmaxMixer(JoinedProjections):
         mask, begin = packing or Window()
         if state is not None:
             k, v = state.append(k, v, begin)
-        if isinstance(mask, Tensor) and not isinstance(mask, CausalBias):
+        if mask is not None and mask.dim() > 1:  # else a causal_lower_right, which holds no numbers
             mask = mask.to(q.dtype)
         o = F.scaled_dot_product_attention(
             q,

@@ -78,7 +78,7 @@ VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 def test_all_of_this_on_transformers_4():
     """The folder: pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", VERSION_4))}
-    env |= {"PYTHONPATH": os.environ[VERSION_4], "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": f"{os.environ[VERSION_4]}{os.pathsep}{env['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
     version = [sys.executable, "-c", "import transformers; print(transformers.__version__)"]
     found = subprocess.run(version, env=env, capture_output=True, text=True)
     assert found.stdout.startswith("4."), found.stdout + found.stderr

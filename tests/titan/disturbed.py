@@ -8,7 +8,6 @@ step: in training step N. write: before this rank writes its shard of checkpoint
 are written and its index is not (rank 0). No "at": nothing happens.
 """
 
-import gc
 import json
 import os
 import signal
@@ -17,17 +16,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-# TorchTitan takes its flags from here when it is imported.
+import torchtitan.train
+from torch.distributed.checkpoint import FileSystemWriter
+from torchtitan.config import ConfigManager
+
+from interdomain.titan import lock
+
 ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 sys.argv += ENTRY.get("flags", [])
-
-gc.disable()  # imports are quicker without
-import torchtitan.train  # noqa: E402
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
-
-from interdomain.titan import lock  # noqa: E402
-
-gc.enable()
+ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)  # else those of when TorchTitan was imported
 
 
 def disturb(place):

@@ -5,20 +5,17 @@ line with the exit status is the answer. The first rank that fails ends the othe
 """
 
 import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
 
-gc.disable()  # imports are quicker without
+import torchtitan.train  # noqa: F401
 
-import json  # noqa: E402
-import os  # noqa: E402
-import runpy  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import sys  # noqa: E402
-import traceback  # noqa: E402
-
-import torchtitan.train  # noqa: E402, F401
-
-import interdomain.titan  # noqa: E402, F401
+import interdomain.titan  # noqa: F401
 
 LIMIT = 240  # seconds for one start
 

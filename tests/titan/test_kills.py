@@ -6,7 +6,6 @@ It ends with the same bits as the run that nobody disturbed.
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from interdomain.model.distributed_checkpoint import read_sidecar, read_tensors,
 from interdomain.titan.lock import NAME
 from interdomain.tools._supervise import CONTINUE, supervise
 
-from .conftest import HERE, TIMEOUT, environment, flags
+from .conftest import HERE, TIMEOUT, environment, flags, torchrun_command
 
 pytestmark = pytest.mark.e2e
 
@@ -50,12 +49,12 @@ def story(tmp_path_factory, corpus):
         (folder / f"plan{i}.json").write_text(json.dumps(plan))
         log = folder / f"log{i}.txt"
         settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        torchrun += [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
-        torchrun += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
+        program = [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
+        program += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
+        torchrun = torchrun_command(2, *program, forked=True)
         to_log = ["timeout", "--foreground", "-s", "KILL", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
         launcher = {"LAUNCHER": str(os.getpid())}
-        status = supervise([str(part) for part in (*to_log, *torchrun)], environment() | launcher)
+        status = supervise([*map(str, to_log), *torchrun], environment() | launcher)
         orphans = remaining(folder / f"plan{i}.json")
         found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
         held = (folder / "run" / NAME).exists()

@@ -1,5 +1,6 @@
 """The stock entry point, `torchrun -m torchtitan.train`: what it writes, and how it ends when something is wrong."""
 
+import json
 import os
 import resource
 import shutil
@@ -17,7 +18,13 @@ from .conftest import HERE, flags, refusal, torchrun
 
 pytestmark = pytest.mark.e2e
 
-TRAIN = ("--local-ranks-filter", "0", "-m", "torchtitan.train")  # one rank's lines on the console
+ONE = ("--local-ranks-filter", "0")  # one rank's lines on the console
+
+
+def train(ranks, plan, *arguments, entry=None, **options):
+    """By disturbed.py, which does what the entry point does but for the disturbances of `entry`."""
+    plan.write_text(json.dumps([entry or {}]))
+    return torchrun(ranks, *ONE, HERE / "disturbed.py", plan, *arguments, forked=True, **options)
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +32,8 @@ def stock(tmp_path_factory, corpus):
     """(finished process, folder) of a run of two ranks with everything on."""
     folder = tmp_path_factory.mktemp("stock")
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
-    done = torchrun(2, *TRAIN, *flags(corpus, folder, training__local_batch_size=4, **settings))
+    arguments = flags(corpus, folder, training__local_batch_size=4, **settings)
+    done = torchrun(2, *ONE, "-m", "torchtitan.train", *arguments)
     assert done.returncode == 0, done.stderr[-8000:]
     return done, folder
 
@@ -123,10 +131,11 @@ def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_another_models_folder_is_not_trained_on(corpus, stock):
+def test_another_models_folder_is_not_trained_on(corpus, stock, tmp_path):
     folder = stock[1]
     before = sorted(folder.rglob("*"))
-    done = torchrun(1, *TRAIN, *flags(corpus, folder, mixer__condition="s4d", checkpoint__enable=True))
+    arguments = flags(corpus, folder, mixer__condition="s4d", checkpoint__enable=True)
+    done = train(1, tmp_path / "plan.json", *arguments)
     whose = f"{folder / 'checkpoint' / 'step-6'} is a checkpoint of another model (there: debug, interdomain)"
     assert_one_paragraph(done, whose, "--job.dump_folder")
     assert sorted(folder.rglob("*")) == before
@@ -136,9 +145,8 @@ def test_a_folder_in_which_a_run_is_alive_is_not_trained_in(corpus, tmp_path, mo
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     holder = lock.FolderLock(tmp_path)
     holder.acquire()
-    (tmp_path / "plan.json").write_text('[{"lock": {"LOOK_SECONDS": 0.05, "PATIENCE": 20}}]')
-    disturbed = (HERE / "disturbed.py", tmp_path / "plan.json")
-    done = torchrun(1, *disturbed, *flags(corpus, tmp_path, checkpoint__enable=True))
+    entry = {"lock": {"LOOK_SECONDS": 0.05, "PATIENCE": 20}}
+    done = train(1, tmp_path / "plan.json", *flags(corpus, tmp_path, checkpoint__enable=True), entry=entry)
     assert_one_paragraph(done, "is held by another run that is alive", f"process {os.getpid()} on ")
     said = done.stdout + done.stderr
     assert f"{tmp_path} is held by process {os.getpid()}" in said  # before it waits
@@ -163,7 +171,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
     shards = [path.stat().st_size for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp")]
     assert min(shards) > limit
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
-    done = torchrun(2, *TRAIN, *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
+    done = train(2, tmp_path / "plan.json", *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
     assert "Training starts at step 4" in done.stdout + done.stderr
     assert_one_paragraph(
         done, "The disk is full: saving", "step-6 failed (File too large)", "whole checkpoint is step 3"
