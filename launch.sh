@@ -28,7 +28,9 @@ find_python() {
 install() {
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib")
   # torch first and alone: a range in another package must not choose it.
-  "${pip[@]}" "$(grep '^torch==' constraints.txt)" && "${pip[@]}" -c constraints.txt -e ".[$1]" || return
+  "${pip[@]}" "$(grep '^torch==' constraints.txt)" || return
+  compile 1 "$venv/lib" & # beside pip, which takes one core
+  "${pip[@]}" -c constraints.txt -e ".[$1]" || return
   if [[ ,$1, == *,dev,* ]]; then
     # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, and transformers' other major.
     "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
@@ -36,9 +38,14 @@ install() {
         transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 || return
     folders+=("$venv/transformers4")
   fi
-  # On all cores, where pip takes one; without the half that is packages' own tests and transformers' hundreds of models. Some
-  # packages carry files that are no Python of this version: left out, as by pip.
-  "$venv/bin/python" -m compileall -qq -j 0 -x '/(tests|transformers/models)/' "${folders[@]}" || true
+  wait
+  compile 0 "${folders[@]}"
+}
+
+# compile PROCESSES FOLDERS (0: one for each core): without the half that is packages' own tests and transformers' hundreds of
+# models. Some packages carry files that are no Python of this version: left out, as by pip.
+compile() {
+  "$venv/bin/python" -m compileall -qq -j "$1" -x '/(tests|transformers/models)/' "${@:2}" || true
 }
 
 # make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from.

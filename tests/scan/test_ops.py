@@ -35,10 +35,13 @@ def test_opcheck(backend, linear, dtype, state):
 
 
 @pytest.mark.parametrize(
-    ("backend", "compiler"), [("chunkwise", "aot_eager"), ("chunkwise", "inductor"), ("fft", "aot_eager")]
+    ("backend", "compiler", "linear"),
+    [
+        ("chunkwise", "inductor", False),
+        *((backend, "aot_eager", linear) for backend in ("chunkwise", "fft") for linear in (False, True)),
+    ],
 )
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_compiles_without_a_graph_break(linear, backend, compiler):
+def test_compiles_without_a_graph_break(backend, compiler, linear):
     """From dt, A and C to the gradients, tables and validation included."""
     inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
 
