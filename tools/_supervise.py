@@ -12,7 +12,7 @@ from pathlib import Path
 
 from interdomain.outcome import LEFT, OUTCOME, STOPPED
 
-CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The run saved and left on a signal; the same command continues it
+CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
 REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
 INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 ELASTIC = {
@@ -66,21 +66,31 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
 
 
 def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
-    """Start a run, and again after every failure that left a newer checkpoint than it found. Returns: the last status.
+    """Start a run, and again after every failure that left a newer checkpoint than it found.
 
     For torchrun counts its restarts over all its life, and ends with the node or the process that it runs on.
+    Returns: the last status; in place of a failure's CONTINUE, if there is a newer checkpoint than at the first start: what
+    stops a run that went well may be a machine that broke, and a scheduler may have others.
     """
-    while True:
-        before = saved_up_to()
-        status = start()
+    at_first = before = saved_up_to()
+    while (status := start()) not in (0, CONTINUE, INTERRUPTED, REFUSED):
         step = saved_up_to()
-        if status in (0, CONTINUE, INTERRUPTED, REFUSED) or step <= before:
-            return status
+        if step <= before:
+            if before == at_first:
+                return status
+            print(
+                f"\nthe run failed again (exit status {status}), at no newer checkpoint than that of step {step}: leaving with "
+                f"exit status {CONTINUE}, for on another machine the same command may continue it.",
+                file=sys.stderr,
+            )
+            return CONTINUE
         print(
             f"\nthe run failed (exit status {status}), but got as far as the checkpoint of step {step}: starting it again.",
             file=sys.stderr,
             flush=True,
         )
+        before = step
+    return status
 
 
 def _wait(process: subprocess.Popen, outcome: Path) -> tuple[int, str]:

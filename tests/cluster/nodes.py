@@ -142,11 +142,12 @@ class Cluster:
         node.kill()  # unshare's --kill-child: the first process of the node dies, and with it all others
         node.wait()
 
-    def kill(self, name: str, what: str) -> None:
-        """SIGKILL to the node's newest process whose command contains this."""
+    def kill(self, name: str, what: str) -> bool:
+        """SIGKILL to the node's newest process whose command contains this. Returns: whether there was one."""
         node = self.nodes[name].pid
         (first,) = Path(f"/proc/{node}/task/{node}/children").read_text().split()
-        call("nsenter", "--target", first, "--pid", "--mount", "pkill", "--signal=KILL", "--newest", "--full", what)
+        pkill = ("pkill", "--signal=KILL", "--newest", "--full", "--", what)
+        return subprocess.run(["nsenter", "--target", first, "--pid", "--mount", *pkill]).returncode == 0
 
     def unplug(self, name: str) -> None:
         """The node's processes live on."""

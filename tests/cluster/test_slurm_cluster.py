@@ -136,9 +136,30 @@ def test_a_node_without_its_torchrun_does_not_end_the_run(cluster, submit):
     job = submit("killed", steps=60)
     job.until_saved(20)
     (second,) = {"node1", "node2"} - {job.first_node()}
-    cluster.kill(second, "torch.distributed.run")
+    assert cluster.kill(second, "torch.distributed.run")
     job.until("COMPLETED", 600)
     assert job.said(
         r"the run failed \(exit status \d+\), but got as far as the checkpoint of step \d+: starting it again"
     )
+    assert (job.run / "checkpoint/step-60/.metadata").is_file()
+
+
+def test_a_broken_node_is_left_behind(cluster, submit):
+    """Its ranks die as soon as they start, as with a GPU that is gone; SLURM takes it out, as a site's health check does."""
+    job = submit("broken", steps=60)
+    job.until_saved(20)
+    (second,) = {"node1", "node2"} - {job.first_node()}
+
+    def back_in_the_queue():
+        cluster.kill(second, "-u -m torchtitan.train")
+        return cluster.job(job.number).get("JobState") == "PENDING"
+
+    cluster.wait(back_in_the_queue, 400, f"the job to be back in the queue; see {job.log}")
+    assert job.said(r"the run failed again \(exit status \d+\), at no newer checkpoint than that of step \d+: leaving")
+    cluster.call("scontrol", "update", f"nodename={second}", "state=drain", "reason=broken")
+    try:
+        cluster.start_now(job.number)
+        job.until("COMPLETED", 400)
+    finally:
+        cluster.call("scontrol", "update", f"nodename={second}", "state=resume")
     assert (job.run / "checkpoint/step-60/.metadata").is_file()
