@@ -1,7 +1,9 @@
 """SLURM: what the same line does in an allocation. tests/titan/test_nodes.py starts it."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -135,7 +137,40 @@ def test_the_example_of_a_batch_script_calls_what_exists():
     assert flag == "--site"
     assert _slurm.site_named(site)
     assert "--signal=USR1@" in script
-    assert f'"$code" = {launch.CONTINUE} ' in script
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "ours", "requeued"),
+    [
+        (0, 0, None, False),
+        (1, 0, None, False),
+        (launch.CONTINUE, 0, None, True),
+        (launch.CONTINUE, 12, "12", True),
+        (launch.CONTINUE, 2, "1", False),  # SLURM has started the job once more since
+        (launch.CONTINUE, 12, "1", False),
+        (launch.CONTINUE, None, "1", False),  # nobody answers: the node is cut off
+    ],
+)
+def test_the_batch_script_puts_back_the_job_that_it_is_a_start_of(
+    tmp_path, monkeypatch, code, restarts, ours, requeued
+):
+    tools = {
+        "launch.sh": f"exit {code}",
+        "scontrol": f"echo $@ >> {tmp_path}/asked\n"
+        + ("exit 1" if restarts is None else f"echo '   Requeue=1 Restarts={restarts} BatchFlag=1'"),
+    }
+    for name, does in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", False)
+    if ours is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", ours)
+    done = subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path)
+    assert done.returncode == code
+    asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").is_file() else []
+    assert ("requeue 77" in asked) == requeued
 
 
 @pytest.mark.parametrize(
