@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.generation import prefill
-from interdomain.model.softmax import SoftmaxMixer
+from interdomain.model.softmax import SoftmaxMixer, Window
 
 from .common import random_tokens, small_config, variant
 from .test_mixer import rotate
@@ -68,6 +69,22 @@ def test_layers_share_a_mask(situation, dtype):
         model(random_tokens(model.config, 2, 3 if "piece" in situation else 1), state)
     assert len(masks.found) == model.config.n_layers
     assert_shared(masks.found, None if situation == "step" else dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_piece_on_a_gpu_needs_no_mask(dtype, monkeypatch):
+    """What PyTorch knows by name there, and knows here too."""
+    model = variant("softmax", dtype=dtype)
+    _, state = prefill(model, random_tokens(model.config, 2, 9))
+    piece = random_tokens(model.config, 2, 3)
+    wanted = model(piece, state.clone())
+
+    def continuing(state, tokens, padding, dtype):
+        return Window(causal_lower_right(tokens, state.length + tokens), state.length)
+
+    monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(continuing))
+    torch.testing.assert_close(model(piece, state), wanted)
 
 
 def test_layers_share_the_mask_of_packed_documents():
