@@ -311,7 +311,7 @@ def test_the_pattern_of_machine_paths():
     at = "/"  # apart, or this file would be found
     for path in (f"{at}home/me/x", f'"{at}work/main"', f"={at}root/a", f"({at}tmp/run"):
         assert MACHINE_PATH.search(path), path
-    for path in ("data/work/x", "~/work/x", "https://a.b/work/x", "<folder>/work/x", f"{at}proc/meminfo"):
+    for path in ("data/srv/x", "~/srv/x", "https://a.b/srv/x", "<folder>/srv/x", f"{at}proc/meminfo"):
         assert not MACHINE_PATH.search(path), path
 
 

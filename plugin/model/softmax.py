@@ -109,7 +109,7 @@ class SoftmaxMixer(JoinedProjections):
         mask, begin = packing or Window()
         if state is not None:
             k, v = state.append(k, v, begin)
-        if mask is not None and not hasattr(mask, "variant"):  # a CausalBias has one, and holds no numbers
+        if mask is not None and not hasattr(mask, "variant"):  # a CausalBias has one; its numbers mean nothing
             mask = mask.to(q.dtype)
         o = F.scaled_dot_product_attention(
             q,

@@ -73,7 +73,7 @@ def run(program, environment, logs):
 
 if __name__ == "__main__":
     arguments = torch.distributed.run.parse_args(sys.argv[1:])
-    gc.freeze()
+    gc.freeze()  # every rank collects once as it starts: not through what was imported
     start = fork(int(arguments.nproc_per_node) * (arguments.max_restarts + 1))
     if start:
         run(**start)
