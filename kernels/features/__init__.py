@@ -11,6 +11,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from interdomain.scan.library import call
+
 from . import ops, plain, step, support
 
 __all__ = ["BACKENDS", "StepInPlace", "input_features", "input_features_step"]
@@ -83,12 +85,9 @@ def input_features(
     backend = _choose(backend, x, head_dim, W, rope)
     if not (conv or rope or norm or silu):
         return x.unflatten(-1, (H, R))
-    run = ops.features if backend == "triton" else plain.features
+    args = x, R, *(conv or (None, None)), past, documents, *(rope or (None, None)), silu, *(norm or (None, None)), eps
     with torch.autocast(x.device.type, enabled=False):
-        return run(
-            *(x, R, *(conv or (None, None)), past, documents),
-            *(*(rope or (None, None)), silu, *(norm or (None, None)), eps),
-        )
+        return call(ops.features, *args) if backend == "triton" else plain.features(*args)
 
 
 def input_features_step(
@@ -122,14 +121,22 @@ def input_features_step(
     check = _check_step if torch.compiler.is_compiling() else _check_step_once
     check(head_dim, rotated, silu, x.dtype, tuple([None if t is None else (t.shape, t.device) for t in given]))
     W = 0 if conv is None else conv[0].shape[0]
-    run = ops.features_step if _choose(backend, x, head_dim, W, rope) == "triton" else plain.step
+    fused = _choose(backend, x, head_dim, W, rope) == "triton"
+    args = (
+        x,
+        head_dim,
+        *(conv or (None, None)),
+        past,
+        *(rope or (None, None)),
+        rotated,
+        silu,
+        *(norm or (None, None)),
+        eps,
+    )
     device = x.device.type
     # Entering a context that changes nothing would cost a CPU as much as several of the operations.
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        return run(
-            *(x, head_dim, *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu),
-            *(*(norm or (None, None)), eps),
-        )
+        return call(ops.features_step, *args) if fused else plain.step(*args)
 
 
 class StepInPlace:

@@ -9,7 +9,7 @@ has none.
 
 import torch
 
-from interdomain.scan.namespace import op_name, tag_caches
+from interdomain.scan.library import op_name, tag_caches
 
 
 @torch.library.custom_op(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops, parallel, reference, step, triton_support
+from .library import call
 from .step import decay_factor
 from .tables import (
     MAX_DECAY_PER_TOKEN,
@@ -106,7 +107,8 @@ def interdomain_scan(
     backend = _choose(backend, chunk_size, (q, k, v), M)
     if ops.implements(backend, k.device):
         save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
-        return ops.scan(q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents)[:2]
+        args = q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents
+        return call(ops.scan, *args)[:2]
     with torch.autocast(k.device.type, enabled=False):
         return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
 
@@ -141,7 +143,7 @@ def linear_scan(
     documents = _numbers(documents, z)
     backend = _choose(backend, chunk_size, (z,), M)
     if ops.implements(backend, z.device):
-        return ops.linear_scan(z, log_decay, readout, initial_state, chunk_size or 0, backend, documents)
+        return call(ops.linear_scan, z, log_decay, readout, initial_state, chunk_size or 0, backend, documents)
     with torch.autocast(z.device.type, enabled=False):
         return _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
 
@@ -266,7 +268,7 @@ def _step(
         args = *token, decay_factor(log_decay) if decay is None else decay, table, state
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in args)
         if _fused(device) and not recorded:  # the kernels record no gradient
-            return (forms.fused_(*args), state) if inplace else forms.fused(*args)
+            return (call(forms.fused_, *args), state) if inplace else call(forms.fused, *args)
         # Compiled, real arithmetic on pairs is what inductor fuses.
         if inplace and device.type == "cpu" and not recorded and not torch.compiler.is_compiling():
             return forms.plain_(*args), state

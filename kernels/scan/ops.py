@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import chunkwise, fft
 from .documents import backward_by_document, forward_by_document
-from .namespace import op_name, tag_caches
+from .library import op_name, tag_caches
 from .triton_support import operand_dtype
 
 

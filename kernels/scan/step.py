@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .namespace import op_name, tag_caches
+from .library import op_name, tag_caches
 from .tables import powers
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's Linear and RMSNorm, and the same functions for a token or a few in float32 on a CPU.
+"""PyTorch's Embedding, Linear and RMSNorm, and the last two's functions for a token or a few in float32 on a CPU.
 
 There PyTorch's product of a matrix and a vector reads the weight at less than half the speed of memory, and its RMSNorm is ten
 operations, whose launches are all of its time: decoding took twice as long (benchmarks/README.md, "inference").
@@ -28,6 +28,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     columns = x.contiguous().as_strided((4, K, rows), (0, 1, K))
     y = torch.bmm(weight.view(4, N // 4, K), columns)
     return (y if rows == 1 else y.view(N, rows).t().contiguous()).view(*x.shape[:-1], N)
+
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # where there is nothing to draw, it would import torch.compile's front end: two seconds
+            super().reset_parameters()
 
 
 class Linear(nn.Linear):

@@ -8,7 +8,7 @@ from .config import Execution, ModelConfig
 from .feature_map import rope_frequencies, rope_tables
 from .initialize import initialize
 from .joined import JoinedProjections
-from .layers import Linear, RMSNorm
+from .layers import Embedding, Linear, RMSNorm
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
 from .state import ModelState
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size)

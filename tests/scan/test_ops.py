@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from interdomain import scan
 from interdomain.scan import ops
-from interdomain.scan.namespace import tag_caches
+from interdomain.scan.library import tag_caches
 
 from .common import ON_CPU, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
 
@@ -92,6 +94,49 @@ def test_one_graph_for_every_length():
     for T in (20, 33, 64, 70):
         inputs, _ = op_inputs(Case(T=T, R=4, D=3, M=4), torch.float32)
         torch.testing.assert_close(compiled(**inputs)[0], scan.interdomain_scan(**inputs)[0])
+
+
+class Operations(TorchDispatchMode):
+    """Names of what reaches the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_an_op_goes_through_the_dispatcher_where_that_has_to_do_with_it(linear, monkeypatch):
+    inputs, _ = op_inputs(CASE, torch.float32, linear=linear)
+    name, fn = ("linear_scan", scan.linear_scan) if linear else ("scan", scan.interdomain_scan)
+    op, dispatched = getattr(ops, name), []
+    monkeypatch.setattr(type(op), "__call__", lambda op, *args: dispatched.append(op) or op._opoverload(*args))
+    values = {n: x.detach() for n, x in inputs.items()}
+
+    def runs(**given):
+        dispatched.clear()
+        return fn(**given)[0], dispatched == [op]
+
+    plain, through = runs(**values)
+    assert not through
+    with torch.no_grad():
+        assert not runs(**inputs)[1]
+    recorded, through = runs(**inputs)
+    assert through
+    assert recorded.requires_grad
+    assert torch.equal(recorded, plain)
+    with Operations() as seen:
+        out, through = runs(**values)
+    assert through
+    assert seen.names.count(f"interdomain::{name}") == 1
+    assert torch.equal(out, plain)
+    with FakeTensorMode() as mode:
+        out, through = runs(**{n: mode.from_tensor(x) for n, x in values.items()})
+    assert through
+    assert out.shape == plain.shape
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ def test_low_precision(source, capsys):
 
 ALONE = """
 import sys
-for name in ("torchtitan", "torchdata", "triton", "transformers", "datasets", "tensorboard"):
+for name in ("torchtitan", "torchdata", "triton", "transformers", "datasets", "tensorboard", "torch._dynamo"):
     sys.modules[name] = None  # as if it were not installed: import fails, find_spec finds nothing
 import socket
 class NoNetwork(socket.socket):
