@@ -32,7 +32,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # where there is nothing to draw, it would import torch.compile's front end: two seconds
+        # Without memory there is nothing to draw, and drawing imports torch.compile's front end there: two seconds.
+        if not self.weight.is_meta:
             super().reset_parameters()
 
 

@@ -13,7 +13,7 @@ from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .joined import JoinedProjections
 from .layers import Linear
-from .ssm import SSMDynamics
+from .ssm import SSMDynamics, fold
 from .state import MixerState, ModelState, PreparedStep, writable
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
@@ -71,20 +71,22 @@ class InterdomainMixer(JoinedProjections):
             self.n_kv_heads,
             mixer.n_basis,
             c_form=mixer.c_form,
-            readout=mixer.readout,
             linear=not mixer.query_readout,
         )
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
 
-    def dynamics(self) -> tuple[Tensor, Tensor]:
-        """(log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
-        return self.ssm()
+    @staticmethod
+    def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
+        """Of each, (log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
+        return fold([mixer.ssm() for mixer in mixers], mixers[0].config.readout)
 
-    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> MixerState:
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
+    ) -> MixerState:
         width = 2 * self.head_dim + self.config.normalize
         shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
-        step = self._step_tables()
+        step = self._step_tables(*dynamics)
         return MixerState(
             conv=torch.zeros(batch, self.config.conv_width - 1, len(step.conv[1]), dtype=dtype, device=device),
             ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
@@ -96,8 +98,8 @@ class InterdomainMixer(JoinedProjections):
         return {name: self._modules[f"{name}_conv"] for name in "qkv" if f"{name}_conv" in self._modules}
 
     @torch.no_grad()
-    def _step_tables(self) -> StepTables:
-        log_decay, readout = self.ssm()
+    def _step_tables(self, log_decay: Tensor, readout: Tensor) -> StepTables:
+        log_decay, readout = log_decay.detach(), readout.detach()
         if self.config.query_readout and self.config.readout == "complex":
             readout = readout[:, : self.config.n_basis].contiguous()
         convs = self._convolutions().values()
@@ -130,7 +132,7 @@ class InterdomainMixer(JoinedProjections):
         if x.shape[1] == 1 and packing is None and not recorded:
             o = self._step(x[:, 0], rope, state)[:, None]
         else:
-            o = self._whole(x, rope, self.ssm() if dynamics is None else dynamics, state, packing)
+            o = self._whole(x, rope, self.dynamics([self])[0] if dynamics is None else dynamics, state, packing)
         if self.config.normalize:
             o = _divided(o)
 

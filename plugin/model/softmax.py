@@ -50,11 +50,14 @@ class SoftmaxMixer(JoinedProjections):
         self.wv = Linear(config.dim, kv_dim)
         self.wo = Linear(config.dim, config.dim)
 
-    def dynamics(self) -> tuple[()]:
-        """Nothing: softmax has no recurrence. The model asks every mixer."""
-        return ()
+    @staticmethod
+    def dynamics(mixers: "list[SoftmaxMixer]") -> list[tuple[()]]:
+        """Nothing: softmax has no recurrence."""
+        return [()] * len(mixers)
 
-    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
+    ) -> KVCache:
         shape = batch, self.heads[1], capacity, self.head_dim
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 

@@ -2,10 +2,11 @@
 
 Parameters are float32 and stay so under every mixed-precision policy (bf16 rounds a decay of 0.999 to exactly 1.0), and
 complex numbers are stored as real pairs. The module takes no activations, so that a parallelisation can group the dynamics
-of all layers under a float32 policy of their own and hand the results to the blocks.
+of all layers under a float32 policy of their own; `fold` makes of them what the blocks are handed.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,21 @@ from interdomain.scan import tables
 DT_MIN, DT_MAX = 1e-3, 1e-1
 
 
+class Dynamics(NamedTuple):
+    """The parameters of H heads; C [H, M, M, 2], [H, M, 2] or None; c for the linear readout, [H, M], else None."""
+
+    log_dt: Tensor
+    log_A_real: Tensor
+    A_imag: Tensor
+    C: Tensor | None
+    c: Tensor | None
+
+
 class SSMDynamics(nn.Module):
-    """Lambda = exp(Delta A), input gain beta by zero-order hold, and the readout, folded for the scan.
+    """Called, it returns its parameters: whole, where a parallelisation shards them, for that gathers them around a call."""
 
-    `forward()` returns (log_decay [H, M, 2], mixing [H, 2M, 2M]) for the query readout, or (log_decay, readout [H, 2M]) for
-    the linear one; both float32.
-    """
-
-    def __init__(self, n_heads: int, n_basis: int, *, c_form: str, readout: str, linear: bool) -> None:
+    def __init__(self, n_heads: int, n_basis: int, *, c_form: str, linear: bool) -> None:
         super().__init__()
-        self.readout = readout
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
@@ -40,14 +46,34 @@ class SSMDynamics(nn.Module):
     def _apply(self, fn, recurse=True):
         return super()._apply(in_float32(fn), recurse)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self.log_dt.device.type, enabled=False):
-            dt = self.log_dt.exp()
-            log_decay = tables.decay_exponent(dt, self.log_A_real, self.A_imag)
-            gain = tables.input_gain(log_decay, dt)
-            if self.c is not None:
-                return log_decay, tables.readout_vector(gain, self.C, self.c)
-            return log_decay, tables.mixing_matrix(gain, self.C, self.readout)
+    def forward(self) -> Dynamics:
+        # Views: FSDP2 puts a hook on every tensor that a module returns, and one on a parameter itself would stay there.
+        parameters = (getattr(self, name) for name in Dynamics._fields)
+        return Dynamics(*(None if p is None else p.view_as(p) for p in parameters))
+
+
+def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
+    """What the scan reads, by layer: Lambda = exp(Delta A), input gain beta by zero-order hold, and the readout.
+
+    Computed for the heads of all layers at once: it is some two hundred operations, forward and backward, on small tensors, and
+    layer by layer their launches were of the order of a percent of a training step.
+
+    Args:
+        readout: `complex`, `hermitian` or `real`, where the layers have no c.
+    Returns: per layer (log_decay [H, M, 2], mixing [H, 2M, 2M]) for the query readout, or (log_decay, readout [H, 2M]) for the
+        linear one; float32.
+    """
+    heads = [len(layer.log_dt) for layer in layers]
+    joined = Dynamics(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*layers, strict=True)))
+    with torch.autocast(joined.log_dt.device.type, enabled=False):
+        dt = joined.log_dt.exp()
+        log_decay = tables.decay_exponent(dt, joined.log_A_real, joined.A_imag)
+        gain = tables.input_gain(log_decay, dt)
+        if joined.c is not None:
+            table = tables.readout_vector(gain, joined.C, joined.c)
+        else:
+            table = tables.mixing_matrix(gain, joined.C, readout)
+    return list(zip(log_decay.split(heads), table.split(heads), strict=True))
 
 
 def in_float32(fn):

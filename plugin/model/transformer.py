@@ -130,19 +130,20 @@ class Transformer(nn.Module):
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
-        return [layer.attention.dynamics() for layer in self.layers.values()]
+        return self._mixer.dynamics([layer.attention for layer in self.layers.values()])
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.
 
         capacity: tokens that softmax has room for from the start; its cache grows where they are more. Others need none.
         """
-        weight = self.tok_embeddings.weight
+        weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, weight.dtype, weight.device
+        layers = zip(self.layers.values(), dynamics, strict=True)
         return ModelState(
-            [layer.attention.init_state(batch, *place) for layer in self.layers.values()],
+            [layer.attention.init_state(batch, *place, of_layer) for layer, of_layer in layers],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
-            self.dynamics(),
+            dynamics,
             self._frequencies(weight.device),
         )
 

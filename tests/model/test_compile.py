@@ -25,7 +25,7 @@ def test_a_block_is_one_graph(condition, situation):
     block = model.layers["0"]
     x = torch.randn(2, T, 32, requires_grad=True)
     rope = rope_tables(torch.arange(5, 5 + T), rope_frequencies(8, 1e4))
-    dynamics = block.attention.dynamics()
+    dynamics = model.dynamics()[0]
     state, packing = None, None
     if situation != "training":
         dynamics = tuple(t.detach() for t in dynamics)
