@@ -13,6 +13,12 @@ SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
 # The last steps' numbers are SLURM's own: the batch script, an interactive shell.
 FIRST_SPECIAL_STEP = 2**32 - 16
+# How a job shares its nodes' GPUs and CPUs out among tasks: srun reads it too, and would give our one task a share, or refuse.
+SHARES = {
+    *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES"),
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU"),
+    *("SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_CPU_BIND", "SLURM_MEM_BIND"),
+}
 # When one node has ended, the others get this long to end too. They save together, and so end together; where one lost its
 # torchrun, they would wait for it in vain: ten minutes at the rendezvous, as long in a collective.
 WAIT_SECONDS = 180
@@ -41,7 +47,8 @@ class Allocation:
     job: str
     hosts: tuple[str, ...]
     ranks: int  # per node
-    cpus: int  # per node; 0: SLURM does not say
+    gpus: int  # per node; 0: SLURM does not say
+    cpus: int  # the same
     site: Site
 
     @property
@@ -60,7 +67,9 @@ class Allocation:
         return [
             "srun",
             *(f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
-            *((f"--cpus-per-task={self.cpus}",) if self.cpus else ()),  # srun does not take it over from sbatch
+            # Unsaid, a step of a job with --gpus-per-task gets the GPUs of one task, and CPUs are not taken over at all.
+            *((f"--gpus-per-node={self.gpus}",) if self.gpus else ()),
+            *((f"--cpus-per-task={self.cpus}",) if self.cpus else ()),
             # Not --kill-on-bad-exit: a node that leaves first must not end the others while they save.
             *("--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}"),
             *shlex.split(self.site.get("INTERDOMAIN_SRUN")),
@@ -116,12 +125,13 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         return None
     if _inside_a_step():
         return None
-    found = site_named(site or "plain")
+    found, gpus = site_named(site or "plain"), _gpus_per_node()
     return Allocation(
         job=job,
         hosts=_hosts(job),
-        ranks=ranks or _gpus_per_node(found) or ranks_here,
-        cpus=_cpus_per_node(),
+        ranks=ranks or gpus or int(found.get("INTERDOMAIN_GPUS_PER_NODE") or 0) or ranks_here,
+        gpus=gpus,
+        cpus=_least("SLURM_JOB_CPUS_PER_NODE"),
         site=found,
     )
 
@@ -159,18 +169,21 @@ def _hosts(job: str) -> tuple[str, ...]:
     return hosts
 
 
-def _gpus_per_node(site: Site) -> int:
-    """0 where neither SLURM nor the site says."""
-    for said in (os.environ.get("SLURM_GPUS_ON_NODE"), os.environ.get("SLURM_GPUS_PER_NODE")):
-        count = (said or "").rpartition(":")[2]  # "4", "h200:4"
-        if count.isdigit() and int(count):
-            return int(count)
-    return int(site.get("INTERDOMAIN_GPUS_PER_NODE") or 0)
+def _gpus_per_node() -> int:
+    """0 where SLURM does not say."""
+    by_node = _count("SLURM_GPUS_ON_NODE") or _count("SLURM_GPUS_PER_NODE")
+    return by_node or _count("SLURM_GPUS_PER_TASK") * _least("SLURM_TASKS_PER_NODE")
 
 
-def _cpus_per_node() -> int:
-    """Of the smallest node: SLURM_JOB_CPUS_PER_NODE is "288(x3),72"."""
-    groups = os.environ.get("SLURM_JOB_CPUS_PER_NODE", "")
+def _count(name: str) -> int:
+    """Of a variable like "4" or "h200:4"; else 0."""
+    count = os.environ.get(name, "").rpartition(":")[2]
+    return int(count) if count.isdigit() else 0
+
+
+def _least(name: str) -> int:
+    """The smallest node's, of a variable like "288(x3),72"; 0 where it is not set."""
+    groups = os.environ.get(name, "")
     return min((int(group.partition("(")[0]) for group in groups.split(",") if group), default=0)
 
 
@@ -180,7 +193,8 @@ def run(command: list[str], site: Site) -> int:
     SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it
     would kill them. Ctrl-C is srun's: once for the nodes' state, twice to end.
     """
-    process = subprocess.Popen(command, env={**site.exported, **os.environ})
+    kept = {name: value for name, value in os.environ.items() if name not in SHARES}
+    process = subprocess.Popen(command, env={**site.exported, **kept})
     asked = []
 
     def pass_on(number, frame):

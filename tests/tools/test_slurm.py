@@ -42,7 +42,8 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     node = command.index("interdomain.tools._node")
     assert command[0] == "srun"
     own, torchrun = command[1 : node - 2], command[node + 1 :]
-    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpus-per-task=144", "--cpu-bind=none"} <= {*own}
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none"} <= {*own}
+    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*own}
     assert torchrun[0] == "4"
     text = " ".join(torchrun)
     assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in text
@@ -56,6 +57,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     [
         ({"GPUS_PER_NODE": "h200:8"}, [], 8),
         ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
+        ({"GPUS_PER_TASK": "h200:2", "TASKS_PER_NODE": "4"}, [], 8),
         ({}, ["--site", "alps"], 4),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
         ({}, [], launch.CPU_RANKS),
@@ -66,6 +68,26 @@ def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
     slurm("a", **variables)
     _, rows, _ = dry(capsys, *argv, "--training.global_batch_size", "64")
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [  # as SLURM 22.05 and 24.05 set them
+        {"NTASKS_PER_NODE": "4", "GPUS_PER_TASK": "1", "CPUS_PER_TASK": "36"},
+        {"NTASKS_PER_NODE": "4", "TRES_PER_TASK": "cpu=36,gres/gpu=1", "TRES_BIND": "gres/gpu:per_task:1"},
+        {"GPUS": "8", "NTASKS_PER_GPU": "1", "GPU_BIND": "single:1", "CPUS_PER_GPU": "36"},
+    ],
+)
+def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
+    """However many tasks the job asked for: srun takes these for its own flags, and what it is not told from the job."""
+    slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="144(x2)", TASKS_PER_NODE="4(x2)", **variables)
+    monkeypatch.setenv("SRUN_CPUS_PER_TASK", "36")
+    found = _slurm.allocation(None, None, 1)
+    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command("python", [])}
+    assert (found.ranks, found.site.name) == (4, "plain")
+    shares = "[name for name in os.environ if re.search('PER_TASK|PER_GPU|PER_TRES|_BIND', name)]"
+    look = f"import os, re, sys; sys.exit(bool({shares}) or os.environ['SLURM_JOB_ID'] != '4242')"
+    assert _slurm.run([sys.executable, "-c", look], found.site) == 0
 
 
 def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
