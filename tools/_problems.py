@@ -69,14 +69,18 @@ def make_inputs(
     linear: bool = False,
     state: bool = False,
     mixed: bool = False,
+    wider: int = 0,
     seed: int = 0,
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v], if `linear`), and cotangents of its results.
+
+    wider: by how many channels v is wider than q and k (z than 2 d).
 
     Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that
     records gradients.
     """
     B, T, H, d, M = shape.B, shape.T, shape.H, shape.d, shape.M
+    P = 2 * d + wider
     g = generator(device, seed)
 
     def normal(*size: int) -> Tensor:
@@ -84,16 +88,16 @@ def make_inputs(
 
     theta, W, w = (x.float().to(device) for x in dynamics(H, M, mixed=mixed, seed=seed))
     if linear:
-        inputs = {"z": normal(B, T, H, 2 * d).to(dtype), "log_decay": theta, "readout": w}
-        d_out = normal(B, T, H, 2 * d).to(dtype)
+        inputs = {"z": normal(B, T, H, P).to(dtype), "log_decay": theta, "readout": w}
+        d_out = normal(B, T, H, P).to(dtype)
     else:
         q = torch.nn.functional.normalize(normal(B, T, H * shape.G, d), dim=-1).to(dtype)
-        inputs = {"q": q, "k": normal(B, T, H, d).to(dtype), "v": normal(B, T, H, d).to(dtype)}
+        inputs = {"q": q, "k": normal(B, T, H, d).to(dtype), "v": normal(B, T, H, P - d).to(dtype)}
         inputs |= {"log_decay": theta, "mixing": W}
-        d_out = normal(*q.shape).to(dtype)
+        d_out = normal(*q.shape[:3], P - d).to(dtype)
     if state:
-        inputs["initial_state"] = normal(B, H, M, 2 * d, 2)
-    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(B, H, M, 2 * d, 2))
+        inputs["initial_state"] = normal(B, H, M, P, 2)
+    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(B, H, M, P, 2))
 
 
 def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int = 0) -> Tensor:

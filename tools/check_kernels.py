@@ -55,12 +55,15 @@ class Case:
     repeat: bool = False  # run twice and compare bits
     mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
     linear: bool = False  # of the steps
+    half: bool = False  # of the steps: W by its upper half and Lambda made beforehand, as a model has them
+    wider: int = 0  # channels that v has beyond q and k: the ones of the normalised form
 
     def __str__(self) -> str:
         words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
         words += [str(self.dtype).removeprefix("torch."), self.mode]
         words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
         words += [f"chunk {self.chunk_size}" if self.chunk_size else "", "documents" if self.documents else ""]
+        words += ["half of W" if self.half else "", f"v wider by {self.wider}" if self.wider else ""]
         return " ".join(word for word in words if word)
 
 
@@ -99,7 +102,8 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(q("sequential", documents=True, T=130), lin("sequential", documents=True, T=70)),
             *(lin("sequential", repeat=True, T=130), lin("sequential", dtype=FP32, state=False, T=63)),
         ],
-        "chunkwise-M128": [q(M=128, repeat=True)],
+        "chunkwise-M128": [q(M=128, repeat=True), q(M=128, documents=True, T=130), q(M=128, dtype=FP32, T=70)],
+        "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
         "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
         "chunkwise": [
             *(q(repeat=True), q(recompute=False, repeat=True), q(T=1, B=1), q(T=64, state=False)),
@@ -140,6 +144,8 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "step": [
             *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
+            *(step(half=True, mode=mode) for mode in ("", "in place", "graph")),
+            *(step(half=True, dtype=FP32, G=4, H=2, B=40), step(half=True, d=96, wider=1)),
             *(step(linear=True), step(linear=True, mode="in place"), step(linear=True, mode="graph", dtype=FP32, d=96)),
             *(
                 features_step("triton"),
@@ -192,7 +198,8 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     linear = case.kind == "linear scan"
-    inputs, cotangents = make_inputs(case.shape, case.dtype, device, linear=linear, state=case.state, mixed=True)
+    options = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
+    inputs, cotangents = make_inputs(case.shape, case.dtype, device, **options)
     options = {} if linear else {"recompute": case.recompute}
     documents = make_documents(case.shape, device) if case.documents else None
 
@@ -222,11 +229,15 @@ def _input_features_step(case: Case, device: torch.device) -> tuple[dict, dict, 
 
 def _step(case: Case, device: torch.device) -> tuple[dict, dict, None]:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
-    inputs, _ = make_inputs(case.shape, case.dtype, device, linear=case.linear, state=True, mixed=True)
+    options = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
+    inputs, _ = make_inputs(case.shape, case.dtype, device, **options)
     inputs = {name: x.detach() for name, x in inputs.items()}
     before = inputs.pop("initial_state")
     names = ("z",) if case.linear else ("q", "k", "v")
     tables = {name: x for name, x in inputs.items() if name not in names}
+    if case.half:
+        tables |= {"mixing": tables["mixing"][:, : case.shape.M].contiguous()}
+        tables |= {"decay": scan.decay_factor(tables["log_decay"])}
     one_step = scan.linear_step if case.linear else scan.interdomain_step
     tokens = [{name: inputs[name][:, t].contiguous() for name in names} for t in range(STEPS)]
     state, outs = before.clone(), []

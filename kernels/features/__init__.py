@@ -208,8 +208,9 @@ def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tupl
         if any(got[0] != shape for got, shape in tensors):
             got, wanted = tuple(tuple(t[0]) for t, _ in tensors), tuple(shape for _, shape in tensors)
             raise ValueError(f"{name} has shapes {got}; expected {wanted} with x {tuple(x[0])}")
-        if any(got[1] != x[1] for got, _ in tensors):
-            raise ValueError(f"{name} is on {tensors[0][0][1]} and x on {x[1]}: move them to one device")
+        for got, _ in tensors:
+            if got[1] != x[1]:
+                raise ValueError(f"{name} is on {got[1]} and x on {x[1]}: move them to one device")
     if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (cos is not None) or (rotated and R % 2):
         raise ValueError(
             f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
@@ -232,7 +233,7 @@ def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...]
             got = tuple(tuple(t.shape) for t in tensors)
             raise ValueError(f"{name} has shapes {got}; expected {shapes} with x {tuple(x.shape)}")
         if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensors[0].device} and x on {x.device}: move them to one device")
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}: move them to one device")
 
 
 def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, Tensor] | None) -> str:

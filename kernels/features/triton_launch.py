@@ -69,6 +69,7 @@ def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps):
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
     documents = None if documents is None or weight is None else documents.to(torch.int32)
+    cos, sin = (None if t is None else t.float() for t in (cos, sin))  # float64 tables would widen what a loop carries
     tensors = x, past, *(None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale))
     rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
     strides = *_strides(x), *((0, 0) if past is None else _strides(past)), cos[0].numel() if rows else 0

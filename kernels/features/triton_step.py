@@ -108,6 +108,7 @@ def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift,
     window = past if kept else past.contiguous()
     BH = max(16, triton.next_power_of_2(R // 2))
     BB = min(triton.next_power_of_2(B), max(1, HALF_TILE // BH))
+    cos, sin = (None if t is None else t.float() for t in (cos, sin))
     tensors = x, window, *(None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale, shift)), y
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         step_kernel[(E // R * triton.cdiv(B, BB),)](

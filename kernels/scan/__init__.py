@@ -101,7 +101,7 @@ def interdomain_scan(
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
-    _check_time(T)
+    _check_size(B, T)
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     documents = _numbers(documents, k)
     backend = _choose(backend, chunk_size, (q, k, v), M)
@@ -138,7 +138,7 @@ def linear_scan(
     _check_shape("readout", readout, (H, 2 * M))
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
-    _check_time(T)
+    _check_size(B, T)
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     documents = _numbers(documents, z)
     backend = _choose(backend, chunk_size, (z,), M)
@@ -351,9 +351,11 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
         )
 
 
-def _check_time(T: int) -> None:
+def _check_size(B: int, T: int) -> None:
     if T == 0:
         raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
+    if B == 0:
+        raise ValueError("the batch has no sequence (B = 0); a scan needs at least one")
 
 
 def _check_in_place(state: Tensor) -> None:

@@ -5,12 +5,15 @@ such a copy, several of them may live in one process with the package, and PyTor
 name from the others.
 """
 
+import functools
 import hashlib
 import inspect
 import sys
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
 
@@ -28,16 +31,32 @@ def call(op: CustomOpDef, *args):
     The way through it takes some 20 microseconds of the host, twice per layer and token of eager decoding, and its first op
     imports torch.compile's front end: as long again as importing torch.
     """
-    return op(*args) if _observed(args) else op._init_fn(*args)
-
-
-def _observed(args: tuple) -> bool:
-    # In this order: what torch.compile traces ends with the first.
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
+    if torch.compiler.is_compiling():
+        return op(*args)
     tensors = [x for x in args if isinstance(x, Tensor)]
+    if any(unpack_dual(x).tangent is not None for x in tensors):  # the dispatcher would drop it without a word
+        raise NotImplementedError(f"{op._name} has no forward-mode derivative; backend='reference' has one")
+    if _observed(tensors):
+        return op(*args)
+    out = op._init_fn(*args)
+    for i in _written(op):  # as the dispatcher does: autograd refuses to go back through a state that was overwritten
+        if args[i] is not None and not args[i].is_inference():
+            increment_version(args[i])
+    return out
+
+
+def _observed(tensors: list[Tensor]) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return recorded or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+@functools.cache
+def _written(op: CustomOpDef) -> list[int]:
+    """Which arguments the op overwrites."""
+    arguments = op._opoverload._schema.arguments
+    return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
 
 def tag_caches(module: str) -> None:

@@ -64,7 +64,8 @@ class InPlace:
     def __init__(self, decay: Tensor, table: Tensor, state: Tensor, q: Tensor | None, k: Tensor, v: Tensor) -> None:
         B, H, M, P, _ = state.shape
         R, D = k.shape[2], v.shape[2]
-        self.state, self.X, self.decay = state, torch.view_as_complex(state), torch.view_as_complex(decay)[:, :, None]
+        self.state, self.X = state, torch.view_as_complex(state)
+        self.decay = torch.view_as_complex(decay.contiguous())[:, :, None]
         self.z = state.new_zeros(B, H, 1, P, 2)  # real: the imaginary parts stay zero
         channels = self.z[:, :, 0, :, 0]
         channels[:, :, R + D :] = 1

@@ -84,7 +84,7 @@ def scan_backward(
         del a, c
 
         dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
-        d_initial = None if initial_state is None else torch.empty_like(initial_state)
+        d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         pairs = ((e, q, keys), (b, d_o, values))
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
@@ -140,7 +140,7 @@ def linear_backward(
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = Constant.build(readout, log_decay, plan, tab)
         dz = launch.padded_empty(z)
-        d_initial = None if initial_state is None else torch.empty_like(initial_state)
+        d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
         launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
         c_re, c_im = launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True).chunk(2, dim=-1)

@@ -126,7 +126,7 @@ CONV = torch.zeros(24, 1, 4), torch.zeros(24)
         (dict(rope=(TABLE, TABLE[:3])), r"rope has shapes .* expected \(\(5, 1, 4\), \(5, 1, 4\)\)"),
         (dict(head_dim=3, rope=(TABLE, TABLE)), "head_dim is 3; RoPE rotates pairs"),
         (dict(norm=(torch.zeros(8), torch.zeros(2, 8))), r"norm has shapes .* expected \(\(8,\), \(3, 8\)\)"),
-        (dict(norm=(torch.zeros(8, device="meta"), torch.zeros(3, 8))), "norm is on meta and x on cpu"),
+        (dict(norm=(torch.zeros(8), torch.zeros(3, 8, device="meta"))), "norm is on meta and x on cpu"),
         (dict(backend="fast"), "backend is 'fast'; allowed: auto, triton, torch"),
         (dict(backend="triton"), "cannot run this: the input is on cpu"),
     ],

@@ -42,6 +42,7 @@ def zeros(*shape, **kwargs):
         ({"initial_state": zeros(2, 2, 6, 7, 2, dtype=torch.bfloat16)}, "initial_state is torch.bfloat16"),
         ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
         ({n: QUERY[n][:, :0] for n in "qkv"}, r"no token \(T = 0\)"),
+        ({n: QUERY[n][:0] for n in "qkv"} | {"initial_state": None}, r"no sequence \(B = 0\)"),
     ],
 )
 def test_query_errors(change, message):

@@ -139,6 +139,26 @@ def test_an_op_goes_through_the_dispatcher_where_that_has_to_do_with_it(linear, 
     assert out.shape == plain.shape
 
 
+def test_forward_mode_is_refused_and_vmap_is_not():
+    inputs, _ = op_inputs(CASE, torch.float32)
+    inputs = {n: x.detach() for n, x in inputs.items()}
+
+    def run(q):
+        return scan.interdomain_scan(**{**inputs, "q": q})[0]
+
+    q = inputs["q"]
+    with pytest.raises(NotImplementedError, match="backend='reference' has one"):
+        torch.func.jvp(run, (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            run(dual)
+        out = scan.interdomain_scan(**{**inputs, "q": dual}, backend="reference")[0]
+        value, tangent = torch.autograd.forward_ad.unpack_dual(out)
+    torch.testing.assert_close(tangent, value)  # o is linear in q
+    torch.testing.assert_close(torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)]))
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """How often the forward implementations ran."""

@@ -242,7 +242,7 @@ def test_other_dtypes(dtypes):
 @on_kernels
 def test_strided_inputs():
     """q, k, v cut out of one projection; a cotangent that is one number, expanded."""
-    inputs, cotangents, _ = problem(Case(T=40, H=2, R=16, D=16), torch.float32, False)
+    inputs, cotangents, _ = problem(Case(T=40, B=2, H=2, R=16, D=16), torch.float32, False)
     cotangents = (cotangents[0][:, :1, :1, :1].expand_as(cotangents[0]), cotangents[1])
     expected = exact(inputs, cotangents)
     inputs, cotangents = to_device(inputs, cotangents)
@@ -251,9 +251,24 @@ def test_strided_inputs():
     assert q.stride(1) == 96
     got = run_op({**inputs, "q": q, "k": k, "v": v}, cotangents, backend="chunkwise")
     assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
-    transposed = {**inputs, "k": inputs["k"].detach().mT.contiguous().mT.requires_grad_()}
+    state = inputs["initial_state"].detach()
+    transposed = {
+        **inputs,
+        "k": inputs["k"].detach().mT.contiguous().mT.requires_grad_(),
+        "initial_state": state.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+    }
     assert transposed["k"].stride(-1) != 1
+    assert not transposed["initial_state"].is_contiguous()
     got = run_op(transposed, cotangents, backend="chunkwise")
+    assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
+
+
+@on_kernels
+def test_a_strided_state_of_the_linear_readout():
+    inputs, cotangents, expected = problem(Case(T=40, B=2, H=2, R=16, D=16), torch.float32, True)
+    inputs, cotangents = to_device(inputs, cotangents)
+    state = inputs["initial_state"].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    got = run_op({**inputs, "initial_state": state}, cotangents, linear=True, backend="chunkwise")
     assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
 
 

@@ -195,6 +195,24 @@ def test_door_ops_and_compile(linear, inplace, kernels, monkeypatch):
         assert torch.equal(step(*recorded, theta, tables[1], state.clone())[0], expected[0])
 
 
+@on_kernels
+@linear_or_query
+def test_autograd_notices_that_a_state_was_overwritten(linear, kernels, monkeypatch):
+    monkeypatch.setattr(scan, "_fused", lambda device: True)
+    inputs, _ = op_inputs(Case(T=3, B=2, R=8, D=9), torch.float32, linear=linear)
+    inputs = {n: x.detach().to(DEVICE).requires_grad_() for n, x in inputs.items()}
+    live = inputs.pop("initial_state").detach()
+    run, step = (scan.linear_scan, scan.linear_step) if linear else (scan.interdomain_scan, scan.interdomain_step)
+    out, _ = run(**inputs, initial_state=live, backend="chunkwise-torch")
+    token = {n: x[:, 0] if n in "qkvz" else x for n, x in inputs.items()}
+    with torch.no_grad():
+        step(**token, state=live, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    with torch.inference_mode():
+        step(**token, state=live.clone(), inplace=True)
+
+
 # What follows needs neither a GPU nor the interpreter.
 
 
