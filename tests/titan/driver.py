@@ -129,7 +129,7 @@ class Watch:
 
     def dynamics(self, module, args, output):
         kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
-        kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output)}
+        kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output) if x is not None}
         self.seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
 
