@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import utils as dist_utils
@@ -75,6 +76,7 @@ class FixedValidator(BaseValidator):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         mean = dist_utils.dist_sum(loss, mesh) / dist_utils.dist_sum(tokens, mesh)
         self.metrics_processor.log_validation(mean, step, extra_metrics=self._readout_rms(model))
+        _reshard(model)
         model.train()
 
     @torch.no_grad()
@@ -96,6 +98,16 @@ class FixedValidator(BaseValidator):
             for hook in hooks:
                 hook.remove()
         return {f"mixer/layer_{i:02d}/readout_rms": value for i, value in rms.items()}
+
+
+def _reshard(model) -> None:
+    """As the backward pass leaves the parameters, which the groups that are needed again in it keep whole until then.
+
+    A checkpoint may be saved next, and whole parameters are not those that the optimizer's state is of.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @one_paragraph

@@ -1,6 +1,7 @@
 """One run of two ranks, disturbed six times and never lost: real processes, real signals (disturbed.py).
 
-It ends with the same bits as the run that nobody disturbed.
+It validates after every step, so that it also leaves right after a validation, and ends with the same bits as the run that
+nobody disturbed.
 """
 
 import json
@@ -49,6 +50,7 @@ def story(tmp_path_factory, corpus):
         (folder / f"plan{i}.json").write_text(json.dumps(plan))
         log = folder / f"log{i}.txt"
         settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
+        settings |= {"validation__enable": True, "validation__freq": 1}
         program = [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         program += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
         torchrun = torchrun_command(2, *program, forked=True)
