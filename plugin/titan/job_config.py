@@ -114,6 +114,9 @@ class Optimizer:
 class LRScheduler:
     """[lr_scheduler]: warmup in tokens, floor as a learning rate."""
 
+    warmup_steps: int | None = None
+    """Linear warmup over this many steps, where warmup_tokens is 0. Unset: 200."""
+
     warmup_tokens: int = 0
     """Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps."""
 
@@ -126,6 +129,9 @@ class LRScheduler:
 @dataclass
 class Training:
     """[training]: the run's length in tokens, and when to give up on it."""
+
+    steps: int | None = None
+    """Train for this many steps, where tokens is 0. Unset: 10,000."""
 
     tokens: int = 0
     """Train on this many tokens, rounded up to whole steps; 0: use steps."""

@@ -25,7 +25,7 @@ from .device import refuse_on_cpu
 from .job_config import Mixer
 from .settings import refuse_unsupported
 
-DEFAULT_STEPS, DEFAULT_WARMUP_STEPS = 10_000, 200  # torchtitan's defaults: values that the user did not set
+DEFAULT_STEPS, DEFAULT_WARMUP_STEPS = 10_000, 200  # torchtitan's, where neither steps nor tokens are set
 DEFAULT_SEED = 42
 
 
@@ -162,22 +162,26 @@ def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:
     training, schedule = job_config.training, job_config.lr_scheduler
     steps = training.steps
     if training.tokens:
-        if steps != DEFAULT_STEPS:
+        if steps is not None:
             raise ValueError(
                 f"training.tokens = {training.tokens:,} and training.steps = {steps:,} are both set. Train by steps "
                 "with --training.tokens 0, or drop training.steps."
             )
         steps = math.ceil(training.tokens / tokens_per_step)
+    elif steps is None:
+        steps = DEFAULT_STEPS
     if steps < 1:
         raise ValueError(f"the run has {steps} steps; set training.steps or training.tokens to a positive number.")
     warmup = schedule.warmup_steps
     if schedule.warmup_tokens:
-        if warmup != DEFAULT_WARMUP_STEPS:
+        if warmup is not None:
             raise ValueError(
                 f"lr_scheduler.warmup_tokens = {schedule.warmup_tokens:,} and lr_scheduler.warmup_steps = {warmup:,} are "
                 "both set. Warm up by steps with --lr_scheduler.warmup_tokens 0, or drop lr_scheduler.warmup_steps."
             )
         warmup = round(schedule.warmup_tokens / tokens_per_step)
+    elif warmup is None:
+        warmup = DEFAULT_WARMUP_STEPS
     total = steps if schedule.total_steps is None else schedule.total_steps
     if total < steps:
         raise ValueError(

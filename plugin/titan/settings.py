@@ -120,7 +120,7 @@ def _refuse_numbers(job_config) -> None:
     for names, least in ((positive, 1), (NOT_NEGATIVE, 0)):
         for setting in names:
             value = value_of(job_config, setting)
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{setting} must be at least {least}: got {value}.")
     for setting in ("optimizer.lr", "optimizer.ssm_lr", "training.max_norm"):
         value = value_of(job_config, setting)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from torchtitan.config import ConfigManager
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
@@ -50,12 +50,19 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
 
 def test_the_plan_fills_torchtitans_fields_once(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    job = parse(training__tokens=10_000, training__steps=10_000, lr_scheduler__total_steps=None)
+    job = parse(training__tokens=10_000, training__steps=None, lr_scheduler__total_steps=None)
     arguments = InterdomainModelArgs()
     for _ in range(2):  # the hooks ask more than once
         arguments.update_from_config(job)
         assert (job.training.steps, job.training.tokens) == (20, 0)  # 19.5 steps of 512 tokens, rounded up
     assert arguments.config.vocab_size == 512
+
+
+def test_torchtitans_defaults_hold_where_neither_steps_nor_tokens_are_set():
+    unset = {"training__steps": None, "lr_scheduler__warmup_steps": None, "lr_scheduler__total_steps": None}
+    plan = make_plan(parse(**unset), 1)
+    theirs = JobConfig()
+    assert (plan.steps, plan.warmup_steps) == (theirs.training.steps, theirs.lr_scheduler.warmup_steps)
 
 
 def test_switches_stand_over_the_condition():
@@ -134,6 +141,17 @@ REFUSED = {
     "no sequence": ({"training__seq_len": 0}, "training.seq_len must be at least 1", "got 0"),
     "steps and tokens": ({"training__tokens": 4096}, "training.tokens = 4,096 and training.steps = 6", "drop"),
     "warmup twice": ({"lr_scheduler__warmup_tokens": 512}, "warmup_tokens = 512", "lr_scheduler.warmup_steps = 2"),
+    "TorchTitan's own steps and tokens": (
+        {"training__tokens": 4096, "training__steps": 10_000},
+        "training.tokens = 4,096 and training.steps = 10,000",
+        "drop",
+    ),
+    "TorchTitan's own warmup twice": (
+        {"lr_scheduler__warmup_tokens": 512, "lr_scheduler__warmup_steps": 200},
+        "warmup_tokens = 512",
+        "lr_scheduler.warmup_steps = 200",
+    ),
+    "negative warmup": ({"lr_scheduler__warmup_steps": -1}, "warmup_steps must be at least 0", "got -1"),
     "warmup past the end": ({"lr_scheduler__warmup_steps": 9}, "warmup of 9 steps", "6 steps"),
     "schedule shorter than the run": ({"lr_scheduler__total_steps": 5}, "total_steps = 5", "last step 6"),
     "floor twice": ({"lr_scheduler__min_lr_factor": 0.1}, "min_lr = 1e-05 and min_lr_factor = 0.1", "floor"),
