@@ -30,8 +30,8 @@ STOP_SECONDS = 30  # torchrun's own patience with ranks after one that failed
 def supervise(command: list[str], environment: dict[str, str]) -> int:
     """Run torchrun to its end.
 
-    Returns: 0 for a finished run, CONTINUE for one that left on a signal, INTERRUPTED after Ctrl-C, REFUSED for one that a rank
-    ended by decision, else torchrun's status.
+    Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after Ctrl-C, REFUSED
+    for one that a rank ended by decision, else torchrun's status.
     """
     asked = []
     with tempfile.TemporaryDirectory(prefix="interdomain-") as folder:
@@ -59,10 +59,19 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    if said == LEFT or (asked and code):
+    if said == STOPPED:  # a full disk, for one: asked to leave or not
+        return REFUSED
+    if said == LEFT:
         print(f"\nthe run left on a signal (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
         return CONTINUE
-    return REFUSED if said == STOPPED else code
+    if asked and code:
+        print(
+            f"\nthe run ended after a signal, with no checkpoint of where it was (torchrun's exit status {code}, ours {CONTINUE}): "
+            "the same command continues it from the last one, if there is one.",
+            file=sys.stderr,
+        )
+        return CONTINUE
+    return code
 
 
 def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:

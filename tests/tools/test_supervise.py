@@ -45,7 +45,7 @@ def test_the_status_of_a_run_that_nobody_asked_to_leave(status):
 def test_a_signal_is_passed_on_once_and_the_run_continues_another_time(number, capfd):
     ask = f"ask(signal.{number}, launcher); "
     assert run(f"{ask * 3}wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)") == CONTINUE == 75
-    assert "the same command continues it" in capfd.readouterr().err
+    assert "the run left on a signal (exit status 75): the same command continues it" in capfd.readouterr().err
 
 
 def test_a_signal_that_torchrun_alone_got():
@@ -56,8 +56,17 @@ def test_a_signal_that_one_rank_alone_got():
     assert run("say('left')") == CONTINUE
 
 
-def test_a_signal_before_the_ranks_could_listen():
+def test_a_signal_before_the_ranks_could_listen_or_a_save_that_failed(capfd):
+    """Nothing is claimed that was not saved."""
     assert run("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)") == CONTINUE
+    said = capfd.readouterr().err
+    assert "ended after a signal, with no checkpoint of where it was (torchrun's exit status 1, ours 75)" in said
+    assert "left on a signal" not in said
+
+
+def test_a_signal_and_a_decision():
+    """A disk that is full when the run is asked to leave: another start would only meet it again."""
+    assert run("ask(signal.SIGUSR1, launcher); wait(); say('stopped'); sys.exit(1)") == REFUSED
 
 
 def test_a_signal_after_the_last_step_changes_nothing():
