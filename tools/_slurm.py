@@ -36,6 +36,11 @@ class Site:
         return os.environ.get(name, self.variables.get(name, ""))
 
     @property
+    def gpus_per_node(self) -> int:
+        """0 where the site does not say."""
+        return int(self.get("INTERDOMAIN_GPUS_PER_NODE") or 0)
+
+    @property
     def exported(self) -> dict[str, str]:
         return {name: value for name, value in self.variables.items() if not name.startswith("INTERDOMAIN_")}
 
@@ -50,6 +55,11 @@ class Allocation:
     gpus: int  # per node; 0: SLURM does not say
     cpus: int  # the same
     site: Site
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether SLURM or the site says so. This machine may be a login node without any."""
+        return bool(self.gpus or self.site.gpus_per_node)
 
     @property
     def rendezvous(self) -> tuple[str, ...]:
@@ -129,7 +139,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     return Allocation(
         job=job,
         hosts=_hosts(job),
-        ranks=ranks or gpus or int(found.get("INTERDOMAIN_GPUS_PER_NODE") or 0) or ranks_here,
+        ranks=ranks or gpus or found.gpus_per_node or ranks_here,
         gpus=gpus,
         cpus=_least("SLURM_JOB_CPUS_PER_NODE"),
         site=found,

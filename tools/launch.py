@@ -203,7 +203,7 @@ def main(argv=None) -> int:
 
     from interdomain.titan.plan import make_plan
 
-    plan = make_plan(job, world_size=nodes.ranks * len(nodes.hosts) if nodes else ranks)
+    plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
     print(plan.describe())
     if nodes:
         torchrun = torchrun_command(args.config, flags, nodes.ranks, args.max_restarts, nodes.rendezvous)

@@ -78,13 +78,15 @@ class RunPlan:
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
 
-def make_plan(job_config, world_size: int) -> RunPlan:
+def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     """Check `job_config` for a run on `world_size` ranks.
 
+    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused.
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
     refuse_unsupported(job_config)
-    refuse_on_cpu(job_config)
+    if not on_gpus:
+        refuse_on_cpu(job_config)
     config = model_config(job_config)
     execution = _execution(job_config.mixer)
     training, parallel = job_config.training, job_config.parallelism

@@ -90,6 +90,20 @@ def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
     assert _slurm.run([sys.executable, "-c", look], found.site) == 0
 
 
+@pytest.mark.parametrize(
+    ("variables", "argv", "code"),
+    [({"GPUS_PER_NODE": "4"}, [], 0), ({}, ["--site", "alps"], 0), ({}, [], 2), ({"JOB_ID": ""}, [], 2)],
+)
+def test_what_the_nodes_gpus_can_do_is_not_refused_for_the_login_node(
+    slurm, capsys, monkeypatch, variables, argv, code
+):
+    monkeypatch.setattr(launch.torch.accelerator, "is_available", lambda: False)
+    slurm("a", "b", **variables)
+    for flags in (["--checkpoint.async_mode", "async_with_pinned_mem"], ["--profiling.enable_profiling"]):
+        assert launch.main([*argv, *flags, "--ranks", "1", "--dry-run"]) == code
+        assert ("needs a GPU, and this machine has none" in capsys.readouterr().err) == bool(code)
+
+
 def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
     site = tmp_path / "ours.env"
     site.write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")
