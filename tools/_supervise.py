@@ -66,8 +66,8 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
         return CONTINUE
     if asked and code:
         print(
-            f"\nthe run ended after a signal, with no checkpoint of where it was (torchrun's exit status {code}, ours {CONTINUE}): "
-            "the same command continues it from the last one, if there is one.",
+            f"\nthe run ended after a signal, with no checkpoint of where it was (torchrun's exit status {code}, ours "
+            f"{CONTINUE}): the same command continues it from the last one, if there is one.",
             file=sys.stderr,
         )
         return CONTINUE
