@@ -10,9 +10,9 @@ class InterdomainConfig(PretrainedConfig):
 
     Args:
         interdomain: `ModelConfig.to_dict()`; a small model's by default.
-        weights: sha256 of every file of weights, or None.
+        weights: sha256 of the files in the folder that this is read from. Not kept: they are not another folder's.
     Raises: ValueError for a format version or a setting that this code does not know, and for a name of transformers' that is
-        set to something else than the model is.
+        set to something else than the model is (but for max_position_embeddings, by which nothing is computed).
     """
 
     model_type = "interdomain"
@@ -20,9 +20,17 @@ class InterdomainConfig(PretrainedConfig):
 
     def __init__(self, interdomain: dict | None = None, weights: dict | None = None, **kwargs):
         self.interdomain = build_config("debug").to_dict() if interdomain is None else interdomain
-        self.weights = weights
+        for name, value in self._described().items():
+            setattr(self, name, kwargs.pop(name, value))
+        self.max_position_embeddings = kwargs.pop("max_position_embeddings", self.model.max_seq_len)
+        self.use_cache = kwargs.pop("use_cache", True)
+        kwargs.setdefault("tie_word_embeddings", False)
+        super().__init__(**kwargs)
+        self.check()
+
+    def _described(self) -> dict[str, int]:
         model = self.model
-        names = {
+        return {
             "vocab_size": model.vocab_size,
             "hidden_size": model.dim,
             "intermediate_size": model.ffn_hidden,
@@ -30,18 +38,17 @@ class InterdomainConfig(PretrainedConfig):
             "num_attention_heads": model.n_heads,
             "num_key_value_heads": model.n_kv_heads,
             "head_dim": model.head_dim,
-            "max_position_embeddings": model.max_seq_len,
         }
-        for name, value in names.items():
-            if kwargs.pop(name, value) != value:
+
+    def check(self) -> None:
+        """Whether transformers' names still say what the model is: whoever loads it can set them."""
+        for name, value in self._described().items():
+            if getattr(self, name) != value:
                 raise ValueError(
                     f"{name} is {value} in this model; change what stands under `interdomain`, not {name}."
                 )
-            setattr(self, name, value)
-        self.use_cache = kwargs.pop("use_cache", True)
-        if kwargs.setdefault("tie_word_embeddings", False):
+        if self.tie_word_embeddings:
             raise ValueError("tie_word_embeddings: the embeddings of this model are not tied; leave it out.")
-        super().__init__(**kwargs)
 
     @property
     def model(self) -> ModelConfig:

@@ -52,6 +52,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     write_code = None
 
     def __init__(self, config: InterdomainConfig, **execution) -> None:
+        config.check()
         super().__init__(config)
         model = Transformer(config.model, Execution(**execution))
         self._modules.update(model._modules)
@@ -115,24 +116,33 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         return (model, found) if output_loading_info else model
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs) -> None:
-        """As in transformers, with the checksums of what was written. Raises: ValueError for push_to_hub=True."""
+        """As in transformers, with the checksums of what was written; of an adapter, that alone.
+
+        Raises: ValueError for push_to_hub=True.
+        """
         if kwargs.get("push_to_hub"):
             raise ValueError(
                 "push_to_hub=True would upload half of it: call model.push_to_hub(name), which saves first."
             )
-        self.config.weights = None
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        if not is_main_process:
-            return
-        folder = Path(save_directory)
+        if not is_main_process or getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        folder, variant = Path(save_directory), f".{kwargs['variant']}" if kwargs.get("variant") else ""
+        # transformers removes shards of an earlier save, but neither their index nor a whole file, which it reads first.
+        index = folder / f"model.safetensors.index{variant}.json"
+        index.unlink(missing_ok=True)
+        super().save_pretrained(save_directory, **kwargs)
+        if index.exists():
+            (folder / f"model{variant}.safetensors").unlink(missing_ok=True)
         record = json.loads((folder / "config.json").read_text())
         if self.write_code is not None:
             record["auto_map"] = self.write_code(folder)
-        record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("*.safetensors"))}
+        record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("model*.safetensors"))}
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        # The project's own tokenizer file, which transformers does not know, from where this model was loaded.
-        file = Path(self.config.name_or_path) / str(record.get("tokenizer", {}).get("file"))
-        if file.is_file() and not (folder / file.name).exists():
+        # The project's own tokenizer file, which transformers does not know, from where this model was loaded: that very file,
+        # for a folder of others may name any.
+        described = record.get("tokenizer") or {}
+        file = Path(self.config.name_or_path) / Path(str(described.get("file"))).name
+        if file.is_file() and not (folder / file.name).exists() and _sha256(file) == described.get("sha256"):
             shutil.copyfile(file, folder / file.name)
 
     # Computing
@@ -241,7 +251,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     def _check_tokens(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             raise ValueError(f"input_ids must be integers [batch, tokens], one at least: got {list(tokens.shape)}.")
-        lowest, highest, vocab = tokens.min().item(), tokens.max().item(), self.tok_embeddings.num_embeddings
+        lowest, highest, vocab = tokens.min().item(), tokens.max().item(), self.config.vocab_size
         if lowest < 0 or highest >= vocab:
             raise ValueError(
                 f"input_ids holds the token {lowest if lowest < 0 else highest}, outside the vocabulary of 0 to {vocab - 1}. "

@@ -130,9 +130,12 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict]:
 
 
 def weight_files(folder: Path | str) -> dict[str, Path]:
-    """{tensor name: file}, checked to exist. Raises FileNotFoundError, ValueError."""
+    """{tensor name: file}, checked to exist; one whole file comes first, as in transformers.
+
+    Raises: FileNotFoundError, ValueError.
+    """
     folder = Path(folder)
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
             files = {name: folder / Path(file).name for name, file in weight_map.items()}

@@ -101,6 +101,58 @@ def test_saved_and_loaded_again(tmp_path, loaded, tokenizer, case):
         torch.testing.assert_close(ours(random_texts(1, 5)), model(random_texts(1, 5)), **CLOSE)
 
 
+def test_saved_where_it_came_from(tmp_path, loaded):
+    """In one file, in several, and in one again: always what was written last, and nothing of what was before."""
+    _, there = loaded("interdomain")
+    tuned, sizes = copy.deepcopy(there), []
+    for size in ("5GB", "100KB", "5GB"):
+        with torch.no_grad():
+            tuned.norm.weight.mul_(1.1)
+        (tmp_path / "adapter_model.safetensors").touch()  # none of its weights
+        tuned.save_pretrained(tmp_path, max_shard_size=size)
+        files = sorted(tmp_path.glob("model[.-]*"))
+        sizes.append(len(files))
+        record = json.loads((tmp_path / "config.json").read_text())
+        assert record["weights"] == checksums(file for file in files if file.suffix == ".safetensors")
+        tuned = load(tmp_path)
+        ours = load_model(tmp_path)
+        for name, tensor in tuned.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], tensor), name
+    assert sizes[0] == sizes[2] == 1 < 3 < sizes[1]
+    torch.testing.assert_close(tuned.norm.weight, 1.1**3 * there.norm.weight)
+
+
+def test_an_adapter_is_saved_alone(tmp_path, monkeypatch, loaded):
+    """transformers writes no config.json then, and the folder may be the model's own."""
+    there = copy.copy(loaded("interdomain")[1])
+    written = []
+    monkeypatch.setattr(type(there).__mro__[1], "save_pretrained", lambda self, folder, **_: written.append(folder))
+    monkeypatch.setitem(vars(there), "_hf_peft_config_loaded", True)
+    (tmp_path / "model.safetensors.index.json").touch()
+    there.save_pretrained(tmp_path)
+    assert written == [tmp_path]
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", ["../secret", "other", "."])
+def test_no_other_file_is_copied(tmp_path, folder, name):
+    """Whatever config.json names."""
+    for file in (tmp_path / "secret", folder / "secret", folder / "other"):
+        file.touch()
+    edit(folder, lambda record: record["tokenizer"].update(file=name))
+    load(folder).save_pretrained(tmp_path / "saved")
+    assert {"secret", "other"}.isdisjoint(os.listdir(tmp_path / "saved"))
+
+
+def test_a_configuration_has_no_checksums_of_a_folder(tmp_path, folder):
+    """It may be saved beside other weights."""
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(folder, trust_remote_code=True).save_pretrained(folder)
+    rewrite(folder, lambda tensors: tensors["norm.weight"].mul_(2), recorded=False)
+    assert torch.equal(load(folder).norm.weight, load_model(folder).norm.weight)
+
+
 def test_a_copy_is_a_model_of_its_own(loaded):
     model, there = loaded("interdomain")
     tokens = random_texts(1, 9)
@@ -243,13 +295,14 @@ def edit(folder, change):
     (folder / "config.json").write_text(json.dumps(record))
 
 
-def rewrite(folder, change):
+def rewrite(folder, change, recorded=True):
     """Other tensors, with their checksum."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    edit(folder, lambda record: record.update(weights=checksums([file])))
+    if recorded:
+        edit(folder, lambda record: record.update(weights=checksums([file])))
 
 
 DAMAGE = {
@@ -292,6 +345,16 @@ def test_another_shape_is_refused(folder):
     edit(folder, lambda r: (r["interdomain"].update(vocab_size=421), r.update(vocab_size=421)))
     with pytest.raises((ValueError, RuntimeError), match=r"size mismatch|mismatched|MISMATCH"):
         load(folder)
+
+
+def test_names_set_at_load(tmp_path, exported):
+    """That of a length, by which nothing is computed, is kept; others must be what the model is."""
+    _, folder = exported("interdomain")
+    load(folder, max_position_embeddings=4096).save_pretrained(tmp_path / "saved")
+    assert load(tmp_path / "saved").config.max_position_embeddings == 4096
+    for name, told in (("num_hidden_layers", "num_hidden_layers is 2 in this"), ("tie_word_embeddings", "not tied")):
+        with pytest.raises(ValueError, match=told):
+            load(folder, **{name: 1})
 
 
 def test_several_devices_are_refused(tmp_path, exported):

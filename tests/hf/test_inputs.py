@@ -1,7 +1,10 @@
 """What the model cannot do is refused in words, before it computes anything."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from .common import greedy, random_texts
 
@@ -48,6 +51,16 @@ def test_padding_on_the_right_needs_no_state(loaded, case):
     found = there(tokens, attention_mask=padded, use_cache=False).logits
     torch.testing.assert_close(found[0, :5], model(tokens[:1, :5])[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1, 2:7], model(tokens[1:, 2:7])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_wrapped_embeddings(loaded):
+    """An adapter's have none of their attributes."""
+    there = copy.deepcopy(loaded("interdomain")[1])
+    tokens = random_texts(1, 5)
+    wanted = there(tokens).logits
+    there.tok_embeddings = nn.Sequential(there.tok_embeddings)
+    there.tok_embeddings.weight = there.tok_embeddings[0].weight
+    assert torch.equal(there(tokens).logits, wanted)
 
 
 def test_a_cache_that_does_not_fit(loaded):
