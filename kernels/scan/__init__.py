@@ -84,11 +84,13 @@ def interdomain_scan(
         backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
             `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
             `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
-        chunk_size: tokens per chunk, 1 to 64 (16, 32 or 64 in Triton); None for the default. Other backends ignore it.
+        chunk_size: tokens per chunk, 1 to 64 (in Triton 16, 32 or 64, as far as the tables fit); None for the default. Other
+            backends ignore it.
         recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
             (256 bytes in bf16 at M = 64), and saves computing it twice.
     Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
-    Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above.
+    Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above; NotImplementedError for
+        forward-mode differentiation of a backend other than `reference`.
     """
     if k.ndim != 4:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, T, H, R]")

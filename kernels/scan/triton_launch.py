@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     decay: tuple[int, int, int]  # state numbers of a program (2 BM BR, twice), warps, stages
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
+    registers: int | None  # that a thread may have; None: for ptxas to choose
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chunk_size: int | None) -> Plan:
@@ -50,7 +51,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
         stages = 1 if major == 10 else 2
         state = (8192, 4, stages)
-        plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None)
+        plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None, None)
         if major == 9 and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
             plan = plan._replace(fused=(4096, 4, stages))
         if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
@@ -60,7 +61,9 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
     else:
         # Two warps keep Hopper on mma.sync: its own instruction takes fp32 operands in one orientation only.
         warps = 2 if wide else 4
-        plan = Plan(16, dtype, "tf32x3", (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1), None)
+        # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
+        tiles = (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1)
+        plan = Plan(16, dtype, "tf32x3", *tiles, None, 255)
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
 
 
@@ -166,7 +169,7 @@ def contract(
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
         DOCUMENTS=span.documents is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return out.sum((0, 2, 3)) if total else out
 
@@ -193,7 +196,7 @@ def _mix(plan, tab, a, mixing, blocks, c=None):
     mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
         a, a if c is None else c, _operand(mixing, plan), tab.E, b, e, gradient, T, blocks, Hq, Hq // H,
         M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return b, e, None if c is None else gradient.sum((0, 2))
 
@@ -230,7 +233,7 @@ def expand(
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
         OUTPUT=out is not None, MIX=mixing is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
 
 
@@ -264,7 +267,7 @@ def adjoint(
         D=D, G=Hq // H, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=costate is not None, STORE_STATE=0 if initial is None else (2 if out is None else 1),
         OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
 
 
@@ -296,7 +299,7 @@ def decay(
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, HAS_COSTATE=costate is not None, LINEAR=linear,
         DOCUMENTS=span.documents is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     g_re, g_im = out.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
     return torch.stack((g_re, -g_im), dim=-1)

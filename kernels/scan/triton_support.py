@@ -40,8 +40,19 @@ def unsupported(inputs: tuple[Tensor, ...], M: int, chunk_size: int | None) -> s
         return f"R or D is above {MAX_WIDTH}, the widest that the Triton kernels have"
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         return f"chunk_size is {chunk_size} and the Triton kernels have {', '.join(map(str, CHUNK_SIZES))}"
-    if chunk_size is not None and chunk_size * M > 4096 and operand_dtype(*inputs) == torch.float32:
-        return f"chunk_size is {chunk_size} at M = {M}: tables of this size do not fit in fp32"
+    if chunk_size is not None:
+        return _too_long(chunk_size, M, inputs)
+    return None
+
+
+def _too_long(chunk_size: int, M: int, inputs: tuple[Tensor, ...]) -> str | None:
+    """Whether the tables of a chunk fit into shared memory: counted by compilation."""
+    device = inputs[0].device
+    if operand_dtype(*inputs) == torch.float32:
+        if chunk_size > 16 and chunk_size * M > 1024:
+            return f"chunk_size is {chunk_size} at M = {M}: in fp32, tables of this size do not fit; 16 do"
+    elif chunk_size * M > 4096 and device.type == "cuda" and not _has_large_shared_memory(device.index):
+        return f"chunk_size is {chunk_size} at M = {M}: on this GPU, tables of this size do not fit; 32 do"
     return None
 
 
@@ -54,5 +65,12 @@ def _has_bf16_tensor_cores(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
+def _has_large_shared_memory(device_index: int | None) -> bool:
+    """More than 99 KB per program: the GPUs of data centres."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return major in (9, 10) or (major, minor) in ((8, 0), (8, 7))
+
+
 # What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
 _has_bf16_tensor_cores._dynamo_marked_constant = True
+_has_large_shared_memory._dynamo_marked_constant = True

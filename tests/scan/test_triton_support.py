@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def pretend_gpu(monkeypatch):
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
     with FakeTensorMode():
         yield
 
@@ -36,6 +36,8 @@ def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
         (dict(), 24, None, "M is 24 and the Triton kernels have M = 16, 32, 64, 128"),
         (dict(D=300), 64, None, "R or D is above 256"),
         (dict(), 64, 48, "chunk_size is 48 and the Triton kernels have 16, 32, 64"),
+        (dict(), 128, 64, "chunk_size is 64 at M = 128: on this GPU, tables of this size do not fit; 32 do"),
+        (dict(dtype=torch.float32), 64, 32, "chunk_size is 32 at M = 64: in fp32, tables"),
     ],
 )
 def test_refusals(inputs, M, chunk_size, message, pretend_gpu, caplog):
@@ -58,7 +60,16 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
         assert scan._choose("auto", None, fake_inputs(D=65), 64) == "chunkwise"
         assert scan._choose("chunkwise", 32, fake_inputs(torch.float16), 16) == "chunkwise"
         assert scan._choose("auto", None, fake_inputs(D=300)[2:], 64) == "chunkwise"  # the linear readout has no width
+        assert scan._choose("auto", 32, fake_inputs(), 128) == "chunkwise"
+        assert scan._choose("auto", 32, fake_inputs(torch.float32), 32) == "chunkwise"
+        assert scan._choose("auto", 16, fake_inputs(torch.float32), 128) == "chunkwise"
     assert "'auto' runs 'chunkwise' on cuda" in caplog.text
+
+
+def test_long_chunks_where_shared_memory_is_large(pretend_gpu, monkeypatch):
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, found=capability: found)
+        assert scan._choose("auto", 64, fake_inputs(), 128) == "chunkwise"
 
 
 def test_the_gpu_is_asked_while_tracing(monkeypatch):

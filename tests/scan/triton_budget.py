@@ -36,7 +36,7 @@ class Recorder:
     def __getitem__(self, grid):
         return self.record
 
-    def record(self, *args, num_warps, num_stages=3, **constants):
+    def record(self, *args, num_warps, num_stages=3, maxnreg=None, **constants):
         signature, divisible = {}, []
         for parameter, value in zip(self.kernel.params, args, strict=False):
             if isinstance(value, torch.Tensor):
@@ -53,7 +53,8 @@ class Recorder:
                 if value % 16:
                     continue
             divisible.append(parameter.name)
-        launch = (self.kernel, signature, divisible, constants, num_warps, num_stages)
+        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+        launch = (self.kernel, signature, divisible, constants, options)
         if launch not in self.launches:
             self.launches.append(launch)
 
@@ -118,7 +119,7 @@ FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": la
 
 
 def report(launch, capability):
-    kernel, signature, divisible, constants, num_warps, num_stages = launch
+    kernel, signature, divisible, constants, options = launch
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -126,7 +127,6 @@ def report(launch, capability):
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    options = dict(num_warps=num_warps, num_stages=num_stages)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
