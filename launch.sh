@@ -48,26 +48,40 @@ compile() {
   "$venv/bin/python" -m compileall -qq -j "$1" -x '/(tests|transformers/models)/' "${@:2}" || true
 }
 
-# make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from.
+# lock FILE: until `exec 9>&-` or the end of this start; a child that outlives it holds it on. Where there is no flock, or a file
+# system without locks, there is none.
+lock() {
+  { exec 9>>"$1"; } 2>/dev/null && command -v flock >/dev/null 2>&1 || return 0
+  flock -n 9 2>/dev/null && return
+  [ $? -eq 1 ] || return 0 # else it is not held, but impossible
+  echo "waiting for another start, which installs into $venv"
+  flock 9 || true
+}
+
+# make_environment EXTRAS: the environment in $venv, with these extras, installed once per version of what it is made from, by one
+# start at a time: jobs that were submitted together begin together.
 make_environment() {
   local extras=$1 stamp wanted base
   venv=${INTERDOMAIN_VENV:-.venv}
+  python=$venv/bin/python
   stamp=$venv/.installed-$extras
   wanted=$(cat pyproject.toml constraints.txt launch.sh | cksum)
-  if [ ! -x "$venv/bin/python" ]; then
+  installed() { [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; }
+  if installed; then return; fi
+  mkdir -p "$venv" && lock "$venv/.lock"
+  if installed; then exec 9>&-; return; fi
+  if ! "$python" -m pip --version >/dev/null 2>&1; then # also where an earlier start was killed before it had one
     base=$(find_python)
     echo "making an environment in $venv with $("$base" --version)"
     "$base" -m venv "$venv" || fail "could not make an environment in $venv. Remove the folder and try again."
   fi
-  if [ "$(cat "$stamp" 2>/dev/null || true)" != "$wanted" ]; then
-    echo "installing interdomain[$extras] into $venv (minutes on a first start)"
-    install "$extras" >"$venv/install.log" 2>&1 || {
-      tail -n 20 "$venv/install.log" >&2
-      fail "the installation into $venv failed (whole log: $venv/install.log). Mend the cause and start again: it continues there."
-    }
-    echo "$wanted" >"$stamp"
-  fi
-  python=$venv/bin/python
+  echo "installing interdomain[$extras] into $venv (minutes on a first start)"
+  install "$extras" >"$venv/install.log" 2>&1 || {
+    tail -n 20 "$venv/install.log" >&2
+    fail "the installation into $venv failed (whole log: $venv/install.log). Mend the cause and start again: it continues there."
+  }
+  echo "$wanted" >"$stamp"
+  exec 9>&-
 }
 
 if [ "${1:-}" = test ]; then

@@ -1,8 +1,11 @@
-"""The launcher: what a dry run prints, what is refused before anything starts, and one real start to end."""
+"""The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
+import fcntl
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +196,102 @@ def test_the_command_that_trains_on_is_taken(flags):
     shown = launch.next_steps("train_configs/debug.toml", flags, job, plan).splitlines()
     _, config, *again = shlex.split(shown[shown.index("# train on, to twice the length") + 1])
     assert make_plan(launch.job_config(config, again), world_size=2).steps == 2 * plan.steps
+
+
+# Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.
+STAND_IN = """#!/bin/sh
+here=$(dirname "$0")
+case "$*" in
+  --version) echo Python 3.11.0 ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/bin/pip" ;;
+  "-m pip --version") test -e "$here/pip" ;;
+  "-m pip install"*)
+    test -e "$here/pip" || exit 1
+    mkdir "$here/busy" || echo two at once >> log
+    echo install >> log
+    sleep 0.1
+    while test -e hold; do sleep 0.1; done
+    rmdir "$here/busy" ;;
+  "-m interdomain.tools.launch"*) echo started ;;
+esac
+"""
+ONE_INSTALLATION = ["install", "install"]  # torch, and the rest
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """launch.sh in a fresh checkout, which finds the stand-in. Returns: start(), a process."""
+    for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "python3.11").write_text(STAND_IN)
+    (tools / "python3.11").chmod(0o755)
+    for name in ("bash", "dirname", "cat", "cksum", "mkdir", "rmdir", "cp", "touch", "grep", "tail", "sleep", "flock"):
+        if path := shutil.which(name):
+            (tools / name).symlink_to(path)
+    monkeypatch.setenv("PATH", str(tools))
+    for name in ("INTERDOMAIN_PYTHON", "INTERDOMAIN_VENV"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def start():
+        return subprocess.Popen(["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    return start
+
+
+def installed():
+    return Path("log").read_text().splitlines()
+
+
+def test_starts_at_once_install_once(checkout):
+    starts = [checkout() for _ in range(4)]
+    said = [start.communicate(timeout=60)[0].splitlines() for start in starts]
+    assert [start.returncode for start in starts] == [0] * 4
+    assert [lines[-1] for lines in said] == ["started"] * 4
+    assert installed() == ONE_INSTALLATION
+    checkout().wait(60)
+    assert installed() == ONE_INSTALLATION
+
+
+def test_a_start_says_that_it_waits_for_another(checkout):
+    Path(".venv").mkdir()
+    with open(".venv/.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start = checkout()
+        assert start.stdout.readline() == "waiting for another start, which installs into .venv\n"
+        assert not Path("log").exists()
+    assert start.communicate(timeout=60)[0].splitlines()[-1] == "started"
+    assert installed() == ONE_INSTALLATION
+
+
+@pytest.mark.parametrize("flock", [None, "#!/bin/sh\nexit 71\n"], ids=["missing", "unsupported"])
+def test_without_locks_it_installs_all_the_same(checkout, flock):
+    Path("tools/flock").unlink(missing_ok=True)
+    if flock:
+        Path("tools/flock").write_text(flock)
+        Path("tools/flock").chmod(0o755)
+    said, _ = checkout().communicate(timeout=60)
+    assert "waiting" not in said
+    assert said.endswith("started\n")
+    assert installed() == ONE_INSTALLATION
+
+
+def test_an_interrupted_installation_is_repaired(checkout):
+    """Killed when it had a Python and no pip, or in the middle of pip."""
+    Path(".venv/bin").mkdir(parents=True)
+    shutil.copy("tools/python3.11", ".venv/bin/python")
+    Path("hold").touch()
+    start = checkout()
+    while not Path("log").exists():
+        assert start.poll() is None
+    os.killpg(start.pid, signal.SIGKILL)
+    start.wait()
+    Path("hold").unlink()
+    Path(".venv/bin/busy").rmdir()
+    assert checkout().wait(60) == 0
+    assert installed() == ["install", *ONE_INSTALLATION]
+    Path("constraints.txt").write_text("torch==0\n")
+    assert checkout().wait(60) == 0
+    assert installed() == ["install", *ONE_INSTALLATION * 2]
