@@ -9,8 +9,10 @@ Corpora and checkpoints keep both in one file, `tiktoken.json`: the same, with t
 """
 
 import base64
+import contextlib
 import itertools
 import json
+import re
 from pathlib import Path
 
 from interdomain.data.streams import ByteStream
@@ -96,7 +98,9 @@ class TiktokenTokenizer(TokenizerFile):
 
     def encode(self, text, add_bos=False, add_eos=False):
         self._check_specials(add_bos, add_eos)
-        return self._with_specials(self._encoding.encode_ordinary(text), add_bos, add_eos)
+        with _no_panic([text]):
+            ids = self._encoding.encode_ordinary(text)
+        return self._with_specials(ids, add_bos, add_eos)
 
     def encode_batch(self, texts, add_bos=False, add_eos=False, num_threads=-1):
         """As `encode` of each; num_threads=-1 takes eight, the result is the same."""
@@ -104,7 +108,8 @@ class TiktokenTokenizer(TokenizerFile):
             return [self.encode(text, add_bos, add_eos) for text in texts]
         self._check_specials(add_bos, add_eos)
         threads = 8 if num_threads < 1 else num_threads
-        encoded = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
+        with _no_panic(texts):
+            encoded = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
         return [self._with_specials(ids, add_bos, add_eos) for ids in encoded]
 
     def decode(self, ids):
@@ -130,6 +135,22 @@ def _library(name):
     except ImportError as e:
         raise ValueError(f"{name} is read by the tiktoken library: pip install tiktoken.") from e
     return tiktoken
+
+
+@contextlib.contextmanager
+def _no_panic(texts):
+    """tiktoken panics where splitting a text needs more memory than its regular expressions are given."""
+    try:
+        yield
+    # A panic of Rust: no Exception, in no module that could be imported, and no other process could be told of it.
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        length, text = max((max(map(len, re.findall(r"\s+", text)), default=0), text) for text in texts)
+        raise ValueError(
+            f"tiktoken cannot split a text ({e}): the longest run of spaces and newlines has {length:,} characters, it takes "
+            f"a little less than a million. The text begins with {text.strip()[:60]!r}; shorten the run, or leave the text out."
+        ) from None
 
 
 def _bundle(**described):

@@ -115,6 +115,17 @@ def test_stream_equals_decode_at_every_length(tokenizer, text):
         assert given + "".join(map(stream.push, ids[n:])) + stream.flush() == tokenizer.decode(ids)
 
 
+def test_a_text_that_tiktoken_cannot_split_is_an_error(files):
+    """It panics, which is no Exception and cannot be sent from one process to another."""
+    tokenizer, spaces = load_tokenizer(files["tiktoken"]), " " * 10**6
+    assert tokenizer.decode(tokenizer.encode(spaces[:99_999] + "x")) == spaces[:99_999] + "x"
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a  b", text])):
+        with pytest.raises(
+            ValueError, match=r"run of spaces and newlines has 1,000,000 .* begins with 'x = 1'; shorten"
+        ):
+            encode(spaces + "x = 1")
+
+
 def test_stream_gives_text_at_once(tokenizer):
     stream = StreamDecoder(tokenizer)
     assert all(map(stream.push, tokenizer.encode("return self.value")))
