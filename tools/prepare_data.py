@@ -21,6 +21,7 @@ from interdomain.data.documents import describe_inputs, in_validation, list_file
 from interdomain.data.pieces import check_files
 from interdomain.data.preparation import JOURNAL, Encoding, Journal, write_splits
 from interdomain.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from interdomain.data.tokenizer_json import CONFIG_FILE
 from interdomain.folders import kept_folder, write_whole
 
 from ._cli import user_errors
@@ -170,7 +171,8 @@ def make_tokenizer(folder, args, files):
 def require_eos(tokenizer):
     if tokenizer.eos_id is None:
         raise ValueError(
-            f"The tokenizer {tokenizer.path} has no EOS token, which ends every document; take one that has it."
+            f"The tokenizer {tokenizer.path} has no EOS token, which ends every document, or does not say which it is: name "
+            f"it as eos_token (in {CONFIG_FILE} beside tokenizer.json, in X.json beside X.tiktoken), or take one that has it."
         )
 
 
