@@ -1,7 +1,8 @@
 """python -m interdomain.tools.compare_runs outputs/125M outputs/125M-again
 
-Compare two runs step by step, and name the first that differs: exit status 0 if none does, 1 if one does. A run is its folder
-(read as one curve, whatever number of restarts wrote it) or a curve that --save-curve stored, as JSON or CSV.
+Compare two runs step by step, and name the first that differs: exit status 0 if none does, 1 if one does or one run lacks what
+the other has. A run is its folder (read as one curve, whatever number of restarts wrote it) or a curve that --save-curve
+stored, as JSON or CSV.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import csv
 import json
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -172,13 +174,23 @@ def table(a: Run, b: Run, found: Comparison) -> str:
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
-    """What could not be compared, one line each."""
+    """What could not be compared, one line each: steps, whole curves, and steps of a curve."""
     lines = []
     for here, there in ((a, b), (b, a)):
-        alone = sorted(here.curves["loss"].keys() - there.curves["loss"].keys())
-        if alone:
-            lines.append(f"{len(alone):,} step(s) from {alone[0]:,} to {alone[-1]:,} are logged in {here.name} only")
+        steps = here.curves["loss"].keys() - there.curves["loss"].keys()
+        if steps:
+            lines.append(f"{_span(steps)} are logged in {here.name} only")
+        for column in COLUMNS:
+            ours, theirs = (run.curves.get(column, {}).keys() for run in (here, there))
+            if ours and not theirs:
+                lines.append(f"{column} is logged in {here.name} only")
+            elif alone := ours - theirs - steps:
+                lines.append(f"{column} at {_span(alone)} is logged in {here.name} only")
     return lines
+
+
+def _span(steps: Collection[int]) -> str:
+    return f"{len(steps):,} step(s) from {min(steps):,} to {max(steps):,}"
 
 
 def parse(argv) -> argparse.Namespace:
@@ -194,6 +206,7 @@ def parse(argv) -> argparse.Namespace:
         metavar="X",
         help="relative difference up to which two values count as the same (default 0: to the bit, of a float32)",
     )
+    p.add_argument("--common", action="store_true", help="compare what both runs have, though one has more")
     p.add_argument("--save-curve", type=Path, metavar="FILE", help="store RUN_A's curve, as .json or .csv")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
@@ -218,12 +231,17 @@ def main(argv=None) -> int:
     found = compare(a, b, args.tolerance)
     print(f"A  {a.describe()}\nB  {b.describe()}")
     print(settings_that_differ(a, b))
-    for line in only_in_one(a, b):
+    alone = only_in_one(a, b)
+    for line in alone:
         print(line)
     how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
     said = f"at {len(found.steps):,} step(s), {found.steps[0]:,} to {found.steps[-1]:,}"
     if found.first is None:
-        print(f"the same {how} {said} ({', '.join(found.columns)})")
+        same = f"the same {how} {said} ({', '.join(found.columns)})"
+        if alone and not args.common:
+            print(f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}")
+            return 1
+        print(same)
         return 0
     print(f"\n{table(a, b, found)}\n")
     what = ", ".join(f"{column} by {size:.1e}" for column, size in found.differing.items())

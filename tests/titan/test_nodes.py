@@ -50,5 +50,5 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(tmp_path, monkey
     left = int(re.search(r"leaving after step (\d+) \(SIG", said)[1])
     assert (nodes / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert said.count("step:  1 ") == 1  # one node speaks for all
-    assert compare_runs.main([str(nodes), str(two.folder / "machine")]) == 0, capsys.readouterr().out
+    assert compare_runs.main(["--common", str(nodes), str(two.folder / "machine")]) == 0, capsys.readouterr().out
     assert "the same to the bit at" in capsys.readouterr().out

@@ -65,6 +65,25 @@ def test_a_difference_in_the_gradient_norm_alone(write, capsys):
     assert "first step that differs is 1: grad_norm by 3.3e-01" in lines(capsys)[-1]
 
 
+def test_a_run_that_stopped_early_is_not_the_same(write, capsys):
+    whole = write("whole", 1, [5.0, 4.0, 3.0, 2.0], validation=[1, 4])
+    for name, losses, validation, lacks in (
+        ("early", [5.0], [1], "3 step(s) from 2 to 4 are logged in {} only"),
+        ("never validated", [5.0, 4.0, 3.0, 2.0], [], "validation_loss is logged in {} only"),
+        ("validated once", [5.0, 4.0, 3.0, 2.0], [1], "validation_loss at 1 step(s) from 4 to 4 is logged in {} only"),
+    ):
+        other = write(name, 1, losses, validation=validation)
+        for pair in ([whole, other], [other, whole]):
+            assert compare_runs.main(pair) == 1
+            out = lines(capsys)
+            assert lacks.format(whole) in out
+            assert out[-1].startswith("not the same: one run lacks what the other has")
+            assert compare_runs.main([*pair, "--common"]) == 0
+            out = lines(capsys)
+            assert lacks.format(whole) in out
+            assert out[-1].startswith(f"the same to the bit at {len(losses)} step(s), 1 to")
+
+
 def test_restarts_are_one_curve(write, capsys):
     whole = write("whole", 1, [5.0, 4.0, 3.0, 2.0])
     write("restarted", 1, [5.0, 4.0, 9.0], uid=1)  # step 3 went wrong, and was run again from the checkpoint of step 2
