@@ -60,8 +60,12 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
   in the first call and replayed in later ones of as many texts, while the weights stay where they are. Its memory goes with the
   model, or with `model.to(...)`.
 - Whatever `dtype` is, the parameters of the recurrence stay float32.
-- Fine-tuning works through `Trainer`, with gradient checkpointing too. The model runs on one device (`device_map="auto"` takes
-  the first GPU). Not supported: assisted and contrastive generation, attention matrices, another vocabulary, quantized weights.
+- The tokenizer takes the names of control tokens for text, as in training: an end-of-text token written into a text or a chat
+  template is a few ordinary pieces, and a model tuned on them never ends. For chat templates and fine-tuning load it with
+  `split_special_tokens=False`.
+- Fine-tuning works through `Trainer`, TRL's SFT and DPO trainers and peft's LoRA, with gradient checkpointing too, and with
+  padding on either side. The model runs on one device (`device_map="auto"` takes the first GPU). Not supported: assisted and
+  contrastive generation, attention matrices, packed sequences, another vocabulary, quantized weights.
 - lm-evaluation-harness:
   `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
 

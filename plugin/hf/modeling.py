@@ -13,10 +13,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from interdomain.model.config import Execution
 from interdomain.model.generation import prefill
@@ -46,6 +46,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = InterdomainConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True  # as asked for, and whatever is: it is computed in one way
     gradient_checkpointing = False
     _is_stateful = True  # no assisted generation, which takes tokens back
     # Writes this code into a folder. Only the package has one: what a folder holds, transformers copies by itself.
@@ -56,15 +57,23 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         model = Transformer(config.model, Execution(**execution))
         self._modules.update(model._modules)
-        # One dictionary of children for both, so that one that is replaced is replaced in both. Not a child itself: that would
-        # give every parameter a second name.
-        model.__dict__["_modules"] = self._modules
-        self.__dict__["transformer"] = model
+        self._bind(model)
         if not self.output.weight.is_meta:  # a new model: from_pretrained builds on the meta device
             model.init_weights(torch.initial_seed())
         self.post_init()
         # After post_init: transformers 4 refuses names of which a model has no parameter.
         self._keep_in_fp32_modules_strict = {"ssm", "frequencies"}
+
+    def _bind(self, transformer: Transformer) -> None:
+        # One dictionary of children for both, so that one that is replaced is replaced in both. Not a child itself: that would
+        # give every parameter a second name.
+        transformer.__dict__["_modules"] = self._modules
+        self.__dict__["transformer"] = transformer
+
+    def _replicate_for_data_parallel(self):
+        replica = super()._replicate_for_data_parallel()
+        replica._bind(copy.copy(self.transformer))
+        return replica
 
     def _apply(self, fn, recurse=True):  # to, cuda, half, ...
         LEFT.pop(self, None)
@@ -79,7 +88,16 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.output
 
-    def resize_token_embeddings(self, *args, **kwargs):
+    @property
+    def base_model(self) -> "InterdomainModel":
+        return InterdomainModel(self)
+
+    def get_decoder(self) -> "InterdomainModel":
+        return self.base_model
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args, **kwargs):
+        if new_num_tokens in (None, self.config.vocab_size):
+            return self.tok_embeddings
         raise NotImplementedError(
             "the vocabulary of this model is fixed: spare rows, if it has any, are its last tokens."
         )
@@ -113,6 +131,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"this model runs on one device, device_map spreads it over {', '.join(places)}: name one."
             )
+        if model.dtype == torch.float64:
+            model.double()  # the dynamics too, which no other dtype changes
         return (model, found) if output_loading_info else model
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs) -> None:
@@ -164,6 +184,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             attention_mask: [B, T] or [B, tokens read + T]: 0 for padding, on the left (without a cache also on the right).
+            use_cache: None for True in evaluation, where there are no labels and no padding on the right.
+            labels: [B, T]; padding and a text's first token, which follows nothing, are no part of the loss.
         Raises: ValueError for what has no meaning here: other masks, tokens outside the vocabulary, attention matrices.
         """
         unknown = [name for name, value in loss_arguments.items() if value is not None and name not in LOSS_ARGUMENTS]
@@ -177,7 +199,9 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
                 "gradient checkpointing computes layers again, from no state: leave out use_cache and past_key_values."
             )
         if use_cache is None:
-            use_cache = past_key_values is not None or (self.config.use_cache and not self.training and labels is None)
+            ends = attention_mask is None or attention_mask[..., -1].all()  # a state would read padding after a text
+            wanted = self.config.use_cache and not self.training and labels is None and ends
+            use_cache = past_key_values is not None or bool(wanted)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         state = self._state(past_key_values, input_ids)
@@ -205,6 +229,9 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
                 logits = logits[:, logits_to_keep] if last is None else logits[:, -last:]
         loss = None
         if labels is not None:
+            if padding is not None:  # what padding predicts: up to a text's first token
+                behind = torch.arange(input_ids.shape[1], device=labels.device) <= padding[:, None].to(labels.device)
+                labels = labels.masked_fill(behind, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **loss_arguments)
         cache = None
         if use_cache:
@@ -312,6 +339,29 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             "attention_mask": attention_mask,
             **{name: kwargs[name] for name in passed if name in kwargs},
         }
+
+
+class InterdomainModel(InterdomainForCausalLM):
+    """A model without its head: what it returns is `last_hidden_state`, its parameters and settings are the model's own.
+
+    Made for every use of `base_model` (TRL's trainers, which apply the head in pieces), so that what has been replaced is.
+    """
+
+    def __init__(self, model: InterdomainForCausalLM) -> None:
+        nn.Module.__init__(self)
+        own = {*vars(self), "forward"} - {"training"}  # hooks, and somebody's wrapper, are around the whole
+        vars(self).update({name: value for name, value in vars(model).items() if name not in own})
+        self._modules.update({**model._modules, "output": nn.Identity()})
+        self._bind(copy.copy(model.transformer))
+
+    @property
+    def base_model(self) -> "InterdomainModel":
+        return self
+
+    def forward(self, *args, return_dict: bool | None = None, **kwargs):
+        whole = super().forward(*args, **kwargs)
+        output = BaseModelOutputWithPast(whole.logits, whole.past_key_values, whole.hidden_states)
+        return output.to_tuple() if return_dict is False else output
 
 
 def _from_a_copy(forward, x: Tensor, rope, dynamics, state, packing) -> Tensor:

@@ -37,12 +37,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def is_dynamics(name: str) -> bool:
-    """Whether a parameter belongs to the dynamics, which stay float32 in every folder and on every device."""
+    """Whether a parameter belongs to the dynamics, which stay float32 in every folder, and are no less on every device."""
     return ".attention.ssm." in name
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if is_dynamics(name) or name.endswith(".feature_map.frequencies") else dtype
+    spared = is_dynamics(name) or name.endswith(".feature_map.frequencies")
+    return torch.promote_types(dtype, torch.float32) if spared else dtype
 
 
 def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
@@ -228,7 +229,7 @@ def load_model(
     """The model of a folder, in eval mode.
 
     Args:
-        dtype: None keeps the stored one; the dynamics are float32 in any case.
+        dtype: None keeps the stored one; the dynamics are float32, or float64 in a model of that.
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """

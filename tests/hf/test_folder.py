@@ -64,6 +64,16 @@ def test_the_dynamics_stay_float32(exported, case, dtype):
         assert there.layers["0"].attention.ssm.log_dt.dtype == torch.float32
 
 
+@pytest.mark.parametrize("case", ["interdomain", "softmax"])
+def test_in_float64(exported, case):
+    """The dynamics too; in one way of attention, whichever is named."""
+    _, folder = exported(case)
+    there, ours = load(folder, dtype=torch.float64, attn_implementation="sdpa"), load_model(folder, dtype=torch.float64)
+    assert {tensor.dtype for tensor in there.state_dict().values()} == {torch.float64}
+    with torch.no_grad():
+        assert torch.equal(there(random_texts(1, 9)).logits, ours(random_texts(1, 9)))
+
+
 def test_shards(tmp_path, exported):
     model, folder = exported("interdomain")
     run = folder.with_name("interdomain-run")
@@ -397,5 +407,7 @@ def test_quantized_weights_are_refused(exported):
 
 def test_the_vocabulary_is_fixed(loaded):
     _, there = loaded("interdomain")
+    for same in ((), (there.config.vocab_size,)):
+        assert there.resize_token_embeddings(*same) is there.tok_embeddings
     with pytest.raises(NotImplementedError, match="vocabulary of this model is fixed"):
         there.resize_token_embeddings(500)

@@ -22,7 +22,10 @@ REFUSED = {
     "one dimension": (dict(input_ids=torch.arange(4)), ["integers [batch, tokens]", "[4]"]),
     "floats": (dict(input_ids=torch.rand(1, 4)), ["must be integers"]),
     "hole": (dict(attention_mask=mask([1, 0, 1, 1])), ["zeros between tokens", "only padding before the text"]),
-    "right": (dict(attention_mask=mask([1, 1, 1, 0])), ["after the text", "padding_side='left'", "use_cache=False"]),
+    "right": (
+        dict(attention_mask=mask([1, 1, 1, 0]), use_cache=True),
+        ["after the text", "padding_side='left'", "use_cache=False"],
+    ),
     "mask too long": (dict(attention_mask=torch.ones(1, 5)), ["attention_mask is [1, 5]", "expected [1, 4]"]),
     "mask of 4 dimensions": (dict(attention_mask=torch.ones(1, 1, 4, 4)), ["attention_mask is [1, 1, 4, 4]"]),
     "attentions": (dict(output_attentions=True), ["no attention matrices"]),
@@ -48,7 +51,9 @@ def test_padding_on_the_right_needs_no_state(loaded, case):
     model, there = loaded(case)
     tokens = random_texts(2, 8)
     padded = mask([1] * 5 + [0] * 3, [0] * 2 + [1] * 5 + [0])  # the second on both sides
-    found = there(tokens, attention_mask=padded, use_cache=False).logits
+    out = there(tokens, attention_mask=padded)
+    assert out.past_key_values is None
+    found = out.logits
     torch.testing.assert_close(found[0, :5], model(tokens[:1, :5])[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1, 2:7], model(tokens[1:, 2:7])[0], rtol=1e-4, atol=1e-4)
 

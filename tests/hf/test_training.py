@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from .common import CASES, KINDS, random_texts
@@ -31,7 +32,8 @@ def test_gradients(loaded, case):
 
 @pytest.mark.parametrize("case", KINDS)
 def test_gradients_behind_padding(loaded, case):
-    """Rows of unequal length, on the left or on the right, give the gradients of the rows by themselves.
+    """Rows of unequal length, on the left or on the right, give the gradients of the rows by themselves: what the last token of
+    padding predicts is no part of the loss.
 
     In float64, but for the loss, which transformers computes in float32.
     """
@@ -46,14 +48,44 @@ def test_gradients_behind_padding(loaded, case):
         tokens = torch.cat([F.pad(rows[0], pad, value=9), rows[1]])
         mask = torch.cat([F.pad(torch.ones(1, 5), pad), torch.ones(1, 12)]).long()
         labels = tokens.masked_fill(mask == 0, -100)
-        # The padding's last token is labelled with nothing, and the text's first is predicted by no token of it.
-        labels[0, 7] = -100 if pad[0] else labels[0, 7]
         out = tuned(tokens, attention_mask=mask, labels=labels)
         out.loss.backward()
         for name, p in tuned.named_parameters():
             torch.testing.assert_close(
                 p.grad, wanted[name], rtol=1e-5, atol=1e-7, msg=lambda m, name=name: f"{name}: {m}"
             )
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_the_base_model_has_no_head(loaded):
+    """TRL's trainers ask it for hidden states, and apply the head themselves, with labels of a few tokens."""
+    _, there = loaded("interdomain")
+    there = copy.deepcopy(there).train()
+    there.gradient_checkpointing_enable()
+    tokens = random_texts(2, 12)
+    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
+    there.register_forward_pre_hook(lambda *_: pytest.fail("a hook of the whole model"))
+    there.forward = None  # as somebody's wrapper, which calls the base model
+    base = there.get_decoder()
+    out = base(tokens, attention_mask=mask, use_cache=False)
+    assert out.last_hidden_state.shape == (2, 12, there.config.hidden_size)
+    assert torch.equal(base(tokens, attention_mask=mask, return_dict=False)[0], out.last_hidden_state)
+    wanted = type(there).forward(there, tokens, attention_mask=mask).logits
+    assert torch.equal(there.output(out.last_hidden_state), wanted)
+    out.last_hidden_state.sum().backward()
+    assert {name for name, p in there.named_parameters() if p.grad is None} == {"output.weight"}
+    assert set(dict(base.named_parameters())) == set(dict(there.named_parameters())) - {"output.weight"}
+    there.layers["0"].attention.wo = nn.Sequential(there.layers["0"].attention.wo, nn.Dropout(1.0))
+    assert not torch.equal(there.base_model(tokens).last_hidden_state, out.last_hidden_state)
+
+
+def test_replicas_compute_with_their_own_modules(loaded):
+    """nn.DataParallel's, whose modules lie on other devices."""
+    _, there = loaded("interdomain")
+    replica = there._replicate_for_data_parallel()
+    replica._modules["output"] = nn.Identity()
+    assert replica(random_texts(1, 5)).logits.shape[-1] == there.config.hidden_size
+    assert there(random_texts(1, 5)).logits.shape[-1] == there.config.vocab_size
 
 
 def test_trainer(tmp_path, loaded, exported):
