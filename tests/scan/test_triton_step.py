@@ -171,6 +171,7 @@ def test_cuda_graph(linear, kernels):
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_door_ops_and_compile(linear, inplace, kernels, monkeypatch):
     """The public functions take the kernels where no gradient is recorded; one node each for torch.compile."""
+    torch._dynamo.reset()  # other tests compile the same functions, and there is a limit
     monkeypatch.setattr(scan, "_fused", lambda device: True)
     case = Case(T=1, B=2, G=1 if linear else 2, R=8, D=9)
     tokens, tables, state = problem(case, torch.bfloat16, linear)
