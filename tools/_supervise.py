@@ -75,7 +75,8 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
 
 
 def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
-    """Start a run, and again after every failure that left a newer checkpoint than it found.
+    """Start a run, and again after every failure that left another last checkpoint than it found: a newer one, or an older one,
+    where the run went back to a step (checkpoint.load_step).
 
     For torchrun counts its restarts over all its life, and ends with the node or the process that it runs on.
     Returns: the last status; in place of a failure's CONTINUE, if there is a newer checkpoint than at the first start: what
@@ -84,7 +85,7 @@ def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
     at_first = before = saved_up_to()
     while (status := start()) not in (0, CONTINUE, INTERRUPTED, REFUSED):
         step = saved_up_to()
-        if step <= before:
+        if step == before:
             if before == at_first:
                 return status
             print(

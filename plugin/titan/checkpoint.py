@@ -5,6 +5,7 @@ step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json wher
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it
+step-N.superseded         one after a step that the run went back to (checkpoint.load_step); likewise
 """
 
 import contextlib
@@ -33,6 +34,7 @@ from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, condition_of
 from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, step_of
 
+from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
 from .lock import FolderLock
 from .preemption import children_keep_saving
@@ -82,11 +84,14 @@ class SelfDescribingCheckpoints(CheckpointManager):
     lock: FolderLock | None = None
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
+    asked_without: tuple = ()  # checkpoint.exclude_from_loading
+    branched_from: int | None = None  # the step that the run last went back to
     kept: frozenset = frozenset()  # steps that retention knows to be whole, the one being saved included
 
     def __init__(self, *args, checkpoint_config, **kwargs) -> None:
         self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
         super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
+        self.asked_without = tuple(self.exclude_from_loading)
 
     # Saving
 
@@ -136,7 +141,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.beat()
             self.lock.require()
         if is_finished(folder) and fault(folder):
-            _set_aside(folder)
+            set_damaged_aside(folder)
         if folder.exists():  # an older checkpoint of this step, or the remains of one: unmarked before it is removed
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
@@ -146,6 +151,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         tokens += (step - first) * self.record["run"]["tokens_per_step"]
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
+        # What every restart of the same command asks for again (see choice.py).
+        record |= {"branched_from": self.branched_from, "started_without": list(self.asked_without)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
 
     def save_now(self, step: int) -> bool:
@@ -203,8 +210,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return max(filter(self._is_whole, self._steps()), default=-1)
 
     def _steps(self) -> list[int]:
-        names = os.listdir(self.folder) if os.path.isdir(self.folder) else []
-        return sorted(step for step in map(step_of, names) if step is not None)
+        return steps_in(Path(self.folder))
 
     def _is_whole(self, step: int) -> bool:
         return fault(Path(self._create_checkpoint_id(step))) is None
@@ -215,19 +221,24 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if not self.enable:
             return super().load(step)
         skipped: dict[int, str] = {}  # step -> what is wrong with it
-        while True:
-            chosen = self._choose(step, skipped)
-            if chosen is None:
-                return self._load_initial()
+        while choice := self._choose(step, skipped):
+            self.exclude_from_loading, self.branched_from = choice.without, choice.branched_from
             try:
-                loaded = super().load(chosen)
+                loaded = super().load(choice.step)
             except Unreadable as e:
-                if step != -1:
+                if choice.named:
                     stop(f"{e}. Choose another step with checkpoint.load_step, or -1 for the latest that is whole.")
-                skipped[chosen] = str(e)
+                skipped[choice.step] = str(e)
                 continue
-            _on_rank_0(lambda: [_set_aside(Path(self._create_checkpoint_id(other))) for other in skipped])
+            _on_rank_0(lambda: self._pass_over(choice, skipped))
             return loaded
+        return self._load_initial()
+
+    def _pass_over(self, choice: Choice, skipped: dict[int, str]) -> None:
+        for other in skipped:
+            set_damaged_aside(Path(self._create_checkpoint_id(other)))
+        if choice.named and not self.load_only:
+            set_later_aside(Path(self.folder), choice.step)
 
     def _load_initial(self) -> bool:
         if not self.initial_load_path:
@@ -242,45 +253,25 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.folder = folder
 
     @one_paragraph
-    def _choose(self, step: int, skipped: dict[int, str]) -> int | None:
-        """The step that all ranks load: the one asked for, or the latest that is whole. None: there is nothing to load.
+    def _choose(self, step: int, skipped: dict[int, str]) -> Choice | None:
+        """What all ranks load; None: there is nothing in the folder.
 
         Rank 0 looks; `skipped` comes back on all ranks with the damaged ones that are newer.
         """
-        chosen, found = _on_rank_0(lambda: self._look(step, dict(skipped)))
+        choice, found = _on_rank_0(lambda: self._look(step, dict(skipped)))
         skipped |= found
-        return chosen
+        return choice
 
-    def _look(self, step: int, skipped: dict[int, str]) -> tuple[int | None, dict[int, str]]:
-        if step != -1:
-            if reason := fault(Path(self._create_checkpoint_id(step))):
-                whole = ", ".join(str(s) for s in self._steps() if self._is_whole(s)) or "none"
-                raise ValueError(
-                    f"checkpoint.load_step = {step}, but {self.folder} has no whole checkpoint of that step; it has: "
-                    f"{whole}. ({reason}) Choose one of these, or -1 for the latest."
-                )
-            return step, skipped
-        for candidate in reversed(self._steps()):
-            folder = Path(self._create_checkpoint_id(candidate))
-            if not is_finished(folder):
-                logger.warning("SKIPPED: %s has no %s: the save of it was cut short.", folder, METADATA)
-                continue
-            reason = skipped.get(candidate) or fault(folder)
-            if reason is None:
-                return candidate, skipped
-            logger.warning("SKIPPED: %s The checkpoint before it is used, and this one renamed.", reason)
-            skipped[candidate] = reason
-        if skipped:  # progress was saved once: starting over is not for a program to decide
-            raise ValueError(
-                f"no checkpoint in {self.folder} reads back whole: {' '.join(skipped.values())} Restore one of them, or "
-                "move them away to start from the beginning."
-            )
-        if self.initial_load_path and not os.path.isdir(self.initial_load_path):
+    def _look(self, step: int, skipped: dict[int, str]) -> tuple[Choice | None, dict[int, str]]:
+        data = self.record["run"].get("data_fingerprint")
+        asked = {"without": list(self.asked_without), "data": data, "saving": not self.load_only}
+        choice = choose(Path(self.folder), step, skipped, **asked)
+        if choice is None and self.initial_load_path and not os.path.isdir(self.initial_load_path):
             raise FileNotFoundError(
                 f"checkpoint.initial_load_path = {self.initial_load_path} is not a folder. Give a checkpoint "
                 "(a folder step-N), or one that python -m interdomain.tools.convert --to-checkpoint wrote."
             )
-        return None, skipped
+        return choice, skipped
 
     def dcp_load(self, state_dict, checkpoint_id, *args, **kwargs):
         folder = Path(checkpoint_id)
@@ -375,17 +366,6 @@ def _on_rank_0(act):
     if error is not None:
         raise error
     return result
-
-
-def _set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint, so that neither retention nor a later save of its step touches or mixes with it."""
-    aside = folder.with_name(f"{folder.name}.damaged")
-    n = 1
-    while aside.exists():
-        n += 1
-        aside = folder.with_name(f"{folder.name}.damaged-{n}")
-    folder.rename(aside)
-    logger.warning("renamed %s to %s; remove it when you have looked at it.", folder, aside)
 
 
 def _disk_full(error: BaseException) -> str | None:

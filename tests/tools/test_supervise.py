@@ -125,6 +125,7 @@ def test_ranks_that_hear_nothing_do_not_hold_up_the_end(monkeypatch, capfd):
     [
         ([(100, 1), (300, 137), (300, 0)], 0),  # (saved up to, status): two failures, each further than the one before
         ([(100, 1), (100, 1)], CONTINUE),  # elsewhere, perhaps
+        ([(300, 137), (100, 1), (100, 1)], CONTINUE),  # it went back, which is no lack of progress
         ([(None, 1)], 1),  # nothing was saved
         ([(100, CONTINUE)], CONTINUE),
         ([(100, INTERRUPTED)], INTERRUPTED),
