@@ -96,13 +96,16 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "parallel": [
             *(q("parallel", repeat=True, T=130), q("parallel", G=2, d=96, T=63), lin("parallel", repeat=True, T=130)),
         ],
-        "chunkwise-fp32": [q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)],
+        "chunkwise-fp32": [
+            *(q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)),
+            q(dtype=FP32, M=128, T=70),
+        ],
         "sequential": [
             *(q("sequential", repeat=True, T=130), q("sequential", dtype=FP32, G=2, d=96, T=70)),
             *(q("sequential", documents=True, T=130), lin("sequential", documents=True, T=70)),
             *(lin("sequential", repeat=True, T=130), lin("sequential", dtype=FP32, state=False, T=63)),
         ],
-        "chunkwise-M128": [q(M=128, repeat=True), q(M=128, documents=True, T=130), q(M=128, dtype=FP32, T=70)],
+        "chunkwise-M128": [q(M=128, repeat=True)],
         "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
         "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
         "chunkwise": [
@@ -119,7 +122,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "documents": [
             *(q(documents=True, repeat=True), q(documents=True, dtype=FP32, G=2, T=130)),
-            *(lin(documents=True, T=130), q("parallel", documents=True, T=130)),
+            *(lin(documents=True, T=130), q("parallel", documents=True, T=130), q(documents=True, M=128, T=130)),
             q(B=1, H=32, T=32_768, documents=True, state=False),
         ],
         "chunkwise-M16-M32": [q(M=16, T=130), q(M=32, T=130)],
