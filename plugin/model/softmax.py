@@ -114,17 +114,27 @@ class SoftmaxMixer(JoinedProjections):
             k, v = state.append(k, v, begin)
         if mask is not None and not hasattr(mask, "variant"):  # a CausalBias has one; its numbers mean nothing
             mask = mask.to(q.dtype)
-        o = F.scaled_dot_product_attention(
-            q,
-            k.to(q.dtype),
-            v.to(q.dtype),
-            attn_mask=mask,
-            is_causal=mask is None and T > 1,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        if T == 1 and q.device.type == "cpu" and q.dtype.itemsize == 2:
+            o = _one_query(q, k, v, mask)
+        else:
+            causal, grouped = mask is None and T > 1, q.shape[1] != k.shape[1]
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))
 
     def _token(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, H, head_dim] of one token x [B, dim] where nothing is recorded: few operations."""
         run = dict(rope=rope, rotated=self.heads[0] + self.heads[1], backend=self.execution.features)
         return input_features_step(self.project(x), self.head_dim, **run).split(self.heads, dim=1)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """scaled_dot_product_attention of one query in half precision, for which a CPU's kernel takes two to three times as long.
+
+    q [B, H, 1, head_dim], k, v [B, H or a divisor, S, head_dim], mask [..., 1, S] -> [B, H, 1, head_dim].
+    """
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = (k[:, :, None] * grouped).sum(-1).float() * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask
+    return (scores.softmax(-1).to(v.dtype) @ v).view_as(q)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interdomain.model import softmax
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.generation import prefill
-from interdomain.model.softmax import SoftmaxMixer, Window
+from interdomain.model.softmax import SoftmaxMixer, Window, _one_query
 
 from .common import random_tokens, small_config, variant
 from .test_mixer import rotate
@@ -39,6 +41,22 @@ def test_plain_masked_softmax(n_kv_heads):
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_query_in_half_precision(dtype, n_kv_heads, masked):
+    """A CPU's own way, against PyTorch's in float64; what is masked may be anything finite."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, s, 8, generator=generator).to(dtype) for n, s in ((4, 1), *[(n_kv_heads, 33)] * 2))
+    mask = None
+    if masked:
+        mask = Window.of(torch.arange(33) >= torch.tensor([20, 0])[:, None, None, None], dtype).mask
+        k[0, :, :20], v[0, :, :20] = 100, 100
+    wide = [x.double() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*wide, attn_mask=None if mask is None else mask.double(), enable_gqa=True)
+    torch.testing.assert_close(_one_query(q, k, v, mask).double(), wanted, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
 class Masks(TorchDispatchMode):
     """Those that attention is given, in the order of its calls."""
 
@@ -57,8 +75,10 @@ class Masks(TorchDispatchMode):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_layers_share_a_mask(situation, dtype):
+def test_layers_share_a_mask(situation, dtype, monkeypatch):
     """As attention wants it, or each would make its own: in the queries' dtype, rows at multiples of 16 numbers."""
+    if "step" in situation and dtype == torch.bfloat16:
+        monkeypatch.setattr(softmax, "_one_query", lambda *args: F.scaled_dot_product_attention(*args))
     model = variant("softmax", dtype=dtype)
     padding = torch.tensor([0, 4]) if "padded" in situation else None
     _, state = prefill(model, random_tokens(model.config, 2, 9), padding=padding)
