@@ -16,8 +16,6 @@ from pathlib import Path
 
 import torch
 
-from interdomain.model.distributed_checkpoint import finished_steps
-
 from . import _slurm
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
@@ -220,6 +218,8 @@ def main(argv=None) -> int:
 
     def start() -> int:
         return _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
+
+    from interdomain.model.distributed_checkpoint import finished_steps
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
     code = keep_going(start, lambda: max(finished_steps(checkpoints), default=-1)) if args.max_restarts else start()
