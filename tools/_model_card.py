@@ -34,7 +34,7 @@ A decoder of the study in *Interdomain Attention: Beyond Token-Level Key-Value M
 Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else: the code is in this folder (read it before you
 trust it). On an NVIDIA GPU of compute capability 8.0 or higher, with Triton installed, the layers run as Triton kernels;
 elsewhere as plain PyTorch.
-
+{tokenizer}
 ```python
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,6 +77,11 @@ A base model of a study: trained to predict text, not to follow instructions and
 and is often wrong. Its sequences were {seq_len} tokens long in training; quality beyond that is for you to measure.
 """
 
+NO_TOKENIZER = """
+transformers has no exact counterpart of this folder's tokenizer, `{file}`, and `AutoTokenizer` refuses the folder: below,
+encode and decode with the library that made the file, or with `interdomain.data.load_tokenizer(folder)`.
+"""
+
 
 def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
     run = facts["run"]
@@ -107,6 +112,7 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         kind=KINDS[softmax],
         state="attention" if softmax else "linear-attention",
         facts="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
+        tokenizer="" if (folder / "tokenizer.json").is_file() else NO_TOKENIZER.format(file=tokenizer.file),
         dtype=dtype,
         start="# Every text of the training data followed an end-of-text token: begin with one." if eos else "",
         first="[tokenizer.eos_token_id] + " if eos else "",

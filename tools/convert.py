@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import interdomain
 from interdomain.bundle import write_code
-from interdomain.data.tokenizer_export import padding_id, write_for_transformers
+from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, condition_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
@@ -83,7 +83,11 @@ def to_folder(args) -> str:
         try:
             write_for_transformers(tokenizer, folder)
         except NotImplementedError as e:
-            print(f"note: no tokenizer.json for transformers was written: {e}", file=sys.stderr)
+            refuse_in_transformers(folder)
+            print(
+                f"note: no tokenizer.json for transformers was written, AutoTokenizer refuses the folder: {e}",
+                file=sys.stderr,
+            )
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)

@@ -71,6 +71,15 @@ def write_for_transformers(tokenizer, folder):
         write_whole(Path(folder) / name, (json.dumps(contents, ensure_ascii=False, indent=1) + "\n").encode())
 
 
+def refuse_in_transformers(folder):
+    """Makes AutoTokenizer refuse `folder`: from a .model alone transformers 5 builds a tokenizer of its own, with other ids.
+
+    The class that the configuration names is in no file; the error has the file's name.
+    """
+    config = {"auto_map": {"AutoTokenizer": ["no_exact_tokenizer_for_transformers.Refused", None]}}
+    write_whole(Path(folder) / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
+
+
 def padding_id(tokenizer):
     """The token that stands for padding in transformers; where there is none, one that no text encodes to. None: none is left.
 

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from interdomain import bundle
+from interdomain.data import load_tokenizer
 from interdomain.model.pretrained import checksums, load_model, load_pretrained
 from interdomain.tools import convert
 
+from ..tools.checkpoints import small_model, write_checkpoint
 from .common import CLOSE, KINDS, greedy, random_texts
 
 ON = dict(do_sample=False, eos_token_id=None)
@@ -349,6 +351,25 @@ def test_a_damaged_folder_is_refused(folder, damage):
         load(folder)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_a_tokenizer_without_a_counterpart_is_refused(tmp_path, tokenizer, capsys):
+    """A piece defined by hand, as Mistral's have: from the .model alone transformers 5 builds a tokenizer with other ids."""
+    from transformers import AutoTokenizer
+
+    sentencepiece_model_pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.data)
+    model.pieces[300].type = model.pieces[300].USER_DEFINED
+    (tmp_path / "defined.model").write_bytes(model.SerializeToString())
+    defined, folder = load_tokenizer(tmp_path / "defined.model"), tmp_path / "folder"
+    assert convert.main([str(write_checkpoint(tmp_path / "run", small_model(), defined)), str(folder)]) == 0
+    assert "AutoTokenizer refuses the folder: only sentencepiece BPE" in capsys.readouterr().err
+    assert "no exact counterpart of this folder's tokenizer, `tokenizer.model`" in (folder / "README.md").read_text()
+    with pytest.raises(OSError, match=r"no_exact_tokenizer_for_transformers\.py"):
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    assert load_pretrained(folder)[1].sha256 == defined.sha256
 
 
 def test_another_shape_is_refused(folder):
