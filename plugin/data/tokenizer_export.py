@@ -54,7 +54,7 @@ def write_for_transformers(tokenizer, folder):
     kinds = {SentencePieceTokenizer: _from_sentencepiece, TiktokenTokenizer: _from_tiktoken, JsonTokenizer: _from_json}
     described = kinds[type(tokenizer)](tokenizer)
     made = tokenizers.Tokenizer.from_str(json.dumps(described))
-    _compare(tokenizer, made)
+    _compare(tokenizer, made, described["added_tokens"])
     ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
     by_name = zip(SPECIALS, ids, strict=True)
     config = {
@@ -88,17 +88,29 @@ def padding_id(tokenizer):
     return next((i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None)
 
 
-def _compare(tokenizer, made):
+def _compare(tokenizer, made, added):
     made.encode_special_tokens = True
     tokens = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     pairs = map("".join, itertools.pairwise(tokens))
-    texts = [*PROBES, *(" ".join(pair) for pair in itertools.pairwise(PROBES)), *tokens, *pairs]
+    texts = [
+        *PROBES,
+        *(token["content"] for token in added),
+        *(" ".join(pair) for pair in itertools.pairwise(PROBES)),
+        *tokens,
+        *pairs,
+    ]
     # One thread: tiktoken's are five times as slow over so many short texts.
     ours = tokenizer.encode_batch(texts, num_threads=1)
     theirs = made.encode_batch_fast(texts, add_special_tokens=False)
-    for text, wanted, found in zip(texts, ours, theirs, strict=True):
-        if wanted != found.ids:
+    decoded = made.decode_batch(ours)
+    for text, wanted, found, again in zip(texts, ours, theirs, decoded, strict=True):
+        if wanted != found.ids or again != tokenizer.decode(wanted):
             raise NotImplementedError(f"the conversion differs from the original, for one in the text {text[:40]!r}")
+    for token in added:
+        if made.token_to_id(token["content"]) != token["id"]:
+            raise NotImplementedError(
+                f"the conversion gives the token {token['content']!r} another id than {token['id']}"
+            )
 
 
 def _described(vocab, merges, **parts):
@@ -201,7 +213,8 @@ def _from_tiktoken(tokenizer):
     pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", tokenizer.pattern)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return _described(
-        {name[token]: rank for token, rank in ranks.items()},
+        # Control tokens too: to those that are not in this table the library gives ids from its size on, taken or not.
+        {**tokenizer.specials, **{name[token]: rank for token, rank in ranks.items()}},
         [[a, b] for *_, a, b in sorted(merges)],
         fuse_unk=False,
         byte_fallback=False,

@@ -117,6 +117,31 @@ def test_a_folder_of_transformers_is_a_tokenizer_of_ours(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("place", "control"),
+    [
+        (lambda rank: rank, {"<s>": 602, "<|endoftext|>": 605}),  # as cl100k_base
+        (lambda rank: rank + (rank >= 300), {"<|endoftext|>": 300}),  # as p50k_base
+        (lambda rank: rank + 2, {"<s>": 0, "<|endoftext|>": 1}),  # as Mistral's tekken
+    ],
+    ids=["above", "between", "below"],
+)
+def test_control_tokens_keep_their_ids(files, tmp_path, place, control):  # noqa: F811
+    """Wherever they stand beside the ranks; tokenizers numbers what it is not told from the number of tokens on."""
+    import tokenizers
+
+    lines = (line.split() for line in files["tiktoken"].read_text().splitlines())
+    (tmp_path / "x.tiktoken").write_text("".join(f"{token} {place(int(rank))}\n" for token, rank in lines))
+    described = json.loads(files["tiktoken"].with_suffix(".json").read_text()) | {"special_tokens": control}
+    (tmp_path / "x.json").write_text(json.dumps(described))
+    tokenizer = load_tokenizer(tmp_path / "x.tiktoken")
+    write_for_transformers(tokenizer, tmp_path)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert {name: made.token_to_id(name) for name in control} == control
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert all(made.decode([i]) == tokenizer.decode([i]) for i in range(tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize(
     "settings", [{"model_type": "unigram"}, {"byte_fallback": False}, {"normalization_rule_name": "nmt_nfkc"}]
 )
 def test_what_has_no_exact_counterpart_is_not_written(tmp_path, settings):
