@@ -1,6 +1,9 @@
 """A run's TensorBoard folder: one curve across restarts, the same by tokens, hyperparameters, and a prepared layout."""
 
+import contextlib
+import functools
 import json
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +19,21 @@ from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 EVENTS = "events.out.tfevents.*"
 
 
+def _or_without(write):
+    """A write that fails, on a full disk for one, ends the curves and not the run."""
+
+    @functools.wraps(write)
+    def written(self, *args):
+        if self.given_up:
+            return
+        try:
+            write(self, *args)
+        except OSError as e:
+            self._give_up(e)
+
+    return written
+
+
 class RunLog(BaseLogger):
     """Writes into `folder`, to which every restart of the run appends.
 
@@ -27,17 +45,21 @@ class RunLog(BaseLogger):
     def __init__(self, folder: Path, plan, job_config) -> None:
         self.folder, self.plan, self.job_config = folder, plan, job_config
         self.steps = self.tokens = None  # writers
+        self.given_up = False
 
+    @_or_without
     def begin(self, first_step: int) -> None:
         """Open the files of a start whose first step is `first_step` (1: a run from the beginning)."""
         if first_step == 1:
             set_aside(self.folder)
+        threading.excepthook = _thread_failed
         per_step = self.plan.tokens_per_step
         self.steps = SummaryWriter(self.folder, max_queue=1000, purge_step=first_step)
         self.tokens = SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=(first_step - 1) * per_step + 1)
         logger.info("TensorBoard: %s, from step %d", self.folder, first_step)
         self._describe(first_step)
 
+    @_or_without
     def log(self, metrics: dict, step: int) -> None:
         metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
         if "throughput(tps)" in metrics:  # of one rank
@@ -48,18 +70,34 @@ class RunLog(BaseLogger):
             if tag in metrics:
                 self.tokens.add_scalar(by_tokens, metrics[tag], step * self.plan.tokens_per_step)
 
+    @_or_without
     def histogram(self, tag: str, values, step: int) -> None:
         self.steps.add_histogram(tag, values, step)
 
+    @_or_without
     def flush(self) -> None:
         """A run that ends early must not take its last two minutes of metrics with it."""
         self.steps.flush()
         self.tokens.flush()
 
+    @_or_without
     def close(self) -> None:
         if self.steps is not None:  # a run may end before its first step
             self.steps.close()
             self.tokens.close()
+
+    def _give_up(self, error: OSError) -> None:
+        self.given_up = True
+        logger.warning(
+            "TensorBoard: writing into %s failed (%s). Training goes on, without curves from here on; the next start writes "
+            "them again.",
+            self.folder,
+            error.strerror or error,
+        )
+        for writer in (self.steps, self.tokens):
+            with contextlib.suppress(OSError):
+                if writer is not None:
+                    writer.close()
 
     def _describe(self, step: int) -> None:
         self.steps.add_custom_scalars(LAYOUT)
@@ -72,6 +110,12 @@ class RunLog(BaseLogger):
         for tag, text in (("plan", self.plan.describe()), ("configuration", configuration)):
             self.steps.add_text(f"run/{tag}", f"```\n{text}\n```", step)
         self.flush()
+
+
+def _thread_failed(args, otherwise=threading.excepthook) -> None:
+    """A writer's thread hands its failure to who writes next: printed as well, its traceback would look like the run's end."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        otherwise(args)
 
 
 def hyperparameters(plan, job_config) -> dict:

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
@@ -147,6 +148,36 @@ def test_every_chart_of_the_layout_finds_its_curves(one, two):
     assert list(curves["machine/tokens_per_second"]) == list(steps)
     for step in steps:
         assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("which", ["tb", "tb/tokens"])
+def test_a_full_disk_ends_the_curves_and_not_the_run(which, start, job, tmp_path, caplog):
+    log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
+    log.begin(1)
+    log.flush()
+    (file,) = (tmp_path / which).glob("events*")
+    file.unlink()
+    file.symlink_to("/dev/full")
+    for step in range(1, 4):
+        log.log({LOSS: 1.0}, step)
+        log.flush()
+        log.histogram("h", torch.ones(3), step)
+    log.flush()
+    log.close()
+    assert caplog.text.count(f"TensorBoard: writing into {tmp_path / 'tb'} failed (No space left on device)") == 1
+    file.unlink()
+    start(4, 5, 2.0)
+    assert {4, 5} <= read_curves(tmp_path / "tb")[LOSS].keys()
+
+
+def test_a_folder_that_cannot_be_made_does_not_end_it_either(job, tmp_path, caplog):
+    (tmp_path / "tb").write_text("a file")
+    log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
+    log.begin(1)
+    log.log({LOSS: 1.0}, 1)
+    log.close()
+    assert "Training goes on, without curves from here on" in caplog.text
 
 
 def test_nothing_is_written_before_the_first_step(tmp_path, job):
