@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from .joined import JoinedProjections
 from .state import MixerState, ModelState
-from .transformer import Transformer
+from .transformer import Transformer, _checked
 
 # Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
 
@@ -75,9 +75,19 @@ def prefill(
         state: where to go on from, advanced in place; None for a new one.
         padding: [B] integers, the left padding of each row; None for none.
     Returns: (logits after the last token [B, V], state).
+    Raises: ValueError, with the state as it was, for what is none of this; tokens on a GPU are not looked at.
     """
+    _at_least_one(chunk=chunk)
+    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise ValueError(
+            f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; expected integers [B, T], one at least."
+        )
     B, T = tokens.shape
+    if tokens.device.type == "cpu":
+        _within_vocabulary("tokens", [tokens.min().item(), tokens.max().item()], model.config.vocab_size)
     state = model.init_state(B, capacity=T) if state is None else state
+    _one_row_each(B, state)
+    padding = _checked(padding, state, tokens)
     for begin in range(0, T, chunk):
         piece = tokens[:, begin : begin + chunk]
         here = None if padding is None else (padding - begin).clamp(0, piece.shape[1])
@@ -160,6 +170,9 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites."""
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens are {list(tokens.shape)}; expected [B], one of each row.")
+        _one_row_each(len(tokens), self.state)
         if self.state.cursor is None:
             return self.forward(tokens[:, None], self.state)[:, -1]
         if self.state.capacity is not None and self.state.length >= self.state.capacity:
@@ -308,10 +321,8 @@ def read(
     if not prompts:
         raise ValueError("there is no prompt; give a list of at least one list of tokens.")
     check_tokens(prompts, model.config.vocab_size)
-    if state is not None and len(state.position) != len(prompts):
-        raise ValueError(
-            f"{len(prompts)} prompt(s) for a state of {len(state.position)} row(s); there must be one each."
-        )
+    if state is not None:
+        _one_row_each(len(prompts), state)
     device = model.tok_embeddings.weight.device
     longest = max(map(len, prompts))
     missing = [longest - len(p) for p in prompts]
@@ -338,9 +349,18 @@ def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {i} is empty; give it at least one token (the tokenizer's BOS, say).")
-        outside = [t for t in prompt if not 0 <= t < vocab_size]
-        if outside:
-            raise ValueError(
-                f"prompt {i} holds the token {outside[0]}, outside the vocabulary of 0 to {vocab_size - 1}. Encode it with "
-                "the tokenizer of this model's folder."
-            )
+        _within_vocabulary(f"prompt {i}", prompt, vocab_size)
+
+
+def _within_vocabulary(name: str, tokens: list[int], vocab_size: int) -> None:
+    outside = [t for t in tokens if not 0 <= t < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{name}: the token {outside[0]} is outside the vocabulary of 0 to {vocab_size - 1}. Encode the text with the "
+            "tokenizer of this model's folder."
+        )
+
+
+def _one_row_each(texts: int, state: ModelState) -> None:
+    if len(state.position) != texts:
+        raise ValueError(f"{texts} text(s) for a state of {len(state.position)} row(s); there must be one each.")

@@ -202,7 +202,7 @@ def test_texts_go_on(condition):
     found = list(generate(model, more, state=state, **options))
     wanted = list(generate(model, [a + b for a, b in zip(prompts, more, strict=True)], **options))
     assert found == wanted
-    with pytest.raises(ValueError, match=r"1 prompt\(s\) for a state of 2"):
+    with pytest.raises(ValueError, match=r"1 text\(s\) for a state of 2"):
         read(model, more[:1], state)
 
 
@@ -348,3 +348,44 @@ def test_impossible_prompts_are_refused(prompts, options, words):
         list(generate(model, prompts, **{"max_tokens": 3, **options}))
     for word in words:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(padding=torch.tensor([6, 0])), ["padding must be 0 to 5", "[6, 0]"]),
+        (dict(padding=torch.tensor([-1, 0])), ["padding must be 0 to 5"]),
+        (dict(padding=torch.tensor([1])), ["padding is", "[1]"]),
+        (dict(chunk=0), ["chunk", "0"]),
+        (dict(tokens=torch.zeros(2, 0, dtype=torch.int64)), ["[2, 0]", "one at least"]),
+        (dict(tokens=torch.arange(5)), ["[5]", "integers [B, T]"]),
+        (dict(tokens=torch.rand(2, 5)), ["float32", "integers [B, T]"]),
+        (dict(tokens=torch.tensor([[1, 2], [3, 61]])), ["the token 61", "0 to 60"]),
+        (dict(tokens=torch.tensor([[-1], [1]])), ["the token -1"]),
+        (dict(tokens=torch.arange(5)[None]), ["1 text(s) for a state of 2 row(s)"]),
+    ],
+)
+def test_impossible_calls_of_prefill_are_refused(options, words):
+    """Before anything is read."""
+    model = variant("interdomain")
+    state = model.init_state(2)
+    arguments = dict(tokens=random_tokens(model.config, 2, 5), state=state) | options
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        prefill(model, **arguments)
+    for word in words:
+        assert word in str(refused.value)
+    assert state.length == 0
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_decoder_takes_a_token_of_each_row(fixed):
+    model = variant("interdomain")
+    decoder = Decoder(model, prefill(model, random_tokens(model.config, 2, 5))[1])
+    if fixed:  # as a graph's, which would copy one token to both rows
+        decoder.state.cursor = torch.tensor([5])
+        decoder.tokens = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"1 text\(s\) for a state of 2 row\(s\)"):
+        decoder.step(torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"tokens are \[2, 1\]; expected \[B\]"):
+        decoder.step(torch.tensor([[1], [2]]))
+    assert decoder.step(torch.tensor([1, 2])).shape == (2, model.config.vocab_size)
