@@ -46,11 +46,14 @@ class InterdomainMetrics(MetricsProcessor):
         self.first_step: int | None = None  # of this start
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.last_logged: int | None = None
+        self.clock_since: int | None = (
+            None  # the step after which TorchTitan's clock began, which a validation sets too
+        )
         self.life_signs_at: int | None = None
 
     def should_log(self, step: int) -> bool:
         if self.first_step is None:  # the trainer asks after every step: here the checkpoint has been loaded
-            self.first_step = step
+            self.first_step, self.clock_since = step, step - 1
             if self.run_log:
                 self.run_log.begin(step)
         return super().should_log(step)
@@ -67,13 +70,16 @@ class InterdomainMetrics(MetricsProcessor):
         extra |= gradient_norms(model, grad_norm, self.job_config.training.max_norm)
         extra |= self.optimizers.guard.scalars()
         extra["machine/data_wait_percent"] = self._data_wait_percent()
+        # TorchTitan divides by log_freq, whatever number of steps it was.
+        seconds = time.perf_counter() - self.time_last_log
+        extra["time_metrics/end_to_end(s)"] = seconds / (step - self.clock_since)
         if self._due(step, config.mixer_freq):
             extra |= life_signs(model)
             self.life_signs_at = step
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
         if self._due(step, config.histogram_freq):
             self._log_histograms(step)
-        self.last_logged = step
+        self.last_logged = self.clock_since = step
         self._log_progress(step)
         if self.run_log:
             self.run_log.flush()
@@ -89,6 +95,7 @@ class InterdomainMetrics(MetricsProcessor):
             extra |= life_signs(self.model_parts[0])
         super().log_validation(loss, step, extra)
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
+        self.clock_since = step
         logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
         if self.run_log:
             self.run_log.flush()

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
+from interdomain.titan import metrics
+from interdomain.titan.guard import Guard
 from interdomain.titan.metrics import GROUPS, InterdomainMetrics, SpikeSign, gradient_norms, life_signs, perplexity
+from interdomain.titan.settings import read_job_config
+
+from .conftest import TINY
 
 
 def test_life_signs_at_the_start():
@@ -62,6 +67,40 @@ def test_waits_are_counted_from_the_last_validation_as_time_is(monkeypatch):
     metrics.run_log, metrics.life_signs_at, metrics.data_loading_times = None, 5, [1.0]
     metrics.log_validation(2.0, 5)
     assert metrics.data_loading_times == []
+
+
+@pytest.mark.parametrize(("first", "validated"), [(1, (1, 15, 20)), (7, (15,)), (10, ())])
+def test_seconds_per_step_whatever_number_of_steps_a_log_is_of(alone, monkeypatch, first, validated):
+    """Two seconds each, and a hundred for a validation; log_freq 10."""
+    now, seen = [0.0], {}
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    for name in ("gradient_norms", "life_signs", "dynamics"):
+        monkeypatch.setattr(metrics, name, lambda *_: {})
+
+    def set_the_clock(self, *_):
+        self.time_last_log = now[0]
+
+    def log(self, step, *given):
+        seen[step] = given[-1]["time_metrics/end_to_end(s)"]
+        set_the_clock(self)
+
+    monkeypatch.setattr(MetricsProcessor, "log", log)
+    monkeypatch.setattr(MetricsProcessor, "log_validation", set_the_clock)
+    this = InterdomainMetrics.__new__(InterdomainMetrics)
+    this.job_config = read_job_config(["--job.config_file", str(TINY), "--metrics.log_freq=10", "--training.steps=30"])
+    this.plan = SimpleNamespace(tokens_per_step=512, steps=30, tokens=30 * 512)
+    this.optimizers = SimpleNamespace(rates={}, guard=Guard())
+    this.model_parts, this.data_loading_times, this.time_last_log = [None], [0.1], 0.0
+    this.spikes, this.run_log, this.life_signs_at, this.started = SpikeSign(), None, None, None
+    this.first_step = this.last_logged = this.clock_since = None
+    for step in range(first, 31):
+        now[0] += 2
+        if this.should_log(step):
+            this.log(step, 1.0, 1.0, 1.0)
+        if step in validated:
+            now[0] += 100
+            this.log_validation(1.0, step)
+    assert seen == {step: 2.0 for step in (1, 10, 20, 30) if step >= first}
 
 
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
