@@ -46,9 +46,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.first_step: int | None = None  # of this start
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.last_logged: int | None = None
-        self.clock_since: int | None = (
-            None  # the step after which TorchTitan's clock began, which a validation sets too
-        )
+        self.clock_since: int | None = None  # the step after which TorchTitan's clock began
         self.life_signs_at: int | None = None
 
     def should_log(self, step: int) -> bool:
