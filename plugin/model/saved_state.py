@@ -68,11 +68,20 @@ def save_state(path: Path | str, model: Transformer, state: ModelState, logits: 
     for i, layer in enumerate(state.layers):
         used = slice(None, state.length if isinstance(layer, KVCache) else None)
         contents |= {f"layers.{i}.{name}": x[:, :, used] for name, x in layer.tensors().items()}
+    contents = {name: x.detach().cpu().contiguous() for name, x in contents.items()}
     about = {"length": state.length, "padded": state.padded, "model": fingerprints(model)}
-    metadata = {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)}
-    data = save({name: x.detach().cpu().contiguous() for name, x in contents.items()}, metadata)
+    about["sha256"] = _checksum(about, contents)
+    data = save(contents, {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)})
     write_whole(path, data)
     return len(data)
+
+
+def _checksum(about: dict, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, x in sorted(tensors.items()):
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def load_state(path: Path | str, model: Transformer) -> SavedState:
@@ -100,9 +109,28 @@ def load_state(path: Path | str, model: Transformer) -> SavedState:
                     "Load it with the model that read the prompt, or read the prompt again."
                 )
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        recorded = about.pop("sha256", None)  # older ones have none
+        if recorded is not None and recorded != _checksum(about, tensors):
+            raise TypeError("its checksum differs")
+        _check(model, about, tensors)
         return _rebuilt(model, about, tensors)
-    except (SafetensorError, KeyError, TypeError, RuntimeError) as e:
+    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         raise ValueError(f"{path} is truncated or damaged ({type(e).__name__}: {e}). Read the prompt again.") from e
+
+
+def _check(model: Transformer, about: dict, tensors: dict[str, Tensor]) -> None:
+    """Raises TypeError for what no state is, whatever its checksum."""
+    length, padded, vocab_size = about["length"], about["padded"], model.config.vocab_size
+    position, tokens, logits = (tensors[name] for name in ("position", "tokens", "logits"))
+    if type(length) is not int or type(padded) is not bool:
+        raise TypeError(f"length is {length!r}, padded is {padded!r}")
+    for name, x in ("position", position), ("tokens", tokens):
+        if x.ndim != 1 or x.dtype != torch.int64 or (x < 0).any():
+            raise TypeError(f"{name} is {x.dtype} of shape {list(x.shape)}")
+    if (position > length).any() or not (padded or (position == length).all()) or position.sum() != len(tokens):
+        raise TypeError(f"{len(tokens)} tokens in rows of {position.tolist()}, length {length}")
+    if (tokens >= vocab_size).any() or logits.shape != (len(position), vocab_size):
+        raise TypeError(f"logits are {list(logits.shape)}, the vocabulary is {vocab_size}")
 
 
 def _rebuilt(model: Transformer, about: dict, tensors: dict[str, Tensor]) -> SavedState:

@@ -77,17 +77,25 @@ def test_in_another_precision(tmp_path, dtypes):
         load_state(tmp_path / "state", second)
 
 
-def rewrite(path, **changes):
-    """The file with other metadata."""
+def rewrite(path, tensors=None, **changes):
+    """The file with other metadata, or other tensors."""
     with safe_open(path, framework="pt") as f:
         metadata = f.metadata()
-    save_file(load_file(path), path, metadata | changes)
+    save_file(load_file(path) | (tensors or {}), path, metadata | changes)
 
 
-def about(path, **changes):
+def about(path, tensors=None, **changes):
+    """As an older program wrote it, without a checksum."""
     with safe_open(path, framework="pt") as f:
         record = json.loads(f.metadata()["about"])
-    rewrite(path, about=json.dumps(record | changes))
+    del record["sha256"]
+    rewrite(path, tensors, about=json.dumps(record | changes))
+
+
+def flip(path, byte):
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 64
+    path.write_bytes(data)
 
 
 DAMAGE = {
@@ -96,7 +104,15 @@ DAMAGE = {
     "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), ["truncated or damaged"]),
     "newer": (lambda p: rewrite(p, version="3"), ["format version 3", "reads version 2"]),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), ["truncated or damaged"]),
-    "another shape": (lambda p: about(p, length=5), ["truncated or damaged", "layers.0.k"]),
+    "a bit": (lambda p: flip(p, -100), ["truncated or damaged", "checksum"]),
+    "another length": (lambda p: about(p, length=5), ["truncated or damaged", "8 tokens in rows of [8], length 5"]),
+    "a length that is text": (lambda p: about(p, length="8"), ["truncated or damaged", "length is '8'"]),
+    "longer": (lambda p: about(p, length=9, padded=True), ["truncated or damaged", "layers.0.k"]),
+    "no JSON": (lambda p: rewrite(p, about="{"), ["truncated or damaged"]),
+    "a list": (lambda p: rewrite(p, about="[1]"), ["truncated or damaged"]),
+    "a model that is a list": (lambda p: about(p, model=[1]), ["truncated or damaged"]),
+    "logits": (lambda p: about(p, dict(logits=torch.zeros(3))), ["truncated or damaged", "logits are [3]"]),
+    "tokens": (lambda p: about(p, dict(tokens=torch.zeros(8))), ["truncated or damaged", "tokens is torch.float32"]),
 }
 
 
@@ -111,6 +127,15 @@ def test_a_damaged_state_is_refused(tmp_path, damage):
         load_state(tmp_path / "state", model)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_one_without_a_checksum(tmp_path):
+    """As older programs wrote it."""
+    model = variant("softmax")
+    logits, state = read(model, PROMPTS)
+    save_state(tmp_path / "state", model, state, logits, PROMPTS)
+    about(tmp_path / "state")
+    assert torch.equal(load_state(tmp_path / "state", model).logits, logits)
 
 
 def test_another_model_is_refused(tmp_path):
