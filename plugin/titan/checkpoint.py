@@ -90,8 +90,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def __init__(self, *args, checkpoint_config, **kwargs) -> None:
         self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
+        self.asked_without = tuple(checkpoint_config.exclude_from_loading)
         super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
-        self.asked_without = tuple(self.exclude_from_loading)
 
     # Saving
 
