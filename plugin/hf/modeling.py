@@ -199,9 +199,10 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
                 "gradient checkpointing computes layers again, from no state: leave out use_cache and past_key_values."
             )
         if use_cache is None:
-            ends = attention_mask is None or attention_mask[..., -1].all()  # a state would read padding after a text
-            wanted = self.config.use_cache and not self.training and labels is None and ends
-            use_cache = past_key_values is not None or bool(wanted)
+            use_cache = self.config.use_cache and not self.training and labels is None
+            if use_cache and attention_mask is not None:  # a state would read padding after a text
+                use_cache = bool(attention_mask[..., -1].all())
+            use_cache = use_cache or past_key_values is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         state = self._state(past_key_values, input_ids)

@@ -98,6 +98,7 @@ def prefill(
 @torch.no_grad()
 def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
     """One step: tokens [B] -> logits [B, V]; the state is advanced."""
+    _one_token_each(tokens, state)
     return model(tokens[:, None], state)[:, -1]
 
 
@@ -170,9 +171,7 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites."""
-        if tokens.ndim != 1:
-            raise ValueError(f"tokens are {list(tokens.shape)}; expected [B], one of each row.")
-        _one_row_each(len(tokens), self.state)
+        _one_token_each(tokens, self.state)
         if self.state.cursor is None:
             return self.forward(tokens[:, None], self.state)[:, -1]
         if self.state.capacity is not None and self.state.length >= self.state.capacity:
@@ -359,6 +358,11 @@ def _within_vocabulary(name: str, tokens: list[int], vocab_size: int) -> None:
             f"{name}: the token {outside[0]} is outside the vocabulary of 0 to {vocab_size - 1}. Encode the text with the "
             "tokenizer of this model's folder."
         )
+
+
+def _one_token_each(tokens: Tensor, state: ModelState) -> None:
+    if tokens.shape != state.position.shape:
+        raise ValueError(f"tokens are {list(tokens.shape)}; expected {list(state.position.shape)}, one of each row.")
 
 
 def _one_row_each(texts: int, state: ModelState) -> None:

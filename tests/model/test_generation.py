@@ -384,8 +384,8 @@ def test_a_decoder_takes_a_token_of_each_row(fixed):
     if fixed:  # as a graph's, which would copy one token to both rows
         decoder.state.cursor = torch.tensor([5])
         decoder.tokens = torch.zeros(2, 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"1 text\(s\) for a state of 2 row\(s\)"):
-        decoder.step(torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"tokens are \[2, 1\]; expected \[B\]"):
-        decoder.step(torch.tensor([[1], [2]]))
+    for tokens in ([1], [[1], [2]]):
+        for step in (decoder.step, lambda tokens: decode(model, tokens, decoder.state)):
+            with pytest.raises(ValueError, match=r"tokens are \[.*\]; expected \[2\], one of each row"):
+                step(torch.tensor(tokens))
     assert decoder.step(torch.tensor([1, 2])).shape == (2, model.config.vocab_size)
