@@ -149,8 +149,14 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         folder, variant = Path(save_directory), f".{kwargs['variant']}" if kwargs.get("variant") else ""
         # transformers removes shards of an earlier save, but neither their index nor a whole file, which it reads first.
         index = folder / f"model.safetensors.index{variant}.json"
+        older = index.read_bytes() if index.is_file() else None
         index.unlink(missing_ok=True)
-        super().save_pretrained(save_directory, **kwargs)
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        except BaseException:
+            if older is not None:
+                index.write_bytes(older)
+            raise
         if index.exists():
             (folder / f"model{variant}.safetensors").unlink(missing_ok=True)
         record = json.loads((folder / "config.json").read_text())

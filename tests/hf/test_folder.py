@@ -126,6 +126,8 @@ def test_saved_where_it_came_from(tmp_path, loaded):
         sizes.append(len(files))
         record = json.loads((tmp_path / "config.json").read_text())
         assert record["weights"] == checksums(file for file in files if file.suffix == ".safetensors")
+        with pytest.raises(ValueError, match="Unit"):  # nothing is lost
+            tuned.save_pretrained(tmp_path, max_shard_size="none")
         tuned = load(tmp_path)
         ours = load_model(tmp_path)
         for name, tensor in tuned.state_dict().items():
