@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interdomain.model import CONDITIONS
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, read, sample
 
-from .common import random_tokens, small_config, variant
+from .common import lively, random_tokens, small_config, variant
 
 GREEDY = Sampling(temperature=0)
 
@@ -177,7 +177,7 @@ def test_decoder_without_a_graph():
 def test_decoder_compiled(condition):
     """Once for all steps, for nothing in a step depends on how many there were; with room for one where none is named."""
     torch._dynamo.reset()
-    model = variant(condition, dtype=torch.float32)
+    model = lively(small_config(condition, n_layers=1), torch.float32)
     tokens = random_tokens(model.config, 2, 20)
     _, state = prefill(model, tokens[:, :10])
     decoder = Decoder(model, state.clone(), room=4, compiled=True)
