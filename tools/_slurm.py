@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._supervise import CONTINUE, INTERRUPTED
+from ._supervise import CONTINUE, INTERRUPTED, REFUSED
 
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
@@ -198,7 +198,8 @@ def _least(name: str) -> int:
 
 
 def run(command: list[str], site: Site) -> int:
-    """Run srun to its end and return its status, the highest of the nodes'; after a signal, if not 0, what supervise says.
+    """Run srun to its end and return its status, the highest of the nodes'; after a signal what supervise says: CONTINUE,
+    unless it is 0, or REFUSED on all nodes.
 
     SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it
     would kill them. Ctrl-C is srun's: once for the nodes' state, twice to end.
@@ -220,4 +221,4 @@ def run(command: list[str], site: Site) -> int:
             signal.signal(number, handler)
     if code and asked.count(signal.SIGINT) > 1:
         return INTERRUPTED
-    return CONTINUE if code and {*asked} - {signal.SIGINT} else code
+    return CONTINUE if code not in (0, REFUSED) and {*asked} - {signal.SIGINT} else code

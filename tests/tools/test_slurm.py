@@ -124,6 +124,7 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
         ([], 1, 1),
         (["SIGUSR1"], 137, _slurm.CONTINUE),
         (["SIGTERM"], 0, 0),
+        (["SIGTERM"], _slurm.REFUSED, _slurm.REFUSED),  # a full disk, say: put back, the job would meet it again
         (["SIGINT"], 1, 1),  # srun shows where its nodes stand, and goes on
         (["SIGINT", "SIGINT"], 130, _slurm.INTERRUPTED),
     ],
