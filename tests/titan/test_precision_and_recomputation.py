@@ -38,21 +38,27 @@ def test_bfloat16_is_bfloat16_on_one_rank_as_on_two(one, two):
     assert ours[1]["loss"] == pytest.approx(exact[1]["loss"], rel=2e-3)
 
 
-def test_compiled_blocks_compute_the_same(one, two):
-    runs, reference = two.seen("compiled"), one.seen("interdomain")
-    assert [call["fullgraph"] for call in runs["compiled"]] == [True] * LAYERS
+@pytest.mark.parametrize(("fixture", "backend"), [("one", "inductor"), ("two", "aot_eager")])
+def test_compiled_blocks_compute_the_same(one, fixture, backend, request):
+    runs, reference = request.getfixturevalue(fixture).seen("compiled"), one.seen("interdomain")
+    assert [(call["fullgraph"], call["backend"]) for call in runs["compiled"]] == [(True, backend)] * LAYERS
     assert len(runs["log"]) >= 3
     for step, log in runs["log"].items():
         for quantity in ("loss", "grad_norm"):
             assert log[quantity] == pytest.approx(reference["log"][step][quantity], rel=1e-4)
-    assert runs["validation"].keys() >= {1, 3}
-    for step, validation in runs["validation"].items():
+
+
+def test_compiled_blocks_validate(one, two):
+    found = two.seen("compiled")["validation"]
+    assert found.keys() >= {1, 3}
+    for step, validation in found.items():
         assert validation["loss"] == pytest.approx(one.seen("interdomain")["validation"][step]["loss"], rel=1e-4)
         assert validation["mixer/layer_03/readout_rms"] > 0  # the probe runs beside compiled blocks
 
 
-def test_compiled_selective_checkpointing_saves_the_scan(two):
-    calls = two.seen("compiled")["calls"]
+@pytest.mark.parametrize("fixture", ["one", "two"])
+def test_compiled_selective_checkpointing_saves_the_scan(fixture, request):
+    calls = request.getfixturevalue(fixture).seen("compiled")["calls"]
     assert {step: n for step, n in calls.items() if step != "validation"} == dict.fromkeys((1, 2, 3), LAYERS)
 
 
