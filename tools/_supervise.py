@@ -79,7 +79,7 @@ def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
     where the run went back to a step (checkpoint.load_step).
 
     For torchrun counts its restarts over all its life, and ends with the node or the process that it runs on.
-    Returns: the last status; in place of a failure's CONTINUE, if there is a newer checkpoint than at the first start: what
+    Returns: the last status; in place of a failure's CONTINUE, if the last checkpoint is another than at the first start: what
     stops a run that went well may be a machine that broke, and a scheduler may have others.
     """
     at_first = before = saved_up_to()
@@ -89,8 +89,8 @@ def keep_going(start: Callable[[], int], saved_up_to: Callable[[], int]) -> int:
             if before == at_first:
                 return status
             print(
-                f"\nthe run failed again (exit status {status}), at no newer checkpoint than that of step {step}: leaving with "
-                f"exit status {CONTINUE}, for on another machine the same command may continue it.",
+                f"\nthe run failed again (exit status {status}), with the checkpoint of step {step} still the last: leaving "
+                f"with exit status {CONTINUE}, for on another machine the same command may continue it.",
                 file=sys.stderr,
             )
             return CONTINUE

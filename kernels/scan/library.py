@@ -26,7 +26,8 @@ def op_name(module: str, name: str) -> str:
 
 
 def call(op: CustomOpDef, *args):
-    """op(*args), past PyTorch's dispatcher where that has nothing to do: no gradient is recorded, nothing traces or looks on.
+    """op(*args), past PyTorch's dispatcher where that has nothing to do: no gradient is recorded, nothing traces, and there is
+    no dispatch mode, functorch transform, subclass of Tensor or tensor without memory.
 
     The way through it takes some 20 microseconds of the host, twice per layer and token of eager decoding, and its first op
     imports torch.compile's front end: as long again as importing torch.
@@ -47,6 +48,8 @@ def call(op: CustomOpDef, *args):
 
 def _observed(tensors: list[Tensor]) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch._C._get_tracing_state() is not None or any(x.is_meta for x in tensors):
         return True
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return recorded or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)

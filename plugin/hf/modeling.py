@@ -46,7 +46,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = InterdomainConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # as asked for, and whatever is: it is computed in one way
+    _supports_sdpa = True  # transformers asks; attention is computed in one way, whichever is named
     gradient_checkpointing = False
     _is_stateful = True  # no assisted generation, which takes tokens back
     # Writes this code into a folder. Only the package has one: what a folder holds, transformers copies by itself.
@@ -164,8 +164,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
             record["auto_map"] = self.write_code(folder)
         record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("model*.safetensors"))}
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        # The project's own tokenizer file, which transformers does not know, from where this model was loaded: that very file,
-        # for a folder of others may name any.
+        # The project's own tokenizer file, which transformers does not know, from where this model was loaded; only if its
+        # checksum is right, for a config.json from elsewhere could name any file.
         described = record.get("tokenizer") or {}
         file = Path(self.config.name_or_path) / Path(str(described.get("file"))).name
         if file.is_file() and not (folder / file.name).exists() and _sha256(file) == described.get("sha256"):
@@ -356,7 +356,7 @@ class InterdomainModel(InterdomainForCausalLM):
 
     def __init__(self, model: InterdomainForCausalLM) -> None:
         nn.Module.__init__(self)
-        own = {*vars(self), "forward"} - {"training"}  # hooks, and somebody's wrapper, are around the whole
+        own = {*vars(self), "forward"} - {"training"}  # forward's hooks and replacements are the whole model's
         vars(self).update({name: value for name, value in vars(model).items() if name not in own})
         self._modules.update({**model._modules, "output": nn.Identity()})
         self._bind(copy.copy(model.transformer))

@@ -1,4 +1,4 @@
-"""PyTorch's Embedding, Linear and RMSNorm, and the last two's functions for a token or a few in float32 on a CPU.
+"""PyTorch's Embedding, Linear and RMSNorm, the last two with forms of their own for a token or a few in float32 on a CPU.
 
 There PyTorch's product of a matrix and a vector reads the weight at less than half the speed of memory, and its RMSNorm is ten
 operations, whose launches are all of its time: decoding took twice as long (benchmarks/README.md, "inference").

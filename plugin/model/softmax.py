@@ -134,7 +134,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q [B, H, 1, head_dim], k, v [B, H or a divisor, S, head_dim], mask [..., 1, S] -> [B, H, 1, head_dim].
     """
     grouped = q.unflatten(1, (k.shape[1], -1))
-    scores = (k[:, :, None] * grouped).sum(-1).float() * q.shape[-1] ** -0.5
+    scores = (k[:, :, None] * grouped).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores + mask
     return (scores.softmax(-1).to(v.dtype) @ v).view_as(q)

@@ -55,7 +55,9 @@ def choose(
         return None
     else:
         record = _record(folder, latest)
-        choice = Choice(latest, named, _not_yet_left_out(record, without, data, latest), record.get("branched_from"))
+        if saving:
+            without = _not_yet_left_out(record, without, data, latest)
+        choice = Choice(latest, named, without, record.get("branched_from"))
         if step != -1:
             _say_how_to_go_back_again(folder, step, latest)
     if saving and TRAIN_STATE in choice.without:
@@ -152,8 +154,13 @@ def set_damaged_aside(folder: Path) -> None:
 def set_later_aside(folder: Path, step: int) -> None:
     """Rename what follows a step that the run goes back to: the last checkpoint is the run's own course again."""
     later = [place(folder, other) for other in steps_in(folder) if other > step and is_finished(place(folder, other))]
-    for path in later:
-        set_aside(path, "superseded")
+    for path in later.copy():
+        if reason := fault(path):
+            logger.warning("SKIPPED: %s", reason)
+            set_damaged_aside(path)
+            later.remove(path)
+        else:
+            set_aside(path, "superseded")
     if later:
         logger.warning(
             "went back to step %d: the checkpoints after it in %s (%s) are renamed to step-N.superseded. Nothing of them is "

@@ -155,7 +155,7 @@ def test_a_broken_node_is_left_behind(cluster, submit):
         return cluster.job(job.number).get("JobState") == "PENDING"
 
     cluster.wait(back_in_the_queue, 400, f"the job to be back in the queue; see {job.log}")
-    assert job.said(r"the run failed again \(exit status \d+\), at no newer checkpoint than that of step \d+: leaving")
+    assert job.said(r"failed again \(exit status \d+\), with the checkpoint of step \d+ still the last: leaving")
     cluster.call("scontrol", "update", f"nodename={second}", "state=drain", "reason=broken")
     try:
         cluster.start_now(job.number)

@@ -137,6 +137,11 @@ def test_an_op_goes_through_the_dispatcher_where_that_has_to_do_with_it(linear, 
         out, through = runs(**{n: mode.from_tensor(x) for n, x in values.items()})
     assert through
     assert out.shape == plain.shape
+    out, through = runs(**{n: x.to("meta") for n, x in values.items()})
+    assert through
+    assert out.shape == plain.shape
+    traced = torch.jit.trace(lambda *tensors: fn(**dict(zip(values, tensors, strict=True))), tuple(values.values()))
+    assert f"interdomain::{name}" in str(traced.graph)
 
 
 def test_forward_mode_is_refused_and_vmap_is_not():

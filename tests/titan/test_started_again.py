@@ -45,6 +45,7 @@ def test_it_is_begun_anew_in_other_data_or_by_name_or_by_a_later_command(new, fo
     start(new, save=[4], **DATA)
     assert start(new, **DATA, data="b") == (4, 0)
     assert start(new, step=4, **DATA) == (4, 0)
+    assert start(new, **DATA, load_only=True) == (4, 0)  # of which nothing follows
     assert start(new, save=[5]) == (4, 4)  # without it
     assert start(new, **DATA) == (5, 0)
 
@@ -110,6 +111,7 @@ def test_a_damaged_one_is_skipped_there_too(new, folder, kind):
     assert "step-3.damaged" in names(folder)
     DAMAGE[kind][0](folder / "step-2")
     assert start(new, step=1) == (1, 1)  # all of that course: back to where it began
+    assert "step-2.damaged" in names(folder)
 
 
 def test_going_back_and_leaving_out_happen_together(new, folder):
