@@ -201,8 +201,8 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     linear = case.kind == "linear scan"
-    options = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
-    inputs, cotangents = make_inputs(case.shape, case.dtype, device, **options)
+    what = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
+    inputs, cotangents = make_inputs(case.shape, case.dtype, device, **what)
     options = {} if linear else {"recompute": case.recompute}
     documents = make_documents(case.shape, device) if case.documents else None
 
@@ -232,8 +232,8 @@ def _input_features_step(case: Case, device: torch.device) -> tuple[dict, dict, 
 
 def _step(case: Case, device: torch.device) -> tuple[dict, dict, None]:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
-    options = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
-    inputs, _ = make_inputs(case.shape, case.dtype, device, **options)
+    what = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
+    inputs, _ = make_inputs(case.shape, case.dtype, device, **what)
     inputs = {name: x.detach() for name, x in inputs.items()}
     before = inputs.pop("initial_state")
     names = ("z",) if case.linear else ("q", "k", "v")

@@ -36,7 +36,10 @@ def call(op: CustomOpDef, *args):
         return op(*args)
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(unpack_dual(x).tangent is not None for x in tensors):  # the dispatcher would drop it without a word
-        raise NotImplementedError(f"{op._name} has no forward-mode derivative; backend='reference' has one")
+        raise NotImplementedError(
+            f"{op._name} has no forward-mode derivative; plain PyTorch has: backend='reference' of the scan, 'torch' of the "
+            "input features"
+        )
     if _observed(tensors):
         return op(*args)
     out = op._init_fn(*args)

@@ -152,7 +152,7 @@ def test_forward_mode_is_refused_and_vmap_is_not():
         return scan.interdomain_scan(**{**inputs, "q": q})[0]
 
     q = inputs["q"]
-    with pytest.raises(NotImplementedError, match="backend='reference' has one"):
+    with pytest.raises(NotImplementedError, match="backend='reference' of the scan"):
         torch.func.jvp(run, (q,), (q,))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, q)
