@@ -80,7 +80,8 @@ def task_names(asked: list[str]) -> list[str]:
 def load_tasks(names: list[str], include: list[Path]) -> dict:
     """The harness's tasks with their data, and groups of them, before any model is loaded.
 
-    Raises: ValueError for an unknown name, FileNotFoundError for data that are not here and cannot be fetched.
+    Raises: ValueError for an unknown name or a task that lacks what it needs, FileNotFoundError for data that are not here and
+    cannot be fetched.
     """
     from lm_eval.defaults import DEFAULT_OTHER_SEED
     from lm_eval.tasks import TaskManager
@@ -105,6 +106,11 @@ def load_tasks(names: list[str], include: list[Path]) -> dict:
             missing[name], reason = " ".join(filter(None, map(config.get, ("dataset_path", "dataset_name")))), e
             if not offline:  # each further one would wait for the network as long again
                 break
+        except (AssertionError, ImportError) as e:  # a task that makes its own data, as RULER's: packages, a tokenizer
+            raise ValueError(
+                f"{name} cannot be loaded here: {e} A task that wants --model_args or --metadata is for lm_eval itself: "
+                "README.md in every model folder has its command."
+            ) from e
         else:
             found = {kind: found[kind] | loaded[kind] for kind in found}
     if missing:

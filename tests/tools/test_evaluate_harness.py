@@ -16,7 +16,8 @@ from interdomain.tools import convert
 from .checkpoints import small_model, write_checkpoint
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra `dev` is not installed")
-pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+TASKS = os.path.join(os.path.dirname(lm_eval.__file__), "tasks")
 
 CONDITIONS = ("interdomain", "softmax")
 MAX_LENGTH = 90
@@ -97,9 +98,7 @@ def ran(tmp_path_factory, tokenizer):
     until = {"until": ["<never>"], "max_gen_toks": WRITTEN}
     write_task(tasks, "write", "generate_until", rows, ["exact_match"], generation_kwargs=until, **options)
 
-    import lm_eval
-
-    own = [os.path.join(os.path.dirname(lm_eval.__file__), "tasks", name) for name in PAPER]
+    own = [os.path.join(TASKS, name) for name in PAPER]
     include = ["--include-path", tasks, "--out"]
     names = ["choice", "rolling", "write"]
     commands = [
@@ -109,6 +108,7 @@ def ran(tmp_path_factory, tokenizer):
         [folders[0], "--tasks", "no_such_task", "choice", *include, path / "none"],
         ["--fetch", "--tasks", "paper", "--include-path", *own],
         ["--fetch", "--tasks", "choice", "--include-path", tasks],
+        [folders[0], "--tasks", "niah_single_1", "--include-path", os.path.join(TASKS, "ruler"), "--out", path / "none"],
     ]
     commands = [[str(word) for word in command] for command in commands]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
@@ -190,8 +190,10 @@ def test_what_is_written_of_it(ran):
 
 
 def test_tasks_that_cannot_be(ran):
-    gone, away, unknown, paper, fetched = ran[2]
-    assert gone[0] == away[0] == unknown[0] == paper[0] == 2
+    gone, away, unknown, paper, fetched, ruler = ran[2]
+    assert gone[0] == away[0] == unknown[0] == paper[0] == ruler[0] == 2
+    # It makes its own data, of packages that are not here and for a tokenizer that it is not given.
+    assert ruler[1].startswith("error: niah_single_1 cannot be loaded here: ")
     assert (
         "the data of gone (nobody/nothing) are not on this machine and were not fetched (HF_HUB_OFFLINE is set"
         in gone[1]
