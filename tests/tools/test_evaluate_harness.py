@@ -108,7 +108,15 @@ def ran(tmp_path_factory, tokenizer):
         [folders[0], "--tasks", "no_such_task", "choice", *include, path / "none"],
         ["--fetch", "--tasks", "paper", "--include-path", *own],
         ["--fetch", "--tasks", "choice", "--include-path", tasks],
-        [folders[0], "--tasks", "niah_single_1", "--include-path", os.path.join(TASKS, "ruler"), "--out", path / "none"],
+        [
+            folders[0],
+            "--tasks",
+            "niah_single_1",
+            "--include-path",
+            os.path.join(TASKS, "ruler"),
+            "--out",
+            path / "none",
+        ],
     ]
     commands = [[str(word) for word in command] for command in commands]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
