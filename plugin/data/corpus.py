@@ -64,6 +64,8 @@ def read_manifest(folder):
                     raise ValueError(f"shard {shard['name']} has wrong fields")
         if not all(type(manifest[field]) is int for field in ("vocab_size", "eos_id")):
             raise ValueError("vocab_size and eos_id must be integers")
+        if type(manifest["tokenizer"]["sha256"]) is not str or not manifest["splits"]["train"]:
+            raise ValueError("it must have the tokenizer's sha256 and shards to train on")
         # Plain names: a manifest from elsewhere must not point outside its folder.
         if any(Path(name).name != name for name in names):
             raise ValueError("a file name has a folder in it")

@@ -16,7 +16,7 @@ from pathlib import Path
 from interdomain.data.documents import HUGGING_FACE, Document
 
 PIECE_BYTES = 2_000_000  # of text, about; a function of nothing, or shards would depend on it
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 12  # of a compressed file at once: 4 bytes of zstd may hold 128 KB
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _compressed_pieces(path):
             if block is not None:
                 held.append(block)
                 size += len(block)
-                if size < PIECE_BYTES:
+                if size < PIECE_BYTES or b"\n" not in block:  # a long line is looked through once
                     continue
             data = b"".join(held)
             end = len(data) if block is None else data.rfind(b"\n") + 1
@@ -167,10 +167,8 @@ def _read_lines(piece, text_field):
         at = piece.start
         if at:  # the line that lies across the start belongs to the piece before
             f.seek(at - 1)
-            at += len(f.readline()) - 1
-        for line in f:
-            if at >= piece.stop:
-                break
+            at += len(f.readline(piece.stop - at + 1)) - 1  # no further: the line may be longer than many pieces
+        while at < piece.stop and (line := f.readline()):
             yield from _row(line, text_field, path, lambda at=at: _line_number(path, at))
             at += len(line)
 
@@ -189,7 +187,7 @@ def _row(line, text_field, path, number):
         return
     try:
         row = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}, line {number()}, is not JSON ({e}); repair it or leave the file out.") from e
     text = row.get(text_field) if isinstance(row, dict) else None
     if not isinstance(text, str):
@@ -264,23 +262,34 @@ def _parquet_pieces(file, text_field, skip):
     yield from itertools.islice(pieces(), skip, None)
 
 
+# Of the last piece that this process read: {row groups: (row, the batch that begins there, those behind it)}. Row groups
+# can be read from their first row only, and many a writer makes one of a whole file.
+_begun = {}
+
+
 def _read_parquet(piece, text_field):
     import pyarrow
 
     (path,) = piece.paths
     first, last, row = piece.groups
+    key = path, text_field, piece.groups
     try:
-        batches = _parquet(path, text_field).iter_batches(
-            batch_size=512, row_groups=range(first, last), columns=[text_field], use_threads=False
-        )
-        for batch in batches:
-            if row >= piece.stop:
-                break
-            begin, end = max(piece.start - row, 0), min(piece.stop - row, len(batch))
-            row += len(batch)
+        at, batch, batches = _begun.pop(key, (row, None, None))
+        _begun.clear()
+        if batches is None or at > piece.start:
+            batches = _parquet(path, text_field).iter_batches(
+                batch_size=512, row_groups=range(first, last), columns=[text_field], use_threads=False
+            )
+            at, batch = row, next(batches, None)
+        while batch is not None:
+            begin, end = max(piece.start - at, 0), min(piece.stop - at, len(batch))
             if begin < end:
                 texts = batch.column(0).slice(begin, end - begin).to_pylist()
-                yield from _texts(texts, row - len(batch) + begin, path, text_field)
+                yield from _texts(texts, at + begin, path, text_field)
+            if at + len(batch) >= piece.stop:
+                _begun[key] = at, batch, batches
+                return
+            at, batch = at + len(batch), next(batches, None)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is damaged ({e}); copy it again.") from e
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -71,6 +72,39 @@ def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts,
     # Whoever begins after a piece reads exactly the ones that follow it.
     for i in range(0, len(found), max(1, len(found) // 7)):
         assert list(pieces.cut(files, begin=found[i].after)) == found[i + 1 :]
+
+
+def test_what_is_large_inside_is_not_read_again_for_every_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    # A line of many pieces: those in its middle look no further than their own end.
+    text = "a long line " * 20_000
+    (tmp_path / "line.jsonl").write_text(f'{{"text": "{text}"}}\n{{"text": "b"}}\n')
+    (tmp_path / "line.jsonl.gz").write_bytes(gzip.compress((tmp_path / "line.jsonl").read_bytes()))
+    found = list(pieces.cut(list_files([tmp_path / "line.jsonl"])))
+    tracemalloc.start()
+    assert [d for piece in found[1:-1] for d in pieces.read_piece(piece)] == []
+    assert tracemalloc.get_traced_memory()[1] < len(text) / 2
+    tracemalloc.stop()
+    for name in ("line.jsonl", "line.jsonl.gz"):
+        found = pieces.cut(list_files([tmp_path / name]))
+        assert [d.text for piece in found for d in pieces.read_piece(piece)] == [text, "b"]
+    # A row group of many pieces is gone through once.
+    pq.write_table(pa.table({"text": [f"row {i}" * 20 for i in range(3000)]}), tmp_path / "rows.parquet")
+    found = list(pieces.cut(list_files([tmp_path / "rows.parquet"])))
+    opened, real = [], pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *a, **k: opened.append(a) or real(*a, **k))
+    texts = [[d.text for d in pieces.read_piece(piece)] for piece in found]
+    assert [text for piece in texts for text in piece] == [f"row {i}" * 20 for i in range(3000)]
+    assert (len(opened), len({piece.groups for piece in found})) == (1, 1) < (len(found), 2)
+    assert [d.text for d in pieces.read_piece(found[1])] == texts[1]  # one that lies before: again from the start
+
+
+def test_a_small_file_of_much_text_is_many_pieces(tmp_path):
+    row = b'{"text": "a row that is repeated"}\n'
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(row * (16_000_000 // len(row))))
+    found = list(pieces.cut(list_files([tmp_path / "rows.jsonl.gz"])))
+    assert max(len(piece.data) for piece in found) < 4 * pieces.PIECE_BYTES
+    assert sum(len(piece.data) for piece in found) == 16_000_000 // len(row) * len(row)
 
 
 def test_the_same_text_is_the_same_corpus_of_any_kind(sources, texts, tokenizer, tmp_path):

@@ -145,6 +145,7 @@ def test_text_field_and_large_vocabulary(tmp_path, corpus):
         ('{"text": "a"}\n{"body": "b", "id": 1}\n', "line 2, has no text under 'text' (it has: body, id)"),
         ('{"text": 3}\n', "line 1, has no text under 'text'"),
         ('["text"]\n', "line 1, has no text under 'text' (it has: list)"),
+        ('{"text": "a", "more": ' + "[" * 100_000, "line 1, is not JSON (maximum recursion depth exceeded"),
         ('{"text": "\\ud800"}\n', "line 1, has half a surrogate pair"),
         ("", "No document of the input falls into the train split"),
     ],
