@@ -64,6 +64,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"more than one configuration file: {', '.join(files)}. Give one; override its fields by flags."
         )
     args, flags = p.parse_known_args([a for a in argv if a not in files])
+    if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
+        raise ValueError("give the configuration file by itself, without --job.config_file: ./launch.sh FILE.toml")
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
 

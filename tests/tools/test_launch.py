@@ -102,6 +102,8 @@ def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
         (["--ranks", "0"], ["--ranks", "at least 1"]),
         (["no/such.toml"], ["no/such.toml", "train_configs/debug.toml"]),
         (["a.toml", "b.toml"], ["a.toml, b.toml"]),
+        (["--job.config_file=train_configs/125M.toml"], ["without --job.config_file", "./launch.sh FILE.toml"]),
+        (["--job.config-file", "train_configs/125M.toml"], ["without --job.config_file", "./launch.sh FILE.toml"]),
     ],
 )
 def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, argv, said):
