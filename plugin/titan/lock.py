@@ -34,10 +34,14 @@ PATIENCE = 60  # looks, after which a beat means that the holder is not about to
 
 
 class FolderLock:
-    """Holds `folder` from `acquire` to `release`. Attributes: lost, why it is another run's now; None while it is ours."""
+    """Holds `folder` from `acquire` to `release`. Attributes: lost, why it is another run's now; None while it is ours.
 
-    def __init__(self, folder) -> None:
-        self.folder, self.path = folder, Path(folder) / NAME
+    Args:
+        setting: which names the folder.
+    """
+
+    def __init__(self, folder, setting: str = "job.dump_folder") -> None:
+        self.folder, self.setting, self.path = folder, setting, Path(folder) / NAME
         self.lost: str | None = None
         self.ended = threading.Event()
         self.beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
@@ -58,7 +62,7 @@ class FolderLock:
             self._write()
         except OSError as e:
             raise ValueError(
-                f"job.dump_folder = {self.folder} cannot be written to ({e}): give a folder in which a run can save."
+                f"{self.setting} = {self.folder} cannot be written to ({e}): give a folder in which a run can save."
             ) from e
         self.beats.start()
         atexit.register(self.release)
@@ -76,9 +80,9 @@ class FolderLock:
                     logger.warning("taking %s over from an earlier start of this SLURM job.", self.folder)
                     return
                 raise ValueError(
-                    f"job.dump_folder = {self.folder} is held by another run that is alive: {_named(found[0])}. Two in one "
+                    f"{self.setting} = {self.folder} is held by another run that is alive: {_named(found[0])}. Two in one "
                     "folder would write over each other's checkpoints. End that one, or wait for its end, or give this one "
-                    "a folder of its own with --job.dump_folder."
+                    f"a folder of its own with --{self.setting}."
                 )
 
     def _is_given_up(self, record: dict) -> bool:
@@ -119,7 +123,7 @@ class FolderLock:
                 os.utime(self.path)
             else:
                 self.lost = (
-                    f"job.dump_folder = {self.folder} was taken over by another run, {_named(found[0])}: this one had given no "
+                    f"{self.setting} = {self.folder} was taken over by another run, {_named(found[0])}: this one had given no "
                     "sign of life for a minute (was it suspended, or cut off from the file system?), or both began "
                     "together. It ends here and writes nothing more."
                 )
@@ -153,14 +157,29 @@ class FolderLock:
 
 @one_paragraph
 def hold_folder(job_config) -> FolderLock | None:
-    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
-    checkpoint = job_config.checkpoint
-    writes = (checkpoint.enable and not checkpoint.load_only) or job_config.metrics.enable_tensorboard
-    if not writes or int(os.environ["RANK"]):
+    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there.
+
+    Where checkpoints lie outside of job.dump_folder (an absolute checkpoint.folder, a link), both are held: the lock is theirs.
+    """
+    if not (_saves(job_config) or job_config.metrics.enable_tensorboard) or int(os.environ["RANK"]):
         return None
-    lock = FolderLock(job_config.job.dump_folder)
-    lock.acquire()
+    for place in dict.fromkeys(((job_config.job.dump_folder, "job.dump_folder"), _place(job_config))):
+        lock = FolderLock(*place)
+        lock.acquire()
     return lock
+
+
+def _saves(job_config) -> bool:
+    return job_config.checkpoint.enable and not job_config.checkpoint.load_only
+
+
+def _place(job_config) -> tuple[str, str]:
+    """(the folder whose lock counts, the setting that names it)"""
+    dump = job_config.job.dump_folder
+    checkpoints = os.path.join(dump, job_config.checkpoint.folder)
+    if not _saves(job_config) or Path(os.path.realpath(checkpoints)).is_relative_to(os.path.realpath(dump)):
+        return dump, "job.dump_folder"
+    return checkpoints, "checkpoint.folder"
 
 
 @one_paragraph
@@ -173,12 +192,13 @@ def require_shared(job_config, lock: FolderLock | None) -> None:
     if token[0] is None:
         return
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # one of each node
-    sees = not speaks or FolderLock(job_config.job.dump_folder).is_seen(token[0])
+    folder, setting = _place(job_config)
+    sees = not speaks or FolderLock(folder).is_seen(token[0])
     blind = [None] * dist.get_world_size()
     dist.all_gather_object(blind, None if sees else os.uname().nodename)
     if hosts := ", ".join(filter(None, blind)):
         raise ValueError(
-            f"job.dump_folder = {job_config.job.dump_folder} is not the same folder on all nodes: {hosts} cannot see what the "
+            f"{setting} = {folder} is not the same folder on all nodes: {hosts} cannot see what the "
             "first node wrote there. Give one on a file system that they share."
         )
 

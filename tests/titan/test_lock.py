@@ -249,10 +249,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         FolderLock(tmp_path / "file").acquire()
 
 
-def config(folder, save=True, load_only=False, draw=False):
+def config(folder, save=True, load_only=False, draw=False, checkpoints="checkpoint"):
     return SimpleNamespace(
         job=SimpleNamespace(dump_folder=str(folder)),
-        checkpoint=SimpleNamespace(enable=save, load_only=load_only),
+        checkpoint=SimpleNamespace(enable=save, load_only=load_only, folder=str(checkpoints)),
         metrics=SimpleNamespace(enable_tensorboard=draw),
     )
 
@@ -273,6 +273,27 @@ def test_who_holds(tmp_path, monkeypatch, settings, rank, holds):
     assert (held is not None) == holds == (tmp_path / "run").exists()
     if held:
         held.release()
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_checkpoints_outside_of_the_folder_are_held_too(linked, tmp_path, monkeypatch):
+    """Two runs that have only them in common would write over each other's."""
+    monkeypatch.setenv("RANK", "0")
+    place = common = tmp_path / "common"
+    common.mkdir()
+    if linked:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoint").symlink_to(common)
+        place = "checkpoint"
+    held = hold_folder(config(tmp_path / "run", checkpoints=place))
+    assert (common / NAME).exists()
+    assert (tmp_path / "run" / NAME).exists()
+    held.beat()
+    held.require()
+    (common / NAME).write_text('{"token": "another", "pid": 1}')
+    held.beat()
+    with pytest.raises(ValueError, match=r"^checkpoint.folder = .* was taken over by another run"):
+        held.require()
 
 
 def test_a_folder_that_nodes_do_not_share(tmp_path, acquired, alone, capsys, monkeypatch):
