@@ -16,9 +16,8 @@ from .metrics import build_metrics_processor
 from .model import InterdomainModel, InterdomainModelArgs
 from .optimizer import build_lr_schedulers, build_optimizers
 from .parallelize import parallelize
+from .settings import NAME
 from .validate import build_validator
-
-NAME = "interdomain"
 
 device.use_cpu_if_alone()
 trainer.install(NAME)

@@ -203,8 +203,6 @@ def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config)
         return _build_stream(plan, dp_world_size, dp_rank, tokenizer.tokenizer, job_config)
     dataset = open_dataset(job_config, "train")
     describe_run(plan, dataset.fingerprint, _with_own_file(tokenizer.tokenizer, job_config))
-    if job_config.data.prefetch < 0:
-        raise ValueError(f"data.prefetch = {job_config.data.prefetch}: it must be 0 or more micro-batches.")
     names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
     logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
     return PackedLoader(

@@ -90,6 +90,11 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     config = model_config(job_config)
     execution = _execution(job_config.mixer)
     training, parallel = job_config.training, job_config.parallelism
+    if job_config.checkpoint.create_seed_checkpoint and world_size != 1:
+        raise ValueError(
+            f"checkpoint.create_seed_checkpoint saves the whole model from one rank: got {world_size}. Start it on one "
+            "(./launch.sh FILE.toml --ranks 1 --checkpoint.create_seed_checkpoint), and the run itself without it."
+        )
 
     replicate, shard = _data_parallel(parallel, world_size)
     data_ranks = replicate * shard

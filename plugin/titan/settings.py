@@ -1,9 +1,14 @@
 """Reading the job configuration, and refusing by name what of TorchTitan's settings this plugin cannot honour."""
 
+import math
 from dataclasses import fields, is_dataclass
-from typing import Literal, get_args, get_origin
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
+from torch._dynamo import list_backends
 from torchtitan.config import ConfigManager, JobConfig
+
+NAME, CONFIG_MODULE = "interdomain", "interdomain.titan.job_config"
 
 # Settings that nothing here reads, and what to use instead. A value other than TorchTitan's default is refused.
 UNUSED = {
@@ -16,7 +21,11 @@ UNUSED = {
     "model.tokenizer_path": "Set data.tokenizer",
     "model.converters": "Quantised training is not supported: leave it empty",
     "optimizer.early_step_in_backward": "It steps before the gradients are clipped and knows no parameter groups",
+    "quantize.linear": "Quantised training is not supported",
+    "quantize.grouped_mm": "Quantised training is not supported",
     "fault_tolerance.enable": "torchft is not supported",
+    "fault_tolerance.semi_sync_method": "torchft is not supported",
+    "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory",
     "training.dtype": "Parameters are float32: use training.mixed_precision_param = bfloat16",
     "checkpoint.export_dtype": "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports",
 }
@@ -29,6 +38,8 @@ POSITIVE = (
     "checkpoint.interval",
     "comm.init_timeout_seconds",
     "comm.train_timeout_seconds",
+    "profiling.profile_freq",
+    "profiling.profiler_active",
 )
 POSITIVE_IN_VALIDATION = ("validation.seq_len", "validation.local_batch_size", "validation.freq")
 NOT_NEGATIVE = (
@@ -40,24 +51,59 @@ NOT_NEGATIVE = (
     "lr_scheduler.warmup_steps",
     "lr_scheduler.warmup_tokens",
     "lr_scheduler.min_lr",
+    "optimizer.eps",
     "optimizer.weight_decay",
     "optimizer.ssm_weight_decay",
     "checkpoint.keep_latest_k",
+    "data.prefetch",
+    "profiling.profiler_warmup",
 )
+FRACTIONS = ("lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor", "activation_checkpoint.memory_budget")
+CHOICES = {
+    "model.name": (NAME,),
+    "optimizer.name": ("AdamW", "Adam"),
+    "activation_checkpoint.determinism_check": ("default", "none"),
+}
+# Settings of [checkpoint] that ask for something where it is on, and TorchTitan passes over where it is off.
+WITH_CHECKPOINTS = {
+    "initial_load_path": None,
+    "load_step": -1,
+    "load_only": False,
+    "exclude_from_loading": [],
+    "create_seed_checkpoint": False,
+}
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # of a checkpoint, beside the model
 
 
 def read_job_config(arguments: list[str]):
     """The job configuration from command-line arguments (--job.config_file F ...), with the plugin's sections.
 
-    Raises: ValueError for a TOML key that does not exist; SystemExit, after saying why, for a flag that does not.
+    Raises: ValueError for a TOML key that does not exist, or a file that does not name the plugin; SystemExit, after saying
+        why, for a flag that does not exist.
     """
-    return ConfigManager().parse_args(arguments)
+    try:
+        job_config = ConfigManager().parse_args(arguments)
+    except AssertionError as e:  # one of TorchTitan's own checks
+        raise ValueError(f"{e}.") from e
+    except ValueError as e:
+        if "Invalid field names" not in str(e):
+            raise
+        raise ValueError(
+            f"{str(e).splitlines()[0]} ./launch.sh --flags lists all that there are; the plugin's own need "
+            f'job.custom_config_module = "{CONFIG_MODULE}" in the file.'
+        ) from e
+    if not hasattr(job_config, "mixer") or not job_config.experimental.custom_import:
+        raise ValueError(
+            f'the configuration does not name the plugin: job.custom_config_module = "{CONFIG_MODULE}" and '
+            'experimental.custom_import = "interdomain.titan" must stand in it, as in train_configs/debug.toml.'
+        )
+    return job_config
 
 
 def refuse_unsupported(job_config) -> None:
     """Raises: ValueError with the setting, what was got, and what is allowed."""
-    _refuse_unknown_choices(job_config)
+    _refuse_types(job_config)
+    _refuse_choices(job_config)
     _refuse_unused(job_config)
     _refuse_numbers(job_config)
     _refuse_parallelism(job_config.parallelism)
@@ -77,8 +123,9 @@ def refuse_unsupported(job_config) -> None:
     unknown = [name for name in job_config.compile.components if name not in ("model", "loss")]
     if unknown:
         raise ValueError(f"compile.components = {unknown} is unknown; allowed: model, loss.")
-    if job_config.optimizer.name not in ("AdamW", "Adam"):
-        raise ValueError(f"optimizer.name = {job_config.optimizer.name!r} is unknown; allowed: AdamW, Adam.")
+    backend = job_config.compile.backend
+    if job_config.compile.enable and backend not in list_backends(exclude_tags=()):
+        raise ValueError(f"compile.backend = {backend!r} is unknown; allowed: {', '.join(list_backends())}.")
     if job_config.validation.enable and job_config.validation.steps != -1:
         raise ValueError(
             f"validation.steps = {job_config.validation.steps} would read other tokens on other topologies. Set "
@@ -95,16 +142,39 @@ def _compiled(job_config) -> bool:
     return job_config.compile.enable and "model" in job_config.compile.components
 
 
-def _refuse_unknown_choices(job_config) -> None:
-    # TorchTitan checks these on the command line, and not in a TOML file.
+def _refuse_types(job_config) -> None:
+    # TorchTitan checks these on the command line, and not in a TOML file, where "false" is a string and true.
     for section in fields(job_config):
         values = getattr(job_config, section.name)
         for f in fields(values) if is_dataclass(values) else ():
-            if get_origin(f.type) is Literal and getattr(values, f.name) not in get_args(f.type):
-                raise ValueError(
-                    f"{section.name}.{f.name} = {getattr(values, f.name)!r} is unknown; allowed: "
-                    f"{', '.join(map(str, get_args(f.type)))}."
-                )
+            value = getattr(values, f.name)
+            if get_origin(f.type) is Literal:
+                _refuse_other(f"{section.name}.{f.name}", value, get_args(f.type))
+            elif not _fits(value, f.type):
+                kind = f.type.__name__ if isinstance(f.type, type) else f.type
+                raise ValueError(f"{section.name}.{f.name} must be {kind}: got {value!r}.")
+
+
+def _fits(value, kind) -> bool:
+    """Whether a TOML value is of an annotated type. A bool is an int to Python, but `steps = true` is no number."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, *arguments) for one in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _refuse_choices(job_config) -> None:
+    for setting, allowed in CHOICES.items():
+        _refuse_other(setting, value_of(job_config, setting), allowed)
+
+
+def _refuse_other(setting: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(f"{setting} = {value!r} is unknown; allowed: {', '.join(map(str, allowed))}.")
 
 
 def _refuse_unused(job_config) -> None:
@@ -120,12 +190,31 @@ def _refuse_numbers(job_config) -> None:
     for names, least in ((positive, 1), (NOT_NEGATIVE, 0)):
         for setting in names:
             value = value_of(job_config, setting)
-            if value is not None and value < least:
+            if value is not None and not least <= value < math.inf:
                 raise ValueError(f"{setting} must be at least {least}: got {value}.")
     for setting in ("optimizer.lr", "optimizer.ssm_lr", "training.max_norm"):
         value = value_of(job_config, setting)
         if not value > 0:
             raise ValueError(f"{setting} must be positive: got {value}.")
+    for setting in FRACTIONS:
+        value = value_of(job_config, setting)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{setting} must be from 0 to 1: got {value}.")
+    for setting in ("optimizer.beta1", "optimizer.beta2"):
+        value = value_of(job_config, setting)
+        if not 0 <= value < 1:
+            raise ValueError(f"{setting} must be at least 0 and below 1: got {value}.")
+    sequences = job_config.training.global_batch_size
+    if sequences < 1 and sequences != -1:
+        raise ValueError(
+            f"training.global_batch_size must be at least 1, or -1 for one micro-batch of every rank: got {sequences}."
+        )
+    profiling = job_config.profiling
+    if profiling.enable_profiling and profiling.profile_freq < profiling.profiler_warmup + profiling.profiler_active:
+        raise ValueError(
+            f"profiling.profile_freq = {profiling.profile_freq} must be at least profiling.profiler_warmup + "
+            f"profiling.profiler_active = {profiling.profiler_warmup} + {profiling.profiler_active}."
+        )
 
 
 def _refuse_parallelism(parallel) -> None:
@@ -140,6 +229,13 @@ def _refuse_parallelism(parallel) -> None:
 
 def _refuse_checkpointing(job_config) -> None:
     checkpoint = job_config.checkpoint
+    for name, unset in WITH_CHECKPOINTS.items():
+        value = getattr(checkpoint, name)
+        if value != unset and not checkpoint.enable:
+            raise ValueError(
+                f"checkpoint.{name} = {value!r} does nothing where checkpoint.enable is off: nothing is loaded and nothing "
+                f"saved. Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
+            )
     if checkpoint.last_save_in_hf or checkpoint.initial_load_in_hf:
         raise ValueError(
             "checkpoint.last_save_in_hf and initial_load_in_hf are not supported: use python -m "

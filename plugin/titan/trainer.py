@@ -81,5 +81,10 @@ def _unless_asked(should_continue_training, model_name: str):
 @one_paragraph
 def check(job_config) -> None:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
-    ranks = "WORLD_SIZE" if job_config.comm.mode == "default" else "NGPU"  # TorchTitan's fake modes start one process
-    make_plan(job_config, int(os.environ[ranks]))
+    if job_config.comm.mode == "default":
+        ranks = os.environ["WORLD_SIZE"]
+    elif (ranks := os.environ.get("NGPU", "")) == "":  # TorchTitan's fake modes start one process
+        raise ValueError(
+            f"comm.mode = {job_config.comm.mode!r} simulates ranks in one process: set NGPU to their number."
+        )
+    make_plan(job_config, int(ranks))

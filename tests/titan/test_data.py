@@ -168,7 +168,7 @@ def test_positions_beside_the_tokens(corpus, alone, prefetch):
 
 
 def test_a_prefetch_that_cannot_be(corpus, alone, capsys):
-    assert "data.prefetch = -1" in refusal(capsys, build, parse(corpus, data__prefetch=-1))
+    assert "data.prefetch must be at least 0: got -1" in refusal(capsys, build, parse(corpus, data__prefetch=-1))
 
 
 def copied(corpus, folder):

@@ -15,9 +15,10 @@ from interdomain.titan import NAME, trainer
 from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
 from interdomain.titan.parallelize import SCAN_OPS
 from interdomain.titan.plan import make_plan, model_config
+from interdomain.titan.settings import read_job_config
 from tests.model.common import small_config
 
-from .conftest import REPOSITORY, TINY, flags
+from .conftest import REPOSITORY, TINY, flags, refusal
 
 CONFIGS = REPOSITORY / "train_configs"
 
@@ -171,10 +172,49 @@ REFUSED = {
     "compiled part": ({"compile__components": "optimizer"}, "compile.components = ['optimizer']", "model, loss"),
     "model-only end": ({"checkpoint__enable": True, "checkpoint__last_save_model_only": True}, "no run can", "false"),
     "one checkpoint": ({"checkpoint__keep_latest_k": 1}, "keep_latest_k = 1", "2 or more"),
-    "part of a checkpoint": ({"checkpoint__exclude_from_loading": "data"}, "['data']", "optimizer, lr_scheduler,"),
+    "part of a checkpoint": (
+        {"checkpoint__enable": True, "checkpoint__exclude_from_loading": "data"},
+        "['data']",
+        "optimizer, lr_scheduler,",
+    ),
     "logging every 0 steps": ({"metrics__log_freq": 0}, "metrics.log_freq must be at least 1", "got 0"),
     "profiler on a CPU": ({"profiling__enable_profiling": True}, "profiling.enable_profiling", "needs a GPU"),
     "offload on a CPU": ({"training__enable_cpu_offload": True}, "enable_cpu_offload", "needs a GPU"),
+    "trace of fewer steps than one": (
+        {"profiling__enable_profiling": True, "profiling__profile_freq": 3},
+        "profiling.profile_freq = 3",
+        "3 + 1",
+    ),
+    "batch of nothing": ({"training__global_batch_size": 0}, "training.global_batch_size must be at least 1", "got 0"),
+    "decay before the start": (
+        {"lr_scheduler__decay_ratio": -0.1},
+        "lr_scheduler.decay_ratio must be from 0 to 1",
+        "-0.1",
+    ),
+    "rates that rise": ({"lr_scheduler__min_lr_factor": 2.0}, "lr_scheduler.min_lr_factor must be from 0 to 1", "2.0"),
+    "mean of nothing": ({"optimizer__beta1": 1.0}, "optimizer.beta1 must be at least 0 and below 1", "got 1.0"),
+    "no number": ({"optimizer__weight_decay": "nan"}, "optimizer.weight_decay must be at least 0", "got nan"),
+    "compiler": ({"compile__enable": True, "compile__backend": "gcc"}, "compile.backend = 'gcc'", "inductor"),
+    "checked recomputation": (
+        {"activation_checkpoint__determinism_check": "all"},
+        "determinism_check = 'all'",
+        "default, none",
+    ),
+    "another model": ({"model__name": "llama3"}, "model.name = 'llama3'", "allowed: interdomain"),
+    "start without checkpoints": (
+        {"checkpoint__initial_load_path": "step-3"},
+        "initial_load_path = 'step-3'",
+        "enable",
+    ),
+    "step without checkpoints": ({"checkpoint__load_step": 3}, "checkpoint.load_step = 3", "checkpoint.enable is off"),
+    "seed of two ranks": (
+        {"checkpoint__enable": True, "checkpoint__create_seed_checkpoint": True},
+        "create_seed_checkpoint",
+        "--ranks 1",
+    ),
+    "float8": ({"quantize.linear.float8.emulate": True}, "quantize.linear", "not supported"),
+    "memory by TorchTitan": ({"memory_estimation__enable": True}, "memory_estimation.enable", "--dry-run"),
+    "simulated ranks": ({"comm__mode": "fake_backend"}, "comm.mode = 'fake_backend'", "NGPU"),
     "torchft": ({"fault_tolerance__enable": True}, "fault_tolerance.enable", "torchft"),
 }
 
@@ -185,6 +225,7 @@ def test_refused_in_one_paragraph(name, monkeypatch, capsys):
     settings, *said = REFUSED[name]
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("NGPU", raising=False)
     with pytest.raises(SystemExit) as end:
         trainer.check(parse(**settings))
     assert end.value.code == 1
@@ -195,22 +236,47 @@ def test_refused_in_one_paragraph(name, monkeypatch, capsys):
         assert words in error
 
 
-def test_choices_in_a_toml_file_are_checked_too(tmp_path, monkeypatch, capsys):
-    """TorchTitan checks them on the command line only."""
+WRONG = {
+    'mode = "none"': ('mode = "some"', "activation_checkpoint.mode = 'some' is unknown; allowed: selective, full"),
+    "steps = 6": ('steps = "6"', "training.steps must be int | None: got '6'"),
+    "seq_len = 64": ("seq_len = 64.0", "training.seq_len must be int: got 64.0"),
+    "log_freq = 1": ("log_freq = true", "metrics.log_freq must be int: got True"),
+    "lr = 3e-3": ('lr = "3e-3"', "optimizer.lr must be float: got '3e-3'"),
+    "keep_latest_k = 0": ('enable = "false"', "checkpoint.enable must be bool: got 'false'"),
+    "trace_buf_size = 0": ('[data]\nweights = [1, "2"]', "data.weights must be list[float]: got [1, '2']"),
+}
+
+
+@pytest.mark.parametrize("right", WRONG)
+def test_what_stands_in_a_toml_file_is_checked_too(right, tmp_path, monkeypatch, capsys):
+    """TorchTitan checks it on the command line only."""
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    wrong, said = WRONG[right]
     toml = tmp_path / "wrong.toml"
-    toml.write_text(TINY.read_text().replace('mode = "none"', 'mode = "some"'))
-    assert toml.read_text() != TINY.read_text()
-    with pytest.raises(SystemExit):
-        trainer.check(ConfigManager().parse_args(["--job.config_file", str(toml)]))
-    assert "activation_checkpoint.mode = 'some' is unknown; allowed: selective, full" in capsys.readouterr().err
+    toml.write_text(TINY.read_text().replace(f"\n{right}\n", f"\n{wrong}\n"))
+    job = ConfigManager().parse_args(["--job.config_file", str(toml)])
+    assert said in refusal(capsys, trainer.check, job)
 
 
 def test_unknown_keys_of_a_toml_file_are_named(tmp_path):
     toml = tmp_path / "wrong.toml"
     toml.write_text(TINY.read_text() + "\n[mixer]\ndual_inputs = true\n")
-    with pytest.raises(ValueError, match="dual_inputs"):
-        ConfigManager().parse_args(["--job.config_file", str(toml)])
+    with pytest.raises(ValueError, match=r"dual_inputs.* ./launch.sh --flags"):
+        read_job_config(["--job.config_file", str(toml)])
+
+
+@pytest.mark.parametrize("left_out", ["custom_config_module", "custom_import"])
+def test_a_toml_file_that_does_not_name_the_plugin(left_out, tmp_path):
+    toml = tmp_path / "wrong.toml"
+    toml.write_text(TINY.read_text().split("[optimizer]")[0].replace("vocab_size = 512", "").replace(left_out, "#"))
+    with pytest.raises(ValueError, match=r'job.custom_config_module = "interdomain.titan.job_config"'):
+        read_job_config(["--job.config_file", str(toml)])
+
+
+def test_torchtitan_s_own_assertions_are_words():
+    with pytest.raises(ValueError, match="validation steps must be positive or -1"):
+        read_job_config(flags("corpus", "folder", validation__steps=0))
 
 
 def test_a_plan_that_stands_is_not_refused(monkeypatch):
