@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from interdomain.folders import write_whole
+from interdomain.scan.triton_support import cannot_launch
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
@@ -33,13 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises: ValueError for a GPU that is not there."""
+    """Raises: ValueError for a GPU that is not there, or for which nothing can be compiled."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError(
             "--device cuda: PyTorch sees no GPU here. Leave --device out for the CPU tiny mode, or install a CUDA build of "
             "PyTorch and a driver."
         )
+    if available and name != "cpu" and (problem := cannot_launch()):
+        raise ValueError(f"{problem}.")
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 

@@ -3,7 +3,9 @@
 torch.compile traces through `unsupported`, and a machine without triton asks it too.
 """
 
+import functools
 import importlib.util
+import subprocess
 
 import torch
 from torch import Tensor
@@ -53,6 +55,28 @@ def _too_long(chunk_size: int, M: int, inputs: tuple[Tensor, ...]) -> str | None
             return f"chunk_size is {chunk_size} at M = {M}: in fp32, tables of this size do not fit; 16 do"
     elif chunk_size * M > 4096 and device.type == "cuda" and not _has_large_shared_memory(device.index):
         return f"chunk_size is {chunk_size} at M = {M}: on this GPU, tables of this size do not fit; 32 do"
+    return None
+
+
+@functools.cache
+def cannot_launch() -> str | None:
+    """Why Triton could launch nothing on this machine with a GPU; None if it can. It compiles its launcher, which is C, when it
+    is first used: where that fails, half of what starts a run would be done by then.
+
+    Touches no GPU: a process that only asks holds no memory there.
+    """
+    try:
+        from triton.backends.nvidia.driver import CudaUtils
+    except ImportError:  # no Triton, or one that is made otherwise
+        return None
+    try:
+        CudaUtils()
+    except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as e:
+        said = "the compiler failed" if isinstance(e, subprocess.SubprocessError) else " ".join(str(e).split())
+        return (
+            f"Triton cannot build its launcher here ({said}): it needs a C compiler (gcc or clang on PATH, or CC) and Python's "
+            "headers (Debian: apt-get install gcc python3-dev)"
+        )
     return None
 
 

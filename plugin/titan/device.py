@@ -1,4 +1,5 @@
-"""TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals.
+"""TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals; the
+last also for a GPU that nothing can be compiled for.
 
 TorchTitan 0.2.2 assumes an accelerator and copies `device_type` and `device_module` into several modules at import. The
 plugin is imported at the trainer's first statement, before any of them is used, and sets them there.
@@ -14,6 +15,10 @@ from torchtitan.components import metrics
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import profiling, utils
+
+from interdomain.scan.triton_support import cannot_launch
+
+PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
 
 
 def cpu_module() -> types.ModuleType:
@@ -55,8 +60,16 @@ def use_cpu_if_alone() -> None:
 
 
 def refuse_on_cpu(job_config) -> None:
-    """Raises: ValueError for settings that only an accelerator can honour."""
+    """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
+    nothing can be compiled for it."""
     if torch.accelerator.is_available():
+        mixer = job_config.mixer
+        plain = mixer.features == "torch" and mixer.backend in PLAIN and not job_config.compile.enable
+        if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
+            raise ValueError(
+                f"{problem}. Without them: --compile.no-enable --mixer.backend chunkwise-torch --mixer.features torch, which "
+                "is much slower."
+            )
         return
     impossible = {
         "training.enable_cpu_offload": job_config.training.enable_cpu_offload,

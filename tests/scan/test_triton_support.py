@@ -93,6 +93,20 @@ def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
     assert scan._choose("auto", None, fake_inputs(), 64) == "chunkwise-torch"
 
 
+@pytest.mark.parametrize(
+    ("compiler", "said"), [({"PATH": ""}, "Failed to find C compiler"), ({"CC": "/bin/false"}, "the compiler failed")]
+)
+def test_a_machine_without_a_compiler_says_so(compiler, said, monkeypatch, tmp_path):
+    """Triton's launcher is C, compiled on the machine that has the GPU."""
+    pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.delenv("CC", raising=False)
+    for name, value in {**compiler, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    problem = triton_support.cannot_launch.__wrapped__()
+    assert said in problem
+    assert "apt-get install gcc python3-dev" in problem
+
+
 def test_shapes_on_cuda_without_one(pretend_gpu):
     """The ops' fake implementations, as torch.compile and FSDP see them."""
     q, k, v = fake_inputs()

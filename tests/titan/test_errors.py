@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from interdomain import outcome
-from interdomain.titan import errors, preemption
+from interdomain.titan import device, errors, preemption
 from interdomain.titan.preemption import Preemption
 
 
@@ -56,3 +57,20 @@ def test_a_rank_that_leaves_ends_as_at_a_runs_end(monkeypatch):
     with pytest.raises(SystemExit) as end:
         Preemption().leave(SimpleNamespace(step=5, checkpointer=saves, close=lambda: done.append("close")))
     assert (end.value.code, done) == (0, [5, outcome.LEFT, "close", "destroy"])
+
+
+def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypatch):
+    for place in (torch.accelerator, torch.cuda):
+        monkeypatch.setattr(place, "is_available", lambda: True)
+    monkeypatch.setattr(device, "cannot_launch", lambda: "there is no C compiler")
+
+    def config(backend, features, compiled):
+        mixer = SimpleNamespace(backend=backend, features=features)
+        return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled))
+
+    for needs in (("auto", "auto", False), ("fft", "torch", True), ("sequential", "torch", False)):
+        with pytest.raises(ValueError, match=r"^there is no C compiler\. Without them: --compile\.no-enable --mixer"):
+            device.refuse_on_cpu(config(*needs))
+    device.refuse_on_cpu(config("chunkwise-torch", "torch", False))
+    monkeypatch.setattr(device, "cannot_launch", lambda: None)
+    device.refuse_on_cpu(config("auto", "auto", True))

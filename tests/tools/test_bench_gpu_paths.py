@@ -88,6 +88,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
+    monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
     for tool in (bench_kernels, bench_decode, bench_inference, _passes):
         monkeypatch.setattr(tool, "ceilings", lambda device: _timing.Ceilings(4e12, 8e14))
     with cuda_stand_in.OnTheCPU():
@@ -189,6 +190,13 @@ def test_inference(replaying, tmp_path, monkeypatch):
     assert prompt["interdomain whole GiB"] == prompt["interdomain chunked GiB"] > prompt["softmax whole GiB"]
     assert "softmax whole GiB" not in long_prompt
     assert {row["met"] for row in tables["targets"]["rows"]} == {"not measured"}  # they are the 1.3B model's
+
+
+def test_a_gpu_that_nothing_can_be_compiled_for_is_refused(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_bench, "cannot_launch", lambda: "there is no C compiler")
+    assert check_kernels.main(["--out", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == "error: there is no C compiler.\n"
+    assert not (tmp_path / "x").exists()
 
 
 def test_the_step_s_graph_is_checked_by_replay(gpu):
