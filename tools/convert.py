@@ -4,9 +4,9 @@ Turn a distributed checkpoint into a standalone folder (safetensors, config.json
 transformers' AutoModelForCausalLM runs), and back: with --to-checkpoint, a standalone folder becomes a checkpoint that training
 starts from (--checkpoint.initial_load_path).
 
-Only the model's tensors are read, shard by shard, whatever topology wrote them; optimizer state is never touched. It is safe
-while training goes on. The result is read back and compared: every value, to the bit of its dtype, and the logits of a forward
-pass.
+Only the model's tensors are read, shard by shard, whatever topology wrote them, and compared with their checksums; optimizer
+state is never touched. It is safe while training goes on. The result is read back and compared: every value, to the bit of its
+dtype, and the logits of a forward pass.
 """
 
 import argparse
@@ -66,6 +66,7 @@ def to_folder(args) -> str:
                 "Take another step."
             )
     tokenizer = pretrained.load_checked_tokenizer(checkpoint, config, record, checkpoints.SIDECAR)
+    checkpoints.check_bytes(checkpoint, expected)
     with new_folder(args.output) as folder:
         with tqdm(total=len(expected), desc=f"{checkpoint.name}", unit=" tensors", disable=None) as bar:
 
@@ -149,6 +150,7 @@ def to_checkpoint(args) -> str:
     tensors = pretrained.read_tensors(args.source)
     pretrained.check_tensors(args.source, config, tensors)
     tokenizer = pretrained.load_checked_tokenizer(args.source, config, record, pretrained.CONFIG)
+    pretrained.check_weights(args.source, record)
     facts = record.get("facts", {})
     sidecar = {
         "format_version": checkpoints.SIDECAR_VERSION,

@@ -5,11 +5,14 @@ checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model
 """
 
 import io
+import itertools
 import json
 import math
 import pickle
 import re
 import warnings
+import zipfile
+from collections.abc import Collection
 from enum import EnumType
 from pathlib import Path
 
@@ -25,6 +28,8 @@ SIDECAR = "interdomain.json"
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
+SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int, "seq_len": int, "planned_steps": int}
+SIDECAR_OF_RUN = ("seq_len", "planned_steps")  # which not every run has
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
@@ -88,6 +93,9 @@ class SafeReader(FileSystemReader):
                 raise TypeError(f"it holds {type(metadata).__name__}")
             if not isinstance(metadata.state_dict_metadata, dict):
                 raise TypeError("it lists no tensors")
+            for place in metadata.storage_data.values():
+                if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
+                    raise ValueError("it names a place that is in no shard beside it")
         except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
             raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
         if getattr(metadata, "storage_meta", None) is None:
@@ -135,6 +143,9 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
         missing = [name for name in (*SIDECAR_FACTS, "tokenizer") if name not in record]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
+        for name, kind in SIDECAR_KINDS.items():
+            if name in (found := record["run"] if name in SIDECAR_OF_RUN else record) and type(found[name]) is not kind:
+                raise ValueError(f"{name} is {found[name]!r}")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
     if version != SIDECAR_VERSION:
@@ -175,11 +186,65 @@ def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStor
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except (dcp.api.CheckpointException, RuntimeError) as e:
         causes = _causes(e) if isinstance(e, dcp.api.CheckpointException) else e
-        raise ValueError(
-            f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
-            "meanwhile (checkpoint.keep_latest_k). Take another step."
-        ) from e
+        raise _unreadable(checkpoint, causes) from e
     return tensors
+
+
+def _unreadable(checkpoint: Path, causes) -> ValueError:
+    return ValueError(
+        f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
+        "meanwhile (checkpoint.keep_latest_k). Take another step."
+    )
+
+
+def check_lengths(folder: Path, index: Metadata) -> None:
+    """Raises ValueError unless every shard that the index names is there, as long as the index says."""
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            raise ValueError(f"{folder} is damaged: its shard {name} {found}.")
+
+
+def altered_entry(folder: Path, index: Metadata, part: int = 0, parts: int = 1, names=None) -> str | None:
+    """The first entry whose bytes are not those that were saved, in words; None if there is none.
+
+    torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
+    runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.
+    """
+    places = [(entry, place) for entry, place in index.storage_data.items() if names is None or entry.fqn in names]
+    places.sort(key=lambda item: (item[1].relative_path, item[1].offset))
+    mine = places[len(places) * part // parts : len(places) * (part + 1) // parts]
+    for name, entries in itertools.groupby(mine, key=lambda item: item[1].relative_path):
+        with open(folder / name, "rb") as f:
+            for entry, place in entries:
+                f.seek(place.offset)
+                data = f.read(place.length)
+                try:
+                    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                        record = archive.testzip()
+                except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are bytes too
+                    record = str(e)
+                if record is not None:
+                    return (
+                        f"{folder / name} is damaged: the bytes of {entry.fqn} do not match their checksum ({record})"
+                    )
+    return None
+
+
+def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
+    """Raises ValueError unless the tensors of these names are stored as they were saved: torch.load does not look."""
+    index = SafeReader(checkpoint).read_metadata()
+    try:
+        check_lengths(checkpoint, index)
+        altered = altered_entry(checkpoint, index, names=names)
+    except (OSError, ValueError) as e:
+        altered = str(e)
+    if altered:
+        raise _unreadable(checkpoint, altered)
 
 
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:

@@ -32,13 +32,13 @@ from torchtitan.tools.logging import logger
 import interdomain
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, condition_of
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, step_of
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, altered_entry, step_of
 
 from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
 from .lock import FolderLock
 from .preemption import children_keep_saving
-from .whole import altered_entry, fault, is_finished, read_whole
+from .whole import fault, is_finished, read_whole
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

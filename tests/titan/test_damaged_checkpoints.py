@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from interdomain.model import build_config
-from interdomain.model.distributed_checkpoint import finished_steps
+from interdomain.model.distributed_checkpoint import altered_entry, finished_steps
 from interdomain.titan import checkpoint
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
 from interdomain.titan.lock import FolderLock
 from interdomain.titan.settings import read_job_config
-from interdomain.titan.whole import altered_entry, read_whole
+from interdomain.titan.whole import read_whole
 
 from .conftest import TINY, refusal
 

@@ -32,9 +32,8 @@ def run(*argv, expect=0):
 def error(capsys):
     """The one paragraph on stderr."""
     out, err = capsys.readouterr()
-    assert out == ""
     lines = err.strip().split("\n")
-    assert len(lines) == 1, err
+    assert (out, len(lines)) == ("", 1), err
     assert lines[0].startswith("error: ")
     return lines[0]
 
@@ -72,7 +71,7 @@ def output(tmp_path):
 
 
 def nothing_written(output):
-    return os.listdir(output.parent) == []
+    return not os.listdir(output.parent)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +211,21 @@ def another_tokenizer(checkpoint):
     file.write_bytes(file.read_bytes() + b"\x1a\x00")
 
 
-def without_entry(checkpoint):
-    path = checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    del metadata.state_dict_metadata["norm.weight"]
-    path.write_bytes(pickle.dumps(metadata))
+def edit_index(checkpoint, change):
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    change(metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def elsewhere(metadata):
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../step-100/{place.relative_path}"
+
+
+def flip_a_bit(file, tensor):
+    data = bytearray(file.read_bytes())
+    data[data.index(tensor.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(data)
 
 
 DAMAGE = {
@@ -227,15 +236,19 @@ DAMAGE = {
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), ["interdomain.json is damaged"]),
     "record of nothing": (lambda c: (c / "interdomain.json").write_text("[]"), ["interdomain.json is damaged"]),
     "newer record": (lambda c: edit_record(c, lambda r: r.update(format_version=2)), ["format version 2", "reads 1"]),
-    "newer model": (
-        lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)),
-        ["version 2", "reads version 1"],
-    ),
+    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), ["reads version 1"]),
     "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), ["is damaged", "lacks tokens"]),
     "record without model": (lambda c: edit_record(c, lambda r: r.pop("model")), ["is damaged", "model"]),
     "no shard": (lambda c: shard(c).unlink(), ["step-100 could not be read", "shard is missing or damaged"]),
     "empty shard": (lambda c: shard(c).write_bytes(b""), ["step-100 could not be read", "missing or damaged"]),
     "cut shard": (lambda c: os.truncate(shard(c), 5000), ["step-100 could not be read", "missing or damaged"]),
+    "altered shard": (
+        lambda c: flip_a_bit(shard(c), small_model().norm.weight),
+        ["step-100 could not be read", "the bytes of norm.weight do not match their checksum"],
+    ),
+    "shard elsewhere": (lambda c: edit_index(c, elsewhere), ["damaged", "a place that is in no shard beside it"]),
+    "record of no run": (lambda c: edit_record(c, lambda r: r.update(run=None)), ["is damaged", "run is None"]),
+    "record of no length": (lambda c: edit_record(c, lambda r: r["run"].update(seq_len="")), ["damaged", "seq_len is"]),
     "another size": (
         lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)),
         ["tok_embeddings.weight is [420, 32]", "describes [421, 32]"],
@@ -244,7 +257,10 @@ DAMAGE = {
         lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)),
         ["lacks the tensor layers.2."],
     ),
-    "tensor missing": (without_entry, ["lacks the tensor norm.weight"]),
+    "tensor missing": (
+        lambda c: edit_index(c, lambda m: m.state_dict_metadata.pop("norm.weight")),
+        ["lacks the tensor norm.weight"],
+    ),
     "no tokenizer": (lambda c: (c / "tokenizer.model").unlink(), ["step-100 has no tokenizer.model"]),
     "another tokenizer": (another_tokenizer, ["tokenizer", "checksum differs", "interdomain.json"]),
     "no tokenizer at all": (
@@ -304,8 +320,7 @@ def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypa
 
 @pytest.mark.parametrize("to_checkpoint", [False, True])
 def test_nothing_is_overwritten(tmp_path, checkpoint, output, capsys, to_checkpoint):
-    source = checkpoint
-    options = []
+    source, options = checkpoint, []
     if to_checkpoint:
         source, options = tmp_path / "folder", ["--to-checkpoint"]
         run(checkpoint, source)
@@ -326,10 +341,13 @@ def test_shard_sizes_that_are_none(checkpoint, output, capsys, value):
     assert f"--max-shard-gb must be positive and finite: got {float(value)}" in error(capsys)
 
 
-def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys):
+def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys, model):
     folder = tmp_path / "folder"
     run(checkpoint, folder)
     capsys.readouterr()
+    flip_a_bit(folder / "model.safetensors", model.norm.weight)
+    run(folder, output, "--to-checkpoint", expect=2)
+    assert "model.safetensors is not as it was written" in error(capsys)
     another_tokenizer(folder)
     run(folder, output, "--to-checkpoint", expect=2)
     assert "checksum differs from config.json's" in error(capsys)
