@@ -22,7 +22,7 @@ class Summary(NamedTuple):
 
 PREFIXES = (512, 1024, 2048, 4096, 8192, 16_384)
 
-# Figure decode-scaling: batch -> curve -> ms at PREFIXES, as far as it ran.
+# Figure 4: batch -> curve -> ms at PREFIXES, as far as it ran.
 CURVES = {
     1: {
         "softmax, eager": (13.99, 13.93, 13.44, 13.39, 13.46, 13.46),
@@ -46,7 +46,7 @@ CURVES = {
     },
 }
 
-# Table decode-summary: batch -> row, 1.3B.
+# Table 11: batch -> row, 1.3B.
 SUMMARY = {
     1: Summary((13.39, 13.99), (12.42, 12.51), 1.08, (29.57, 30.50), (16_384, 16_384)),
     8: Summary((13.81, 21.60), (15.73, 15.98), 0.88, (31.98, 32.75), (8192, 16_384)),
@@ -55,7 +55,7 @@ SUMMARY = {
     64: Summary((14.42, 23.87), (59.08, 59.08), 0.40, (54.48, 54.48), (1024, 1024)),
 }
 
-# Tables decode-scaling-sizes: batch -> size -> row.
+# Tables 13 and 14: batch -> size -> row.
 SIZES = {
     1: {
         "125M": Summary((6.43, 6.50), (2.45, 2.46), 2.64, flat=1.00),
@@ -71,7 +71,7 @@ SIZES = {
     },
 }
 
-# Table prefill-memory: (batch, prompt) -> GB of softmax whole, interdomain whole, interdomain in chunks of 2,048.
+# Table 12: (batch, prompt) -> GB of softmax whole, interdomain whole, interdomain in chunks of 2,048.
 MEMORY = {
     (8, 4096): (14.65, 24.45, 17.58),
     (8, 8192): (21.42, None, 19.90),

@@ -39,13 +39,13 @@ def input_features(
 
     Args:
         x: a projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and rounded once.
-        conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. silu-feature).
+        conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. 10).
         past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's document,
             never falling along T. The convolution sees its own document alone; `past` is of document 0.
         rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]; the halves of R form the pairs.
-        silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. silu-feature).
-        norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. inputnorm).
+        silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
+        norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).
         backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
             `torch`. An explicit one never falls back.
     Returns: [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm, for

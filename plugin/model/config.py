@@ -24,11 +24,12 @@ class MixerConfig:
     Attributes:
         dual_input, query_readout, rope: the three axes of the paper's ablation cube (appendix, mechanism decomposition).
         n_basis: M, the number of basis functions (complex state dimension) per head.
-        readout: how complex U and Gamma become real (design: `complex` is the literal reading of the final equation).
+        readout: how complex U and Gamma become real. `complex`: the real part of q^T U^T Gamma, nothing conjugated, the literal
+            reading of paper eq. 13; `real`: the real parts multiplied; `hermitian`: q^T U^T conjugated.
         c_form: C per head as a full complex matrix, a diagonal, or the identity.
-        feature_map: `silu` (SiLU, then l2 norm; paper eq. silu-feature) or `rff` (random Fourier features; no input norm).
-        normalize: divide by the Nadaraya-Watson denominator (paper eq. matrix); meant for `rff`.
-        output_gate: o <- sigmoid(Wg x) * o.
+        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10) or `rff` (random Fourier features; no input norm).
+        normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); meant for `rff`.
+        output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
     """
 
@@ -94,7 +95,7 @@ class Execution:
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
-            and basis function in bf16 with the Triton `chunkwise`; other backends keep nothing.
+            and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing.
         features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
     """
 
@@ -215,8 +216,8 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
 def condition_of(config: ModelConfig) -> str:
     """The row of CONDITIONS that a configuration's switches spell."""
     mixer = config.mixer
-    if mixer.kind == "softmax":
-        return "softmax"
+    if mixer.kind != "interdomain":
+        return mixer.kind
     switches = {name: getattr(mixer, name) for name in ("dual_input", "query_readout", "rope")}
     return next(name for name, row in CONDITIONS.items() if row == switches)
 

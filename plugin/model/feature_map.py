@@ -10,7 +10,7 @@ from .ssm import in_float32
 
 
 class ShortConv(nn.Module):
-    """Parameters of a causal depthwise convolution over time (paper eq. silu-feature, SC), W + 1 per channel."""
+    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = tor
 
 
 class RandomFourierFeatures(nn.Module):
-    """xi(x) = sqrt(2 / R) [cos(w x), sin(w x)], R wide (paper eq. bochner): xi(x).xi(y) estimates a Gaussian kernel.
+    """xi(x) = sqrt(2 / R) [cos(w x), sin(w x)], R wide (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel.
 
     The frequencies are drawn once and fixed (a buffer, [H_kv, R / 2, R]); query heads of a group use those of their keys, or
     the inner product would estimate nothing.
@@ -65,7 +65,10 @@ class RandomFourierFeatures(nn.Module):
 
 
 class InputNorm(nn.Module):
-    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. inputnorm): R + H R."""
+    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R.
+
+    The paper's text gives every head a scale of its own; its parameter counts leave no room for that.
+    """
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()

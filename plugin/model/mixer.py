@@ -1,4 +1,4 @@
-"""The interdomain mixer and its ablations: three switches around one recurrence (paper, figure mechanism-arch)."""
+"""The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class StepTables(NamedTuple):
 
 
 class InterdomainMixer(JoinedProjections):
-    """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. final-readout), or the linear readout of s4d.
+    """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. 13), or the linear readout of s4d.
 
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
     """
@@ -266,7 +266,7 @@ class InterdomainMixer(JoinedProjections):
 
 
 def _with_ones(v: Tensor) -> Tensor:
-    """v with the ones channel: its coefficients are eta of paper eq. matrix."""
+    """v with the ones channel: its coefficients are eta of paper eq. 9."""
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 
 

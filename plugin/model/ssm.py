@@ -1,7 +1,8 @@
 """The complex-diagonal dynamics of a mixer: Delta, A, C (and c) per head, and the two tensors that the scan reads.
 
 Parameters are float32 and stay so under every mixed-precision policy (bf16 rounds a decay of 0.999 to exactly 1.0), and
-complex numbers are stored as real pairs. The module takes no activations, so that a parallelisation can group the dynamics
+complex numbers are stored as real pairs. The paper's learned B has no parameters of its own, in its counts neither: a diagonal
+one does what scaling the columns of C does. The module takes no activations, so that a parallelisation can group the dynamics
 of all layers under a float32 policy of their own; `fold` makes of them what the blocks are handed.
 """
 

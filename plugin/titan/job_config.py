@@ -52,8 +52,9 @@ class Mixer:
     All compute the same function."""
 
     recompute: bool | None = None
-    """Compute the scan's scores again in the backward pass (unset: true). false keeps them for a shorter one: 8 bytes per
-    token, layer, query head and basis function in bf16, but for full activation checkpointing; Triton's chunkwise only."""
+    """Compute the scan's scores again in the backward pass (unset: true). false keeps them for a shorter one: 4 bytes per
+    token, layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on
+    CUDA."""
 
     features: str = "auto"
     """How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
@@ -97,7 +98,7 @@ class Data:
 
     reset_state_at_documents: bool = False
     """Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
-    attends to. The paper's runs carry on."""
+    attends to. The paper packs documents and speaks of no reset."""
 
 
 @dataclass

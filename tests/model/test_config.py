@@ -22,7 +22,7 @@ def test_every_cell_is_its_row_and_column(condition):
 
 
 def test_the_paper_s_sizes():
-    """Design page, section 1."""
+    """Of which the paper states the last row; the others are what its parameter counts leave."""
     table = {
         "125M": (768, 12, 12, 64, 2048, 64),
         "350M": (1024, 24, 16, 64, 2816, 64),

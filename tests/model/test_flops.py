@@ -140,7 +140,7 @@ def test_core_of_the_linear_readout():
 
 
 def test_core_at_the_paper_s_size():
-    """Design page, section 2: about 74 k multiply-adds per token and head, against 262 k for causal softmax at T = 4096."""
+    """About 74 k multiply-adds per token and head, against 262 k for causal softmax at T = 4096."""
     for condition, macs in (("interdomain", 73_728), ("softmax", 4097 * 64)):
         config = build_config("125M", condition)
         flops = forward_flops_per_token(config, 4096)["mixer"]

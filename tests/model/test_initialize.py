@@ -188,7 +188,7 @@ def test_s4d_inv_frequencies():
 
 
 def test_the_readout_starts_well_below_the_residual():
-    """Design page `evidence`: the scale at step 0 decides whether the mixer learns; 0.04 at this size there."""
+    """The scale at step 0 decides whether the mixer learns: 0.04 where it was chosen, at this size; 2.5 learned worse."""
     config = build_config("debug")
     model = initialized(config)
     scales = []
@@ -206,7 +206,7 @@ def test_the_readout_starts_well_below_the_residual():
     with torch.no_grad():
         block = model.layers["0"]
         rope = (torch.ones(256, 1, 16), torch.zeros(256, 1, 16))
-        mixed, _ = block.attention(block.attention_norm(residual), rope, None)
+        mixed = block.attention(block.attention_norm(residual), rope, None)
     assert 0 < mixed.square().mean().sqrt() < 0.5 * residual.square().mean().sqrt()
     assert logits.std() < 1
 

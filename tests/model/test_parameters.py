@@ -6,7 +6,7 @@ from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, coun
 
 from .common import OPTIONS, VARIANTS, small_config
 
-PAPER = {  # appendix, table of parameter counts
+PAPER = {  # table 3
     "softmax": (134_105_856, 373_867_520, 777_856_512, 1_345_423_360),
     "interdomain": (135_416_208, 377_360_768, 781_498_752, 1_352_406_784),
     "s4d": (135_425_424, 377_385_344, 781_523_328, 1_352_455_936),
@@ -34,7 +34,7 @@ def test_cube_at_125m():
 
 
 def derived(config: ModelConfig) -> int:
-    """Design page, section 1: each SC 5 * dim, N+b 2 * head_dim + 2 * dim, Delta [H], A 2 [H, M], C 2 [H, M, M], c [H, M]."""
+    """Beyond the projections: each SC 5 * dim, N+b 2 * head_dim + 2 * dim, Delta [H], A 2 [H, M], C 2 [H, M, M], c [H, M]."""
     m, dim, R, M = config.mixer, config.dim, config.head_dim, config.mixer.n_basis
     H = m.n_kv_heads or config.n_heads
     kv = H * R
