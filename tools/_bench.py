@@ -19,6 +19,8 @@ import torch
 from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
+from .launch import refuse_idle_gpus
+
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = (None, "passed", "not run")  # of the check; one that was cut is 'unfinished'
@@ -34,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises: ValueError for a GPU that is not there, or for which nothing can be compiled."""
+    """Raises: ValueError for a GPU that is not there, that PyTorch cannot use, or for which nothing can be compiled."""
     available = torch.cuda.is_available()
+    if name == "auto":
+        refuse_idle_gpus()  # the driver may be too old: the CPU's tiny mode would pass for its check
     if name == "cuda" and not available:
         raise ValueError(
             "--device cuda: PyTorch sees no GPU here. Leave --device out for the CPU tiny mode, or install a CUDA build of "

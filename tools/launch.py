@@ -123,14 +123,14 @@ def environment(ranks: int) -> dict[str, str]:
 
 
 def refuse_idle_gpus() -> None:
-    """Raises: ValueError where there are GPUs that PyTorch cannot use: the run would quietly be one on the CPU."""
+    """Raises: ValueError where there are GPUs that PyTorch cannot use: what was started would quietly be on the CPU."""
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if gpus and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
         cuda = torch.version.cuda
         why = f"its build is for CUDA {cuda}: is the driver too old for it?" if cuda else "its build is for the CPU."
         raise ValueError(
             f"this machine has GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them; {why} Install one "
-            "that fits (INTERDOMAIN_PYTHON names an environment of yours), or train on the CPU with "
+            "that fits (INTERDOMAIN_PYTHON names an environment of yours), or take the CPU with "
             "CUDA_VISIBLE_DEVICES=''."
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from interdomain.model import build_config
 from interdomain.model.flops import forward_flops_per_token
-from interdomain.tools import _bench, _problems, _timing
+from interdomain.tools import _bench, _problems, _timing, launch
 from interdomain.tools._problems import Shape
 
 CPU = torch.device("cpu")
@@ -311,3 +311,15 @@ def test_inputs_are_what_the_door_takes():
         out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs)
         assert (out.shape, state.shape) == tuple(x.shape for x in cotangents)
         assert all(x.requires_grad and x.is_leaf for x in inputs.values())
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatch):
+    """With a driver too old for this PyTorch, gpu.sh would pass its check on the CPU."""
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=r"this machine has GPUs \(/dev/nvidia0\)"):
+        _bench.choose_device("auto")
+    assert _bench.choose_device("cpu").type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _bench.choose_device("auto").type == "cpu"
