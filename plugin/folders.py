@@ -17,8 +17,7 @@ def new_folder(output):
 
     Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten.
     """
-    output = Path(output)
-    require_empty(output)
+    output = _place(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     stem = f".{output.name}.partial-"
     for leftover in output.parent.glob(glob.escape(stem) + "*"):
@@ -32,7 +31,8 @@ def new_folder(output):
             stack.enter_context(_locked(folder))
         try:
             yield folder
-            sync_folder(folder)
+            for path in (*folder.rglob("*"), folder):  # what libraries wrote is not on the disk yet
+                _sync_path(path)
             try:
                 os.rename(folder, output)  # onto nothing or an empty folder; never onto a full one
             except OSError:
@@ -54,8 +54,10 @@ def kept_folder(output, wait=False):
     Raises: FileExistsError if `output` holds anything, before and after building; BlockingIOError if another process
         builds it and `wait` is false.
     """
-    output = Path(output)
+    output = _place(output)
     folder = output.with_name(f".{output.name}.unfinished")
+    if folder.is_symlink():  # what it points to is somebody's, and would be cleared
+        raise FileExistsError(f"{folder} is a link, where an unfinished folder would stand. Remove it.")
     output.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         while True:
@@ -84,6 +86,17 @@ def kept_folder(output, wait=False):
             require_empty(output)
             raise
     sync_folder(output.parent)
+
+
+def _place(output):
+    """Where `output` is, links followed. Raises FileExistsError if no folder can be renamed to it."""
+    place = Path(os.path.realpath(output))
+    require_empty(output)
+    if os.path.ismount(place):
+        raise FileExistsError(
+            f"{output} is where a disk is mounted, which no new folder can replace. Choose a folder in it."
+        )
+    return place
 
 
 def require_empty(output):
@@ -121,7 +134,11 @@ def sync(f):
 
 def sync_folder(folder):
     """Flush a folder's entries to the disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync_path(folder)
+
+
+def _sync_path(path):
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -12,6 +12,7 @@ import pytest
 
 from interdomain.data import IndexedDatasetWriter, PackedDataset, TokenCorpus, load_tokenizer, read_manifest
 from interdomain.data.documents import in_validation, read_documents, stdlib_files
+from interdomain.folders import new_folder
 from interdomain.tools import prepare_data, train_tokenizer
 
 SMALL = ["--input", "stdlib", "--max-bytes", "600000", "--vocab-size", "512"]
@@ -232,6 +233,35 @@ def test_full_disk(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in message
     assert "free space" in message
     assert os.listdir(tmp_path) == []
+
+
+def test_where_a_folder_appears(tmp_path, texts, corpus, capsys, monkeypatch):
+    """Through a link; not in place of a mounted disk; never by clearing what somebody else's link points to."""
+    options = ("--input", texts[1], "--tokenizer", corpus)
+    (tmp_path / "real").mkdir()
+    for name in ("real", "new"):
+        (tmp_path / f"to-{name}").symlink_to(name)
+        prepare(tmp_path / f"to-{name}", *options, small=False)
+        assert (tmp_path / name / "manifest.json").is_file()
+    with new_folder(tmp_path / "to-exports") as folder:
+        (folder / "notes.txt").write_text("mine")
+    (tmp_path / ".out.unfinished").symlink_to("to-exports")
+    prepare(tmp_path / "out", *options, small=False, expect=2)
+    assert ".out.unfinished is a link" in error(capsys)
+    assert os.listdir(tmp_path / "to-exports") == ["notes.txt"]
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(tmp_path / "disk"))
+    prepare(tmp_path / "disk", *options, small=False, expect=2)
+    assert "is where a disk is mounted" in error(capsys)
+
+
+def test_a_folder_has_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_bytes(b"...")
+    assert {path.stat().st_ino for path in (tmp_path, *(tmp_path / "out").rglob("*"))} <= synced
 
 
 def test_two_at_once(tmp_path):
