@@ -104,7 +104,7 @@ ROOMS = {
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.titan", "interdomain.megatron", "interdomain.bundle"),
+        *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.bundle"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         *("pyarrow", "zstandard"),  # bench_data writes such files to read them
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need

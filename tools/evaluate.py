@@ -325,7 +325,7 @@ def main(argv=None) -> int:
     for corpus in args.perplexity:
         _perplexity.check_corpus(corpus, args.text_field)
     for folder in folders if names else ():
-        _harness.check_folder(folder.path, folder.record)
+        _harness.check_folder(folder.path)
     tasks = _harness.load_tasks(names, args.include_path) if names else None
     spans = read_all(args, folders)
     options = {

@@ -234,7 +234,7 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     data[-5] ^= 1
     (damaged / "model.safetensors").write_bytes(data)
     bare = shutil.copytree(model, tmp_path / "bare")
-    (bare / "modeling_interdomain.py").unlink()
+    (bare / "tokenizer.json").unlink()
     other = shutil.copytree(model, tmp_path / "elsewhere" / "interdomain")
     for argv, part in (
         ((*text,), "no folder was given"),
@@ -258,7 +258,7 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     assert evaluate.labels([model, other]) == [str(model), str(other)]
     monkeypatch.setattr(_harness, "NEEDED", ())
     run(bare, "--tasks", "lambada", "--out", out, expect=2)
-    assert "lacks modeling_interdomain.py. Convert the checkpoint again" in error(capsys)
+    assert "lacks tokenizer.json. Convert the checkpoint again" in error(capsys)
     monkeypatch.setattr(_harness, "NEEDED", ("lm_eval",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run(model, expect=2)  # the default is tasks

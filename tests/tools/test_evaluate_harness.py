@@ -85,6 +85,7 @@ def ran(tmp_path_factory, tokenizer):
     for folder in folders:
         checkpoint = write_checkpoint(path / f"run-{folder.name}", small_model(folder.name), tokenizer)
         assert convert.main([str(checkpoint), str(folder)]) == 0
+        (folder / "modeling_interdomain.py").write_text("raise SystemExit('the folder's code ran')")
     rows = [{"q": q, "c": c, "a": 0} for q, c in CHOICES]
     options = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="")
     task = write_task(tasks, "choice", "multiple_choice", rows, ["acc", "acc_norm"], doc_to_choice="{{c}}", **options)
