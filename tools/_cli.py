@@ -17,7 +17,9 @@ def user_errors(main):
                 message = f"{e.strerror}."  # an OSError that we raised says it all there
                 if e.filename is not None:
                     message = f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk."
-            print(f"error: {message}", file=sys.stderr)
+            # Names out of files may hold what a terminal obeys.
+            shown = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
+            print(f"error: {''.join(shown)}", file=sys.stderr)
             return 2
 
     return guarded

@@ -7,12 +7,15 @@ stored, as JSON or CSV.
 
 import argparse
 import csv
+import io
 import json
 import math
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from interdomain.folders import write_whole
 
 from ._cli import user_errors
 from ._curves import configuration_of, curves_of, events_folder, read_events
@@ -58,13 +61,15 @@ def save_curve(run: Run, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
         stored = {"run": run.name, "configuration": run.configuration, "curves": run.curves}
-        path.write_text(json.dumps(stored, indent=1) + "\n")
+        text = json.dumps(stored, indent=1) + "\n"
     else:
-        with open(path, "w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["step", *run.curves])
-            for step in sorted(set().union(*run.curves.values())):
-                table.writerow([step, *(curve.get(step, "") for curve in run.curves.values())])
+        file = io.StringIO(newline="")
+        table = csv.writer(file)
+        table.writerow(["step", *run.curves])
+        for step in sorted(set().union(*run.curves.values())):
+            table.writerow([step, *(curve.get(step, "") for curve in run.curves.values())])
+        text = file.getvalue()
+    write_whole(path, text.encode())  # over an older curve, which a full disk leaves as it is
 
 
 def _read_json(path: Path) -> Run:
@@ -74,25 +79,26 @@ def _read_json(path: Path) -> Run:
             column: {int(step): float(value) for step, value in curve.items()}
             for column, curve in stored["curves"].items()
         }
+        configuration = dict(stored.get("configuration", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} is no stored curve ({type(e).__name__}: {e}). --save-curve {path} writes one.") from e
-    return Run(str(path), curves, stored.get("configuration", {}))
+    return Run(str(path), curves, configuration)
 
 
 def _read_csv(path: Path) -> Run:
     curves: dict[str, dict[int, float]] = {}
     with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            try:
+        try:
+            for row in csv.DictReader(file):
                 step = int(row.pop("step"))
                 for column, value in row.items():
                     if value:
                         curves.setdefault(column, {})[step] = float(value)
-            except (ValueError, KeyError, TypeError) as e:
-                raise ValueError(
-                    f"{path} is no stored curve ({type(e).__name__}: {e}): its columns must be step, loss and, if it "
-                    "has them, grad_norm and validation_loss, all numbers."
-                ) from e
+        except (ValueError, KeyError, TypeError, csv.Error) as e:
+            raise ValueError(
+                f"{path} is no stored curve ({type(e).__name__}: {e}): its columns must be step, loss and, if it "
+                "has them, grad_norm and validation_loss, all numbers."
+            ) from e
     return Run(str(path), curves)
 
 

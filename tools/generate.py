@@ -77,6 +77,8 @@ def check(args) -> None:
         raise FileExistsError(
             f"{args.save_state} exists, and nothing is overwritten. Choose another name for the state."
         )
+    if args.save_state and not args.save_state.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {args.save_state.parent} for --save-state. Make it first.")
     if args.load_state and not args.load_state.is_file():
         raise FileNotFoundError(f"there is no state {args.load_state}. Write one with --save-state.")
     check_device(args.device)

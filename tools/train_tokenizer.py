@@ -89,10 +89,10 @@ def main(argv=None) -> int:
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
     size = sum(file.size for file in list_files(args.input))
+    args.output.parent.mkdir(parents=True, exist_ok=True)  # before an hour's training
     with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
         model = train_sentencepiece(documents, args.vocab_size)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(args.output, model)
     print(f"wrote {args.output} (vocabulary {args.vocab_size:,}, {len(model) / 1e3:.0f} KB)")
     return 0

@@ -116,6 +116,8 @@ def test_what_is_refused(write, capsys, tmp_path):
         write(f"several/{start}", 1, [1.0])
     (tmp_path / "bad.json").write_text("[]")
     (tmp_path / "bad.csv").write_text("loss\n1.0\n")
+    (tmp_path / "long.csv").write_text("step,loss\n1," + "9" * 200_000 + "\n")
+    (tmp_path / "list.json").write_text('{"curves": {"loss": {"1": 2.0}}, "configuration": [1]}')
     (tmp_path / "none.csv").write_text("step,grad_norm\n1,2.0\n")
     cases = {
         (a,): "one run only",
@@ -126,6 +128,8 @@ def test_what_is_refused(write, capsys, tmp_path):
         (a, str(tmp_path / "bad.json")): "is no stored curve",
         (a, str(tmp_path / "bad.csv")): "its columns must be step, loss",
         (a, str(tmp_path / "none.csv")): "holds no loss",
+        (a, str(tmp_path / "long.csv")): "field larger than field limit",
+        (a, str(tmp_path / "list.json")): "is no stored curve",
         (a, str(tmp_path / "missing.json")): "No such file",
         (a, a, "--tolerance", "nan"): "--tolerance must be at least 0",
         (a, "--save-curve", str(tmp_path / "curve.txt")): "must end in .json or .csv",

@@ -343,6 +343,8 @@ def test_a_damaged_folder_is_one_paragraph(folder, capsys, damage):
         (["--top-k", -3], ["top_k", "-3"]),
         (["--seed", 2**64], ["--seed", "64 bits"]),
         (["--load-state", "nowhere.state"], ["no state nowhere.state", "--save-state"]),
+        (["--save-state", "nowhere/x.state"], ["no folder nowhere", "--save-state"]),
+        (["--load-state", "\x1b[2Jx"], ["no state \\x1b[2Jx"]),  # nothing that a terminal obeys
         (["--prompt-file", "x.txt"], ["--prompt", "--prompt-file", "choose one"]),
         (["--device", "gpu"], ["--device gpu", "cpu"]),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], ["--device cuda", "cpu"])]),
