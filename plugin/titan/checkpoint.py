@@ -295,18 +295,35 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def _continue_counting(self, record: dict) -> None:
         """TorchTitan restores one rank's count of tokens, and sums the ranks': give each its share of the true count."""
         trainer = self.states[TRAIN_STATE]
-        per_step = self.record["run"]["tokens_per_step"]
+        per_step, planned = (self.record["run"][name] for name in ("tokens_per_step", "planned_steps"))
         tokens = record.get("tokens", trainer.step * per_step)
-        self.resumed = (trainer.step, tokens)
+        self.resumed = trainer.metrics_processor.resumed = (trainer.step, tokens)
         self.states[OPTIMIZER].guard.skipped = record.get("skipped_steps", 0)
         share, rest = divmod(tokens, dist.get_world_size())  # every rank reads data: there is no other parallelism
         trainer.ntokens_seen = share + (dist.get_rank() < rest)
         then = record.get("run", {}).get("tokens_per_step", per_step)
+        left = planned - trainer.step
+        if then != per_step and left <= 0:
+            stop(
+                f"nothing would be trained: the schedule counts steps, the checkpoint is of step {trainer.step:,}, of {then:,} "
+                f"tokens each, and this run of {planned:,} steps of {per_step:,} tokens. Say by training.steps (with "
+                f"--training.tokens 0) at which step it is to end, or restore training.global_batch_size and training.seq_len."
+            )
         if then != per_step:
             logger.warning(
-                "the checkpoint's steps were of %d tokens, this run's are of %d: the schedule counts steps.",
+                "the checkpoint's steps were of %d tokens, this run's are of %d: the schedule counts steps, and ends with step "
+                "%d, after %d tokens in all.",
                 then,
                 per_step,
+                planned,
+                tokens + left * per_step,
+            )
+        elif left <= 0:
+            logger.warning(
+                "nothing is left to train: the checkpoint is of step %d, and the run of %d steps (training.steps or "
+                "training.tokens).",
+                trainer.step,
+                planned,
             )
 
     @one_paragraph

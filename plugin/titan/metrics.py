@@ -29,6 +29,8 @@ GROUPS = {
 
 
 class InterdomainMetrics(MetricsProcessor):
+    resumed = (0, 0)  # (step, tokens) that this process continues from, set as a checkpoint is loaded
+
     def __init__(self, job_config, parallel_dims, tag=None) -> None:
         # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
         without_tensorboard = copy.copy(job_config)
@@ -53,7 +55,7 @@ class InterdomainMetrics(MetricsProcessor):
         if self.first_step is None:  # the trainer asks after every step: here the checkpoint has been loaded
             self.first_step, self.clock_since = step, step - 1
             if self.run_log:
-                self.run_log.begin(step)
+                self.run_log.begin(step, self.tokens_at)
         return super().should_log(step)
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
@@ -61,7 +63,7 @@ class InterdomainMetrics(MetricsProcessor):
         model = self.model_parts[0]
         extra = dict(extra_metrics or {})
         # TorchTitan adds up what each rank counted, and a checkpoint holds one rank's count: wrong on other ranks.
-        extra["n_tokens_seen"] = step * self.plan.tokens_per_step
+        extra["n_tokens_seen"] = self.tokens_at(step)
         extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
         extra["loss_metrics/spike"] = self.spikes(global_avg_loss)
         extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
@@ -98,6 +100,11 @@ class InterdomainMetrics(MetricsProcessor):
         if self.run_log:
             self.run_log.flush()
 
+    def tokens_at(self, step: int) -> int:
+        """Tokens trained on up to the end of a step; those of an earlier start may have been of another number."""
+        first, tokens = self.resumed
+        return tokens + (step - first) * self.plan.tokens_per_step
+
     def _data_wait_percent(self) -> float:
         """Of the time since the last log, on the rank that waited longest: the others wait for it in their collectives.
 
@@ -124,8 +131,8 @@ class InterdomainMetrics(MetricsProcessor):
             "%5.1f %% of %d steps, %s of %s tokens, %s left",
             100 * step / self.plan.steps,
             self.plan.steps,
-            _short(step * self.plan.tokens_per_step),
-            _short(self.plan.tokens),
+            _short(self.tokens_at(step)),
+            _short(self.tokens_at(self.plan.steps)),
             f"{int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}",
         )
 

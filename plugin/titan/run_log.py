@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -48,14 +49,17 @@ class RunLog(BaseLogger):
         self.given_up = False
 
     @_or_without
-    def begin(self, first_step: int) -> None:
-        """Open the files of a start whose first step is `first_step` (1: a run from the beginning)."""
+    def begin(self, first_step: int, tokens_at: Callable[[int], int]) -> None:
+        """Open the files of a start whose first step is `first_step` (1: a run from the beginning).
+
+        tokens_at: step -> tokens trained on up to its end; the steps of an earlier start may have been of another number.
+        """
         if first_step == 1:
             set_aside(self.folder)
         threading.excepthook = _thread_failed
-        per_step = self.plan.tokens_per_step
+        self.tokens_at = tokens_at
         self.steps = SummaryWriter(self.folder, max_queue=1000, purge_step=first_step)
-        self.tokens = SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=(first_step - 1) * per_step + 1)
+        self.tokens = SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=tokens_at(first_step - 1) + 1)
         logger.info("TensorBoard: %s, from step %d", self.folder, first_step)
         self._describe(first_step)
 
@@ -68,7 +72,7 @@ class RunLog(BaseLogger):
             self.steps.add_scalar(tag, value, step)
         for tag, by_tokens in BY_TOKENS.items():
             if tag in metrics:
-                self.tokens.add_scalar(by_tokens, metrics[tag], step * self.plan.tokens_per_step)
+                self.tokens.add_scalar(by_tokens, metrics[tag], self.tokens_at(step))
 
     @_or_without
     def histogram(self, tag: str, values, step: int) -> None:

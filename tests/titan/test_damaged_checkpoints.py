@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ class State:
 class Trainer(State):
     step = ntokens_seen = 0
 
+    def __init__(self):
+        self.metrics_processor = SimpleNamespace()
+
     def state_dict(self):
         return {"step": self.step, "ntokens_seen": self.ntokens_seen}
 
@@ -68,7 +72,7 @@ class Run:
         )
         self.manager.record = {
             **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
-            "run": {"tokens_per_step": 512},
+            "run": {"tokens_per_step": 512, "planned_steps": 100},
         }
         self.manager.tokenizer = tokenizer
 

@@ -31,6 +31,10 @@ def job():
     return ConfigManager().parse_args(flags("corpus", "folder"))
 
 
+def of_512(step):
+    return 512 * step
+
+
 @pytest.fixture
 def start(tmp_path, job, monkeypatch):
     """start(first, last, value): a start of the run that logs `value` as the loss of each step, and is killed."""
@@ -38,9 +42,9 @@ def start(tmp_path, job, monkeypatch):
     # SummaryWriter names its file by the second; TensorBoard reads a folder's files in the order of their names.
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
 
-    def start(first, last, value):
+    def start(first, last, value, tokens_at=of_512):
         log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
-        log.begin(first)
+        log.begin(first, tokens_at)
         for step in range(first, last + 1):
             log.log({LOSS: value, **({SPIKE: value} if step == 6 else {})}, step)
         log.flush()
@@ -103,6 +107,12 @@ def test_steps_run_again_replace_the_old_ones(start, shown):
     assert drawn["tb/tokens"][BY_TOKENS] == {512 * step: loss for step, loss in drawn["tb"][LOSS].items()}
 
 
+def test_steps_of_another_number_of_tokens_follow_on_the_old_ones(start, shown):
+    start(1, 6, 1.0)
+    start(4, 5, 2.0, lambda step: 3 * 512 + 256 * (step - 3))
+    assert shown()["tb/tokens"][BY_TOKENS] == {512: 1.0, 1024: 1.0, 1536: 1.0, 1792: 2.0, 2048: 2.0}
+
+
 def test_a_run_from_the_beginning_does_not_mix_with_what_was_there(start, shown, tmp_path):
     start(1, 6, 1.0)
     start(1, 4, 2.0)
@@ -154,7 +164,7 @@ def test_every_chart_of_the_layout_finds_its_curves(one, two):
 @pytest.mark.parametrize("which", ["tb", "tb/tokens"])
 def test_a_full_disk_ends_the_curves_and_not_the_run(which, start, job, tmp_path, caplog):
     log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
-    log.begin(1)
+    log.begin(1, of_512)
     log.flush()
     (file,) = (tmp_path / which).glob("events*")
     file.unlink()
@@ -174,7 +184,7 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(which, start, job, tmp_path
 def test_a_folder_that_cannot_be_made_does_not_end_it_either(job, tmp_path, caplog):
     (tmp_path / "tb").write_text("a file")
     log = RunLog(tmp_path / "tb", make_plan(job, 1), job)
-    log.begin(1)
+    log.begin(1, of_512)
     log.log({LOSS: 1.0}, 1)
     log.close()
     assert "Training goes on, without curves from here on" in caplog.text

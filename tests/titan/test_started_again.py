@@ -126,3 +126,27 @@ def test_a_run_that_saves_nothing_loads_what_it_was_told_and_renames_nothing(new
     before = names(folder)
     assert start(new, step=1, load_only=True) == (1, 1)
     assert names(folder) == before
+
+
+def of_tokens(run, per_step, planned):
+    run.manager.record["run"] |= {"tokens_per_step": per_step, "planned_steps": planned}
+    return run
+
+
+def test_steps_of_another_number_of_tokens_are_counted_on(new, folder, caplog):
+    run = of_tokens(new(), 1024, planned=5)
+    run.load()
+    assert run.trainer.metrics_processor.resumed == run.manager.resumed == (3, 3 * 512)
+    assert "of 512 tokens, this run's are of 1024" in caplog.text
+    assert f"ends with step 5, after {3 * 512 + 2 * 1024} tokens in all" in caplog.text
+    run.save(4)
+    assert record(folder, 4)["tokens"] == 3 * 512 + 1024
+
+
+def test_a_run_that_would_be_over_at_once(new, folder, caplog, capsys):
+    """By tokens, with twice the batch: what is planned are half as many steps, of which as many are done."""
+    error = refusal(capsys, of_tokens(new(), 1024, planned=3).load)
+    assert "of step 3, of 512 tokens each, and this run of 3 steps of 1,024 tokens" in error
+    assert "nothing is left" not in caplog.text
+    assert of_tokens(new(), 512, planned=3).load() == 3  # finished: started again by a scheduler
+    assert "nothing is left to train: the checkpoint is of step 3, and the run of 3 steps" in caplog.text
