@@ -148,18 +148,20 @@ class Decoder:
             if isinstance(layer, MixerState):  # tables of its own: `restart` writes them
                 layer.step = tree_map_only(Tensor, Tensor.clone, layer.step)
         self._at = _places(self.model, self.state)
-        # The first steps compile kernels and let libraries allocate.
         current, aside = torch.cuda.current_stream(device), _stream(device, "warm-up")
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                self.forward(self.tokens, self.state)
-                self.state.restore(before)
-        current.wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # copies of weights in there are freed when autocast ends
+        # Copies of weights in there are freed when autocast ends. From the first step on: if this had changed, torch.compile
+        # would compile anew in the capture, where it cannot.
+        torch.set_autocast_cache_enabled(False)
         try:
+            # The first steps compile kernels and let libraries allocate.
+            with torch.cuda.stream(aside):
+                for _ in range(3):
+                    self.forward(self.tokens, self.state)
+                    self.state.restore(before)
+            current.wait_stream(aside)
+            self.graph = torch.cuda.CUDAGraph()
             # Other threads may do as they like meanwhile, a server's or a process group's.
             mode = dict(stream=_stream(device, "capture"), capture_error_mode="thread_local")
             with torch.cuda.graph(self.graph, **mode):

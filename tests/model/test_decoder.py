@@ -151,6 +151,31 @@ def watched(graph, kept):
     return capture
 
 
+def test_nothing_is_compiled_in_the_capture(monkeypatch):
+    """torch.compile asks for the state of CUDA's generator, which is refused while a stream is captured."""
+    torch._dynamo.reset()
+    compiled, before = [], []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    @contextlib.contextmanager
+    def capture(graph, **options):
+        before.append(len(compiled))
+        yield
+
+    for name, value in (cuda_stand_in.streams() | {"graph": capture}).items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    model = variant("interdomain")
+    state = prefill(model, random_tokens(model.config, 2, 4))[1]
+    decoder = Decoder(model, state, compiled=True)
+    with torch.no_grad():
+        decoder._capture(torch.device("cuda", 0), state.snapshot())  # as where the state is on CUDA
+    assert before == [len(compiled)]
+
+
 def test_compiled_for_more_shapes_than_torch_compile_keeps(monkeypatch):
     """Made here, in every shape; no step compiles anything, whichever mode it is taken in."""
     torch._dynamo.reset()
