@@ -4,12 +4,12 @@ The two tables do not know each other; `build_config(size, condition)` is any ce
 every field by name. Configurations are frozen: change one with `dataclasses.replace`.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 FORMAT_VERSION = 1
+MOST, MOST_LAYERS, MOST_REAL = 100_000_000, 10_000, 1e18
 
 MIXERS = ("interdomain", "softmax")
 READOUTS = ("complex", "real", "hermitian")
@@ -121,8 +121,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_types("", self)
         for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite: got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) <= MOST_REAL:
+                raise ValueError(f"{name} must be positive and at most {MOST_REAL:g}: got {getattr(self, name)}.")
         for name in ("dim", "n_layers", "n_heads", "head_dim", "vocab_size", "max_seq_len"):
             _at_least(name, getattr(self, name), 1)
         if self.n_heads * self.head_dim != self.dim:
@@ -245,3 +245,7 @@ def _check_types(prefix: str, config: Any) -> None:
 def _at_least(name: str, got: int, least: int) -> None:
     if got < least:
         raise ValueError(f"{name} must be at least {least}: got {got}.")
+    # Beyond these a model that a damaged file describes would not fail: its layers are made for days, its sizes overflow.
+    most = MOST_LAYERS if name == "n_layers" else MOST
+    if got > most:
+        raise ValueError(f"{name} must be at most {most:,}: got {got:,}.")
