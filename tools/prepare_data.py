@@ -233,6 +233,12 @@ def build(folder, args, request, files):
             max_bytes=args.max_bytes,
             report=progress,
         )
+    if (now := describe_inputs(args.input)) != request["inputs"]:
+        changed = ", ".join(file["file"] for file in now if "file" in file and file not in request["inputs"])
+        raise ValueError(
+            f"The input changed while it was read ({changed or 'a file is gone'}): what was made of it is neither the old text "
+            "nor the new. Start again with --restart when nothing writes to it."
+        )
     for split in ("train", "validation"):
         if split not in splits and (split == "train" or args.validation_fraction > 0):
             raise ValueError(

@@ -10,7 +10,14 @@ import sys
 import numpy as np
 import pytest
 
-from interdomain.data import IndexedDatasetWriter, PackedDataset, TokenCorpus, load_tokenizer, read_manifest
+from interdomain.data import (
+    IndexedDatasetWriter,
+    PackedDataset,
+    TokenCorpus,
+    load_tokenizer,
+    preparation,
+    read_manifest,
+)
 from interdomain.data.documents import in_validation, read_documents, stdlib_files
 from interdomain.folders import new_folder
 from interdomain.tools import prepare_data, train_tokenizer
@@ -233,6 +240,19 @@ def test_full_disk(tmp_path, capsys, monkeypatch):
     assert "No space left on device" in message
     assert "free space" in message
     assert os.listdir(tmp_path) == []
+
+
+def test_an_input_that_changes_is_no_corpus(tmp_path, texts, corpus, capsys, monkeypatch):
+    _, path = texts
+
+    def write_splits(*args, **options):
+        os.truncate(path, path.read_bytes().index(b"\n", 1000) + 1)  # behind a row: nothing else shows it
+        return preparation.write_splits(*args, **options)
+
+    monkeypatch.setattr(prepare_data, "write_splits", write_splits)
+    prepare(tmp_path / "out", "--input", path, "--tokenizer", corpus, small=False, expect=2)
+    assert "The input changed while it was read (rows.jsonl)" in error(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_where_a_folder_appears(tmp_path, texts, corpus, capsys, monkeypatch):
