@@ -13,7 +13,7 @@ from interdomain.scan import triton_support
 
 from ._bench import Deadline, Report
 from ._mixers import make_problem
-from ._problems import BACKWARD, Shape, forward_passes, pass_costs, segments
+from ._problems import Shape, backward_passes, forward_passes, pass_costs, segments
 from ._timing import Ceilings, ceilings, interleaved, ratio, release, usable
 
 PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")
@@ -62,8 +62,12 @@ class Setup:
             "mix_backward": lambda: launch.mix_backward(plan, tab, self.a, self.c, self.mixing),
             "expand": lambda: launch.expand(plan, tab, span, b, v, states, values, out),
             "adjoint": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, out),
-            "decay": lambda: launch.decay(plan, tab, span, b, q, k, states, states, keys),
+            "decay": lambda: launch.decay(plan, tab, span, b, d_o, v, states, states, values),
         }
+        if plan.joined:
+            calls["adjoint_decay"] = lambda: launch.adjoint_decay(
+                plan, tab, span, b, d_o, v, states, states, values, out
+            )
         if plan.fused:
             calls["mix_expand"] = lambda: launch.expand(
                 plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
@@ -137,8 +141,9 @@ def passes(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline
     good, bad = usable(setup.calls(plan), setup.device, passed=lambda: deadline.passed)
     times = interleaved(good, setup.device, rounds=rounds, seconds=0.5)
     costs = pass_costs(setup.shape, plan.chunk)
-    # recompute=True: the backward runs contract of the forward again. mix is 0 times there beside mix_expand, to compare.
-    count = {one: (*forward_passes(bool(plan.fused)), *BACKWARD, "contract").count(one) for one in costs}
+    # recompute=True: the backward runs contract of the forward again. What is 0 times there is the parts of a joined pass.
+    step = (*forward_passes(bool(plan.fused)), *backward_passes(plan.joined), "contract")
+    count = {one: step.count(one) for one in costs}
     count |= {"tables": 2, "states": 2, "costates": 1, "chain": 3}
     total = 0.0
     for one in (*good, *bad):

@@ -129,16 +129,17 @@ def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple
 
     Per token and query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient (kernels/README.md):
 
-        pass          numbers in + out   multiply-adds
-        contract      2 d + N            L d + 2 L M + 4 M d     scores; times the table; state read and updated
-        mix_expand    N + 2 d            4 M^2 + 2 L M + L d + 4 M d
-        mix_backward  4 N                12 M^2                  b~, e~ and dW from a and c
-        expand        N + 2 d            2 L M + L d + 4 M d
-        adjoint       N + 2 d            2 L M + L d + 4 M d
-        decay         N + 2 d            L d + 2 L M + 8 M d     state and its derivative, each read and updated
-        mix           2 N                4 M^2                   before expand, where the two are not one
-        states        2 d                4 M d                   sweep that finds the states before the segments, if any
-        costates      2 N + 2 d          4 M d                   the same backwards
+        pass           numbers in + out  multiply-adds
+        contract       2 d + N           L d + 2 L M + 4 M d     scores; times the table; state read and updated
+        mix_expand     N + 2 d           4 M^2 + 2 L M + L d + 4 M d
+        mix_backward   4 N               12 M^2                  b~, e~ and dW from a and c
+        expand         N + 2 d           2 L M + L d + 4 M d
+        adjoint_decay  N + 3 d           those of the next two   the programs of both side by side: b~ and do are read once
+        adjoint        N + 2 d           2 L M + L d + 4 M d     by itself, where the two are not one or decay is not asked for
+        decay          N + 2 d           L d + 2 L M + 8 M d     by itself; costate and its derivative, each read and updated
+        mix            2 N               4 M^2                   before expand, where the two are not one
+        states         2 d               4 M d                   sweep that finds the states before the segments, if any
+        costates       2 N + 2 d         4 M d                   the same backwards
 
     mix_expand works on blocks of 32 values, which each multiply by W: counted once.
     """
@@ -149,6 +150,7 @@ def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple
         "mix_expand": (N + 2 * d, read + 4 * M * M),
         "mix_backward": (4 * N, 12 * M * M),
         "expand": (N + 2 * d, read),
+        "adjoint_decay": (N + 3 * d, 2 * read + 4 * M * d),
         "adjoint": (N + 2 * d, read),
         "decay": (N + 2 * d, read + 4 * M * d),
         "mix": (2 * N, 4 * M * M),
@@ -167,11 +169,12 @@ def segments(shape: Shape, device: torch.device, chunk: int = 64) -> int:
     return segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
-BACKWARD = ("contract", "mix_backward", "expand", "adjoint", "adjoint", "decay", "decay")
-
-
 def forward_passes(fused: bool) -> tuple[str, ...]:
     return ("contract", "mix_expand") if fused else ("contract", "mix", "expand")
+
+
+def backward_passes(joined: bool) -> tuple[str, ...]:
+    return ("contract", "mix_backward", "expand", *(2 * (("adjoint_decay",) if joined else ("adjoint", "decay"))))
 
 
 def chunkwise_costs(
@@ -180,10 +183,11 @@ def chunkwise_costs(
     """(bytes, FLOPs) of `chunkwise` by phase, as it runs on sm_90: the sum of its passes. With `recompute` the backward
     repeats contract."""
     costs = pass_costs(shape, chunk, width)
-    sweep = ("states",) if segments > 1 else ()
+    sweep, back = (("states",), ("costates",)) if segments > 1 else ((), ())
+    again = ("contract",) if recompute else ()
     phases = {
         "forward": forward_passes(shape.d <= 64 and shape.M <= 64) + sweep,
-        "backward": BACKWARD + (("contract",) if recompute else ()) + sweep + (("costates",) if segments > 1 else ()),
+        "backward": backward_passes(shape.M <= 64) + again + sweep + back,
     }
     total = {phase: tuple(sum(costs[name][i] for name in names) for i in (0, 1)) for phase, names in phases.items()}
     return total | {"both": tuple(map(sum, zip(*total.values(), strict=True)))}

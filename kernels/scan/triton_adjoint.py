@@ -1,13 +1,16 @@
-"""Pass 3 of the chunkwise scan as a Triton kernel. Notation as in triton_passes.py; derivation in kernels/README.md."""
+"""Pass 3 of the chunkwise scan as a Triton kernel, with the gradient of the decay beside it. Notation as in triton_passes.py;
+derivation in kernels/README.md."""
 
 import triton
 import triton.language as tl
 
+from .triton_decay import decay_pass
 from .triton_passes import documents_of, scale_rows, state_offsets
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks", "H", "P", "first"])
-def adjoint_kernel(
+@triton.jit
+def adjoint_pass(
+    i_p,
     p_b,
     p_do,
     p_d,
@@ -27,16 +30,16 @@ def adjoint_kernel(
     stride_db,
     stride_dt,
     stride_dh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
     D: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
     L: tl.constexpr,
     BD: tl.constexpr,
     PRECISION: tl.constexpr,
-    HAS_STATE: tl.constexpr,
+    HAS_COSTATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
     OUTPUT: tl.constexpr,
     LINEAR: tl.constexpr,
@@ -45,7 +48,7 @@ def adjoint_kernel(
     """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
 
     Z, the costate, collects b~_i do_i^T of later tokens and is the conjugate of the gradient of the state.
-    Grid: B H S ceil(D / BD) programs; each adds up the G query heads of its state head. Tiles: costate [2M, BD] fp32 as
+    i_p: one of B H S ceil(D / BD); each adds up the G query heads of its state head. Tiles: costate [2M, BD] fp32 as
     (Re ; Im), b~ [L, 2M], do and dv [L, BD], T [L, 2M], transposed scores [L, L]. Bytes per token and query head: b~
     and the scores once per block of D, do once; dv once per state head.
     p_g: gradient of the state after each segment. STORE_STATE: 1, the gradient of the initial state goes to p_y
@@ -54,7 +57,6 @@ def adjoint_kernel(
     """
     DTYPE = p_tc.dtype.element_ty
     ND: tl.constexpr = (D + BD - 1) // BD
-    i_p = tl.program_id(0)
     i_d = i_p % ND
     i_s = i_p // ND % S
     i_bh = (i_p // (ND * S)).to(tl.int64)
@@ -78,12 +80,12 @@ def adjoint_kernel(
     b_li = tl.load(p_l + M)
     b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
     b_z = tl.zeros([2 * M, BD], dtype=tl.float32)
-    if HAS_STATE:
+    if HAS_COSTATE:
         o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
         b_z = b_sign * tl.load(p_g + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
 
     p_dt = p_do + i_b * stride_db + i_h * G * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
-    p_vt = p_dv + i_b * stride_vb + i_h * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    p_gt = p_dv + i_b * stride_gb + i_h * stride_gh + o_l[:, None] * stride_gt + o_d[None, :]
     p_bt = p_b + i_bh * G * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
     if LINEAR:
         b_b = tl.load(p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
@@ -120,7 +122,7 @@ def adjoint_kernel(
                 b_do = tl.where((b_n == n_before)[:, None], b_do, 0.0)
             b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
         if OUTPUT:
-            tl.store(p_vt + i_t * stride_vt, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+            tl.store(p_gt + i_t * stride_gt, b_dv.to(p_dv.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
 
     if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if (STORE_STATE == 2) | (i_s == 0):
@@ -128,3 +130,80 @@ def adjoint_kernel(
             i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
             p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
             tl.store(p_yt, b_z, mask=m_d[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "S", "chunks", "H", "P", "first"])
+def adjoint_kernel(
+    p_b,
+    p_do,
+    p_v,
+    p_d,
+    p_tc,
+    p_tt,
+    p_e,
+    p_step,
+    p_x,
+    p_g,
+    p_dv,
+    p_y,
+    p_out,
+    p_n,
+    T,
+    S,
+    chunks,
+    H,
+    P,
+    first,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    BM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_COSTATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    ADJOINT: tl.constexpr,
+    DECAY: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    LINEAR: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """Pass 3 (ADJOINT), the part of the decay's gradient that the same tensors carry (DECAY), or both side by side.
+
+    Both walk the chunks of a segment in reverse and read b~ and do. Where both are asked for, the programs of one
+    (batch, state head, segment) have consecutive numbers: they run at the same time, and what one of them has fetched the
+    others find in L2. Bytes from memory per token and query head then: b~, do, v in and dv out, each once.
+
+    Grid: B H S (ADJOINT ceil(D / BD) + DECAY G ceil(D / BK) (M / BM)) programs.
+    """
+    NA: tl.constexpr = (D + BD - 1) // BD if ADJOINT else 0
+    ND: tl.constexpr = (D + BK - 1) // BK * (M // BM)
+    N: tl.constexpr = NA + (G * ND if DECAY else 0)
+    i_g = tl.program_id(0) // N
+    i_n = tl.program_id(0) % N
+    if i_n < NA:
+        adjoint_pass(
+            i_g * NA + i_n, p_b, p_do, p_d, p_tc, p_e, p_step, p_g, p_dv, p_y, p_n, T, S, chunks, H, P, first,
+            stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
+            D, G, M, L, BD, PRECISION, HAS_COSTATE, STORE_STATE, OUTPUT, LINEAR, DOCUMENTS,
+        )  # fmt: skip
+    elif DECAY:
+        i_d = i_n - NA
+        i_q = i_g // S * G + i_d // ND  # over B Hq; the segments of a query head follow one another
+        decay_pass(
+            (i_q * S + i_g % S) * ND + i_d % ND, p_b, p_do, p_v, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
+            T, S, chunks, H * G, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,
+            D, G, M, L, BK, BM, PRECISION, HAS_STATE, HAS_COSTATE, LINEAR, DOCUMENTS,
+        )  # fmt: skip

@@ -5,8 +5,8 @@ P = R + D channels, M basis functions, L chunk length, S segments. Derivation: k
 
     forward    a = contract(q, k)     o  = expand(a, v; W), or b~ = mix(a; W), o = expand(b~, v)
     backward   c = contract(do, v)    b~, e~, dW = mix_backward(a, c; W)
-               dq = expand(e~, k)     dk = adjoint(e~, q)        dv = adjoint(b~, do)
-               dtheta = decay(e~; q, k) + decay(b~; do, v)
+               dq = expand(e~, k)
+               dk = adjoint(e~, q) and dv = adjoint(b~, do), beside them dtheta = decay(e~; q, k) + decay(b~; do, v)
 
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
 gives the state that each segment alone would leave, an associative scan chains them, and the passes start every segment
@@ -88,12 +88,13 @@ def scan_backward(
         pairs = ((e, q, keys), (b, d_o, values))
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
-        launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial)
-        launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial)
-        d_log_decay = None
         if need_decay:
-            d_log_decay = launch.decay(plan, tab, span, e, q, k, states, costates, keys)
-            d_log_decay += launch.decay(plan, tab, span, b, d_o, v, states, costates, values)
+            d_log_decay = launch.adjoint_decay(plan, tab, span, e, q, k, states, costates, keys, dk, d_initial)
+            d_log_decay += launch.adjoint_decay(plan, tab, span, b, d_o, v, states, costates, values, dv, d_initial)
+        else:
+            d_log_decay = None
+            launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial)
+            launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
 
@@ -142,11 +143,12 @@ def linear_backward(
         dz = launch.padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
-        launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
-        c_re, c_im = launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True).chunk(2, dim=-1)
-        d_log_decay = None
         if need_decay:
-            d_log_decay = launch.decay(plan, tab, span, b, d_y, z, states, costates, (0, P))
+            d_log_decay = launch.adjoint_decay(plan, tab, span, b, d_y, z, states, costates, (0, P), dz, d_initial)
+        else:
+            d_log_decay = None
+            launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
+        c_re, c_im = launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True).chunk(2, dim=-1)
         return dz.contiguous(), d_log_decay, torch.cat((c_re, -c_im), dim=-1), d_initial
 
 

@@ -1,4 +1,5 @@
-"""The gradient of the decay as a Triton kernel. Notation as in triton_passes.py; derivation in kernels/README.md."""
+"""The gradient of the decay, part of the kernel in triton_adjoint.py. Notation as in triton_passes.py; derivation in
+kernels/README.md."""
 
 import triton
 import triton.language as tl
@@ -22,11 +23,12 @@ def scale_pairs(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
     return tl.reshape(tl.permute(b_y, (0, 3, 1, 2)), [2 * BM, N])
 
 
-@triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
-def decay_kernel(
+@triton.jit
+def decay_pass(
+    i_p,
     p_b,
-    p_q,
-    p_k,
+    p_do,
+    p_v,
     p_tt,
     p_e,
     p_step,
@@ -38,19 +40,19 @@ def decay_kernel(
     S,
     chunks,
     Hq,
-    G,
     P,
     first,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    R: tl.constexpr,
+    stride_db,
+    stride_dt,
+    stride_dh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    D: tl.constexpr,
+    G: tl.constexpr,
     M: tl.constexpr,
     L: tl.constexpr,
-    BR: tl.constexpr,
+    BD: tl.constexpr,
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_STATE: tl.constexpr,
@@ -58,111 +60,115 @@ def decay_kernel(
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """g = sum_i e~_i x_i + Q dX/dtheta, the part of dL/dtheta that (e; q, k) carries, or backwards (b; do, v).
+    """g = sum_j T_j y_j + Y X, the part of dL/dtheta that (b~; do, v) carries, or (e~; q, k). Chunks in reverse.
 
-    x_i = sum_(j<=i) (i - j) (q_i . k_j) T_j + (i + 1) S q_i + D q_i is the derivative of a_i by theta over E_i, D that of
-    the state, which the kernel carries beside the state: D' = Lambda^n (D + n S + sum_j (n - 1 - j) T_j k_j) over a chunk
-    of n tokens. D starts at zero in every segment; what leaves the segment meets the cotangent Q of the state after it.
-    So weights grow with the length of a segment at most, and no two large sums are subtracted.
+    y_j = sum_(i>=j) (i - j) (do_i . v_j) b~_i + (n - 1 - j) Z v_j + Y v_j is over T_j the derivative by theta of what
+    v_j meets, Z the costate as in `adjoint_pass` and Y its derivative, which the kernel carries beside it:
+    Y' = Lambda^n (Y + n Z) + sum_i (i + 1) b~_i do_i over a chunk of n tokens. Y starts at zero in every segment; what leaves
+    the segment meets the state X before it. So weights grow with the length of a segment at most, and no two large sums are
+    subtracted. T is the same in every chunk: y_j is summed over chunks in the accumulator of its products.
 
-    Grid: B Hq S ceil(R / BR) (M / BM) programs. Tiles: state and its derivative [2 BM, BR] fp32, q and k [L, BR], x and
-    T [2 BM, L], e~ [BM, L] twice, scores [L, L]. Bytes per token and query head: e~ once per block of R, q and k once per
+    i_p: one of B Hq S ceil(D / BD) (M / BM). Tiles: costate and its derivative [2 BM, BD] fp32, y [2 BM, L] fp32,
+    do and v [L, BD], b~ [L, 2 BM], scores [L, L]. Bytes per token and query head: b~ once per block of D, do and v once per
     block of M. p_out: [programs of all (b, h), 2M] fp32 as (Re g | Im g), summed outside in a fixed order.
 
-    Tokens are columns here: state and derivative are first operands, which stay in registers, and sums over tokens stay
-    within a warp. Rows hold conjugates, in turns of eight: 8 real parts, their 8 imaginary parts. A thread has rows r and
-    r + 8 of a product, so that a complex number is in one thread at any BM.
+    Tokens are columns here: costate and derivative are first operands, which stay in registers. Rows come in turns of eight:
+    8 real parts, their 8 imaginary parts. A thread has rows r and r + 8 of a product, so that a complex number is in one thread
+    at any BM.
     """
     DTYPE = p_tt.dtype.element_ty
     NM: tl.constexpr = M // BM
-    NR: tl.constexpr = (R + BR - 1) // BR
-    i_p = tl.program_id(0)
+    ND: tl.constexpr = (D + BD - 1) // BD
     i_m = i_p % NM
-    i_r = i_p // NM % NR
-    i_s = i_p // (NM * NR) % S
-    i_q = i_p // (NM * NR * S) % Hq
-    i_b = (i_p // (NM * NR * S * Hq)).to(tl.int64)
+    i_d = i_p // NM % ND
+    i_s = i_p // (NM * ND) % S
+    i_q = i_p // (NM * ND * S) % Hq
+    i_b = (i_p // (NM * ND * S * Hq)).to(tl.int64)
     i_h = i_q // G
     o_l = tl.arange(0, L)
-    o_r = i_r * BR + tl.arange(0, BR)
+    o_d = i_d * BD + tl.arange(0, BD)
     o_m = i_m * BM + tl.arange(0, BM)
     o_2 = tl.arange(0, 2 * BM)
-    o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8  # basis function of a row
-    o_i = o_2 // 8 % 2  # 1 where it is the imaginary part
-    m_r = o_r < R
-
-    b_t = tl.load(p_tt + (i_h * 2 * M + o_i * M + o_n)[:, None] * L + o_l[None, :])
-    i_x = ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2
-    b_s = tl.zeros([2 * BM, BR], dtype=tl.float32)
-    b_d = tl.zeros([2 * BM, BR], dtype=tl.float32)
-    if HAS_STATE:
-        o_x = o_n[:, None] * (2 * P) + o_i[:, None] + 2 * (first + o_r)[None, :]
-        b_s = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(p_x + i_x + o_x, mask=m_r[None, :], other=0.0)
-    b_i = o_l.to(tl.float32)
-    b_gr = tl.zeros([BM], dtype=tl.float32)
-    b_gi = tl.zeros([BM], dtype=tl.float32)
-
-    p_qt = p_q + i_b * stride_qb + i_q.to(tl.int64) * stride_qh + o_l[:, None] * stride_qt + o_r[None, :]
-    p_kt = p_k + i_b * stride_kb + i_h.to(tl.int64) * stride_kh + o_l[:, None] * stride_kt + o_r[None, :]
-    if LINEAR:
-        p_bt = p_b + (i_h * L + o_l)[None, :] * (2 * M) + o_m[:, None]
-    else:
-        p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[None, :] * (2 * M) + o_m[:, None]
+    o_i = o_2 // 8 % 2  # 1 where a row holds an imaginary part
+    o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8 + o_i * M  # a row's place in (Re | Im)
+    m_d = o_d < D
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
-    for i_c in range(start, stop):
+
+    p_f = p_step + i_h * (4 * M) + o_m
+    # The costate enters the last chunk, n tokens long, with Lambda^(n-1-r).
+    p_l = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
+    b_lr = tl.load(p_l)
+    b_li = tl.load(p_l + M)
+    b_cr = tl.load(p_f + 2 * M)
+    b_ci = tl.load(p_f + 3 * M)
+    i_x = ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2
+    b_z = tl.zeros([2 * BM, BD], dtype=tl.float32)
+    b_t = tl.zeros([2 * BM, BD], dtype=tl.float32)
+    if HAS_COSTATE:
+        # One query head of a group stands for the state that they share.
+        m_g = m_d & (i_q % G == 0)
+        o_x = (o_n % M)[:, None] * (2 * P) + o_i[:, None] + 2 * (first + o_d)[None, :]
+        b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(p_g + i_x + o_x, mask=m_g[None, :], other=0.0)
+    b_i = o_l.to(tl.float32)
+    b_y = tl.zeros([2 * BM, L], dtype=tl.float32)
+
+    p_dt = p_do + i_b * stride_db + i_q.to(tl.int64) * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
+    p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
+    if LINEAR:
+        p_bt = p_b + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :]
+    else:
+        p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    for i in range(0, stop - start):
+        i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
         m_t = i_c * L + o_l < T
         n = tl.minimum(L, T - i_c * L)
-        # No product takes e~, so that it is not fetched ahead of its chunk: first of all, then.
-        p_bc = p_bt if LINEAR else p_bt + i_t * (2 * M)
-        b_br = tl.load(p_bc, mask=m_t[None, :], other=0.0)
-        b_bi = tl.load(p_bc + M, mask=m_t[None, :], other=0.0)
-        b_q = tl.load(p_qt + i_t * stride_qt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
-        b_k = tl.load(p_kt + i_t * stride_kt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
-        p_f = p_step + i_h * (4 * M) + tl.where(i_c == start, 0, 2 * M) + o_m
-        b_re = tl.load(p_f)
-        b_im = -tl.load(p_f + M)
-        b_s = scale_pairs(b_s, b_re, b_im, BM, BR)
-        b_d = scale_pairs(b_d, b_re, b_im, BM, BR)
+        b_b = tl.load(p_bt if LINEAR else p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
+        b_do = tl.load(p_dt + i_t * stride_dt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
+        b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
+        b_re = tl.where(i == 0, b_lr, b_cr)
+        b_im = tl.where(i == 0, b_li, b_ci)
+        b_z = scale_pairs(b_z, b_re, b_im, BM, BD)
+        b_t = scale_pairs(b_t, b_re, b_im, BM, BD)
 
         # The integer weights multiply fp32 numbers, before those are rounded to the operands' dtype.
-        b_p = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+        b_p = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         # b_p * (i - j), spelled so that no [L, L] tile of weights stays in registers.
-        b_p = tl.where(o_l[:, None] <= o_l[None, :], b_p * b_i[None, :] - b_p * b_i[:, None], 0.0)
-        b_x = tl.dot(b_s.to(DTYPE), tl.trans(b_q), input_precision=PRECISION) * (b_i + 1.0)[None, :]
-        b_x = tl.dot(b_d.to(DTYPE), tl.trans(b_q), b_x, input_precision=PRECISION)
+        b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p * b_i[:, None] - b_p * b_i[None, :], 0.0)
         if DOCUMENTS:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             b_p = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
-            b_x = tl.where((b_n == n_before)[None, :], b_x, 0.0)
-            b_s = tl.where(n_before == n_last, b_s, 0.0)
-            b_d = tl.where(n_before == n_last, b_d, 0.0)
-            m_k = (m_t & (b_n == n_last))[:, None] & m_r[None, :]
-            b_k = tl.load(p_kt + i_t * stride_kt, mask=m_k, other=0.0).to(DTYPE)
-        b_x = tl.dot(b_t, b_p.to(DTYPE), b_x, input_precision=PRECISION)
-        b_xr, b_xi = split_pairs(b_x, BM, L)
-        b_er = tl.reshape(b_br.to(tl.float32), [BM // 8, 8, L])
-        b_ei = tl.reshape(b_bi.to(tl.float32), [BM // 8, 8, L])
-        b_gr += tl.reshape(tl.sum(b_er * b_xr + b_ei * b_xi, axis=2), [BM])
-        b_gi += tl.reshape(tl.sum(b_ei * b_xr - b_er * b_xi, axis=2), [BM])
+            m_v = (m_t & (b_n == n_last))[:, None] & m_d[None, :]
+            b_v = tl.load(p_vt + i_t * stride_vt, mask=m_v, other=0.0).to(DTYPE)
+            m_o = (m_t & (b_n == n_before))[:, None] & m_d[None, :]
+            b_do = tl.load(p_dt + i_t * stride_dt, mask=m_o, other=0.0).to(DTYPE)
+        b_x = tl.dot(b_z.to(DTYPE), tl.trans(b_v), input_precision=PRECISION)
+        b_y += b_x * (n - 1 - o_l).to(tl.float32)[None, :]
+        b_y = tl.dot(b_t.to(DTYPE), tl.trans(b_v), b_y, input_precision=PRECISION)
+        b_y = tl.dot(tl.trans(b_b), b_p.to(DTYPE), b_y, input_precision=PRECISION)
+        if DOCUMENTS:
+            b_z = tl.where(n_before == n_last, b_z, 0.0)
+            b_t = tl.where(n_before == n_last, b_t, 0.0)
+        b_w = (b_do.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
+        b_t = tl.dot(tl.trans(b_b), b_w, b_t + b_z * n.to(tl.float32), input_precision=PRECISION)
+        b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
 
-        b_w = (b_k.to(tl.float32) * (n - 1 - o_l).to(tl.float32)[:, None]).to(DTYPE)
-        b_d = tl.dot(b_t, b_w, b_d + b_s * n.to(tl.float32), input_precision=PRECISION)
-        b_s = tl.dot(b_t, b_k, b_s, input_precision=PRECISION)
-
-    if HAS_COSTATE:
-        p_f = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
-        b_dr, b_di = split_pairs(scale_pairs(b_d, tl.load(p_f), -tl.load(p_f + M), BM, BR), BM, BR)
-        # Q is the conjugate of the gradient; so are both factors here.
-        o_y = tl.reshape(o_m, [BM // 8, 8, 1]) * (2 * P) + 2 * tl.reshape(first + o_r, [1, 1, BR])
-        m_y = tl.reshape(m_r, [1, 1, BR])
-        b_yr = tl.load(p_g + i_x + o_y, mask=m_y, other=0.0)
-        b_yi = tl.load(p_g + i_x + o_y + 1, mask=m_y, other=0.0)
-        # One query head of a group stands for the state that they share.
-        shared = tl.where(i_q % G == 0, 1.0, 0.0)
-        b_gr += shared * tl.reshape(tl.sum(b_yr * b_dr - b_yi * b_di, axis=2), [BM])
-        b_gi -= shared * tl.reshape(tl.sum(b_yr * b_di + b_yi * b_dr, axis=2), [BM])
+    o_8 = tl.reshape(o_m, [BM // 8, 8, 1])
+    b_yr, b_yi = split_pairs(b_y, BM, L)
+    p_tt += i_h * (2 * M) * L + o_8 * L + tl.reshape(o_l, [1, 1, L])
+    b_tr = tl.load(p_tt).to(tl.float32)
+    b_ti = -tl.load(p_tt + M * L).to(tl.float32)  # the table holds conjugates
+    b_gr = tl.reshape(tl.sum(b_tr * b_yr - b_ti * b_yi, axis=2), [BM])
+    b_gi = tl.reshape(tl.sum(b_tr * b_yi + b_ti * b_yr, axis=2), [BM])
+    if HAS_STATE:
+        b_dr, b_di = split_pairs(scale_pairs(b_t, tl.load(p_f), tl.load(p_f + M), BM, BD), BM, BD)
+        o_s = o_8 * (2 * P) + 2 * tl.reshape(first + o_d, [1, 1, BD])
+        m_s = tl.reshape(m_d, [1, 1, BD])
+        b_xr = tl.load(p_x + i_x + o_s, mask=m_s, other=0.0)
+        b_xi = tl.load(p_x + i_x + o_s + 1, mask=m_s, other=0.0)
+        b_gr += tl.reshape(tl.sum(b_xr * b_dr - b_xi * b_di, axis=2), [BM])
+        b_gi += tl.reshape(tl.sum(b_xr * b_di + b_xi * b_dr, axis=2), [BM])
     p_o = p_out + (i_p // NM).to(tl.int64) * (2 * M) + o_m
     tl.store(p_o, b_gr)
     tl.store(p_o + M, b_gi)

@@ -13,7 +13,6 @@ from torch import Tensor
 from .tables import powers
 from .triton_adjoint import adjoint_kernel
 from .triton_chain import chain_kernel, segment_powers_kernel
-from .triton_decay import decay_kernel
 from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_tables import tables_kernel
 
@@ -31,10 +30,15 @@ class Plan(NamedTuple):
     precision: str  # of fp32 products; bf16 ones have no choice
     contract: tuple[int, int, int]  # state numbers of a program (2 BM BR), warps, stages
     expand: tuple[int, int, int]  # state numbers of a program (2M BD), warps, stages; also for adjoint
-    decay: tuple[int, int, int]  # state numbers of a program (2 BM BR, twice), warps, stages
+    decay: tuple[int, int, int]  # costate numbers of a program (2 BM BD, twice), warps, stages
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None  # that a thread may have; None: for ptxas to choose
+
+    @property
+    def joined(self) -> bool:
+        """Whether `adjoint` and `decay` go in one launch: where they take the same warps and stages."""
+        return self.expand[1:] == self.decay[1:]
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chunk_size: int | None) -> Plan:
@@ -254,21 +258,7 @@ def adjoint(
     costate: gradients of the states after every segment, [B, H, S, M, P, 2]. Without `out`, initial is
     [B, H, S, M, P, 2] and takes the gradients of the states before the segments, each from zero after it.
     """
-    B, T, Hq, D = d_o.shape
-    N = tab.E.shape[2]
-    rows, scores, linear = _split(b, tab)
-    numbers, warps, stages = plan.expand
-    BD = _block(min(_power_of_two(D), 64), numbers // N)
-    adjoint_kernel[(B * H * span.segments * triton.cdiv(D, BD),)](
-        rows, d_o, scores, tab.t_conj, tab.E, tab.step, _or_dummy(costate, tab), d_o if out is None else out,
-        _or_dummy(initial, tab), _or_dummy(span.documents, tab),
-        T, span.segments, span.chunks, H, channels[1], channels[0],
-        *_strides(d_o), *_strides(d_o if out is None else out),
-        D=D, G=Hq // H, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
-        HAS_STATE=costate is not None, STORE_STATE=0 if initial is None else (2 if out is None else 1),
-        OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
-    )  # fmt: skip
+    _reverse(plan, tab, span, b, d_o, None, H, None, costate, channels, out, initial, decay=False)
 
 
 def decay(
@@ -276,32 +266,66 @@ def decay(
     tab: Tables,
     span: Span,
     b: Tensor | Constant,
-    q: Tensor,
-    k: Tensor,
+    d_o: Tensor,
+    v: Tensor,
     state: Tensor | None,
     costate: Tensor | None,
     channels: tuple[int, int],
 ) -> Tensor:
-    """The part of the gradient of log_decay that (e~; q, k) carry, or (b~; do, v), [H, M, 2] fp32."""
-    B, T, Hq, R = q.shape
-    H, N = k.shape[2], tab.E.shape[2]
-    numbers, warps, stages = plan.decay
-    BR = min(_power_of_two(R), 64, numbers // 32)
-    BM = _block(N // 2, numbers // (2 * BR))
-    blocks = triton.cdiv(R, BR)
-    rows, _, linear = _split(b, tab)
-    out = torch.empty(B, H, Hq // H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
-    decay_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
-        rows, q, k, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab), out,
-        _or_dummy(span.documents, tab),
-        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
-        *_strides(q), *_strides(k),
-        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
-        HAS_STATE=state is not None, HAS_COSTATE=costate is not None, LINEAR=linear,
-        DOCUMENTS=span.documents is not None,
+    """The part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), [H, M, 2] fp32.
+
+    state: before every segment, [B, H, S, M, P, 2].
+    """
+    return _reverse(plan, tab, span, b, d_o, v, v.shape[2], state, costate, channels, None, None, adjoint=False)
+
+
+def adjoint_decay(
+    plan: Plan,
+    tab: Tables,
+    span: Span,
+    b: Tensor | Constant,
+    d_o: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    costate: Tensor | None,
+    channels: tuple[int, int],
+    out: Tensor,
+    initial: Tensor | None = None,
+) -> Tensor:
+    """Both: what `adjoint` does, and what `decay` returns. In one launch where the plan joins them."""
+    H = v.shape[2]
+    if plan.joined:
+        return _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial)
+    adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
+    return decay(plan, tab, span, b, d_o, v, state, costate, channels)
+
+
+def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial, *, adjoint=True, decay=True):
+    B, T, Hq, D = d_o.shape
+    G, N = Hq // H, tab.E.shape[2]
+    rows, scores, linear = _split(b, tab)
+    _, warps, stages = plan.expand if adjoint else plan.decay
+    BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)
+    BK = min(_power_of_two(D), 64, plan.decay[0] // 32)
+    BM = _block(N // 2, plan.decay[0] // (2 * BK))
+    blocks = triton.cdiv(D, BK)
+    programs = (triton.cdiv(D, BD) if adjoint else 0) + (G * blocks * (N // 2 // BM) if decay else 0)
+    g = tab.E.new_empty(B, H, G, span.segments, blocks, N) if decay else None
+    dv, v = (d_o if x is None else x for x in (out, v))  # pointers that the kernel is compiled not to touch
+    adjoint_kernel[(B * H * span.segments * programs,)](
+        rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab),
+        dv, _or_dummy(initial, tab), _or_dummy(g, tab), _or_dummy(span.documents, tab),
+        T, span.segments, span.chunks, H, channels[1], channels[0],
+        *_strides(d_o), *_strides(v), *_strides(dv),
+        D=D, G=G, M=N // 2, L=plan.chunk, BD=BD, BK=BK, BM=BM, PRECISION=plan.precision,
+        HAS_STATE=state is not None, HAS_COSTATE=costate is not None,
+        STORE_STATE=0 if initial is None else (2 if out is None else 1),
+        ADJOINT=adjoint, DECAY=decay, OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    g_re, g_im = out.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
+    if g is None:
+        return None
+    g_re, g_im = g.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
     return torch.stack((g_re, -g_im), dim=-1)
 
 

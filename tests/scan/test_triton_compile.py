@@ -53,7 +53,6 @@ def test_budget(capability, dtype, reports):
         "contract_kernel",
         "expand_kernel",
         "adjoint_kernel",
-        "decay_kernel",
         "tables_kernel",
         "chain_kernel",
     }

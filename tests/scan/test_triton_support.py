@@ -150,5 +150,6 @@ def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
         tiles = [x for x in plan if isinstance(x, tuple)]
         assert (plan.fused is not None) == (capability[0] == 9 and width <= 64 and M <= 64)
         assert len(tiles) == (5 if plan.fused else 4)
+        assert plan.joined == (M < 128 or capability[0] in (8, 10, 12))
         assert all(warps <= 4 for _, warps, _ in tiles)
         assert capability[0] != 10 or all(stages == 1 for *_, stages in tiles)

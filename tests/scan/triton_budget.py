@@ -62,7 +62,7 @@ class Recorder:
 def launches(capability, dtype, R, D, M, G=1, linear=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
-    passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel", "decay_kernel")
+    passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
     for name in (*passes, "tables_kernel", "segment_powers_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
