@@ -1,7 +1,13 @@
 """What the command-line tools share: a user's mistake is one paragraph on standard error and exit status 2."""
 
 import functools
+import re
 import sys
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
+    return re.sub(r"[^\n\t -~\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def user_errors(main):
@@ -17,9 +23,7 @@ def user_errors(main):
                 message = f"{e.strerror}."  # an OSError that we raised says it all there
                 if e.filename is not None:
                     message = f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk."
-            # Names out of files may hold what a terminal obeys.
-            shown = (c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message)
-            print(f"error: {''.join(shown)}", file=sys.stderr)
+            print(f"error: {visible(message)}", file=sys.stderr)
             return 2
 
     return guarded

@@ -20,7 +20,7 @@ from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, 
 from interdomain.model.pretrained import DTYPES, load_pretrained
 from interdomain.model.saved_state import SavedState, load_state, save_state
 
-from ._cli import user_errors
+from ._cli import user_errors, visible
 
 
 def parse(argv):
@@ -148,11 +148,12 @@ def run(args) -> int:
     single = len(ids) == 1
     texts = [""] * len(ids)
     given = prompts or [""] * len(ids)
+    show = visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
     written, began, first = 0, time.perf_counter(), None
 
     def emit(i: int, piece: str) -> None:
         if single:
-            print(piece, end="", flush=True)
+            print(show(piece), end="", flush=True)
         else:
             texts[i] += piece
 
@@ -160,10 +161,10 @@ def run(args) -> int:
         open_rows.discard(i)
         emit(i, streams[i].flush())
         if not single:
-            print(f"=== {i + 1}: {given[i]!r}\n{given[i]}{texts[i]}\n", flush=True)
+            print(f"=== {i + 1}: {given[i]!r}\n{show(given[i] + texts[i])}\n", flush=True)
 
     if single:
-        print(given[0], end="", flush=True)
+        print(show(given[0]), end="", flush=True)
     stop = None if args.no_stop or args.endless else tokenizer.eos_id
     open_rows, status = set(range(len(ids))), 0
     try:

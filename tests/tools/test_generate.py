@@ -104,6 +104,18 @@ def test_several_prompts_are_each_alone(source, capsys):
     assert err.startswith("[100 tokens in ")
 
 
+def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
+    prompts = ("--prompt", "\x1b[2Jé\u3000👩\u200d👧\x9b\n", "--prompt", "\a")
+    run(source, *prompts, "--max-tokens", 1)
+    assert "\x1b[2Jé\u3000👩\u200d👧\x9b\n" in capsys.readouterr().out  # of a pipe
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for given in (prompts, prompts[:2]):
+        run(source, *given, "--max-tokens", 1)
+        out = capsys.readouterr().out
+        assert "\\x1b[2Jé\u3000👩\u200d👧\\x9b\n" in out
+        assert not {*"\x1b\x9b\a"} & {*out}
+
+
 def test_sampling_options_and_seed(source, capsys, tokenizer):
     options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--seed", 3)
     run(source, *options, "--no-stop")
