@@ -217,7 +217,7 @@ def _places(model: Transformer, state: ModelState) -> list | None:
     do by values of Python's.
     """
     device = state.position.device
-    found = [torch.cuda.current_stream(device), torch.get_float32_matmul_precision()]
+    found = [torch.cuda.current_stream(device), torch.backends.cuda.matmul.fp32_precision]
     found += [torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)]
     for name, module in model.named_modules():
         ours = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]

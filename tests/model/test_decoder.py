@@ -141,6 +141,20 @@ def test_autocast_keeps_no_copies_that_a_graph_would_read(cuda, monkeypatch):
     assert torch.is_autocast_cache_enabled()
 
 
+def test_a_graph_is_of_one_precision_of_products(cuda):
+    """By whichever of PyTorch's switches: set by the newer one, the older one refuses to name it."""
+    model, matmul = variant("interdomain"), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        decoder, other = Decoder(model, read(model)), read(model)
+        assert decoder.fits(other)
+        matmul.fp32_precision = "ieee"
+        assert not decoder.fits(other)
+    finally:
+        matmul.fp32_precision = before
+
+
 def watched(graph, kept):
     @contextlib.contextmanager
     def capture(*args, **options):
