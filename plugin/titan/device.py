@@ -73,6 +73,7 @@ def refuse_on_cpu(job_config) -> None:
         return
     impossible = {
         "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
+        "training.gc_debug": job_config.training.gc_debug,
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
         "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",

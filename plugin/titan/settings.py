@@ -115,6 +115,11 @@ def refuse_unsupported(job_config) -> None:
             f"activation_checkpoint.selective_ac_option = {option!r} is unknown; allowed: 'op' (saves matrix "
             "products and the scan's output) or a number n (checkpoint every n-th block)."
         )
+    if ac.mode == "selective" and option == "op" and ac.debug:
+        raise ValueError(
+            "activation_checkpoint.debug cannot trace checkpointing by operation: turn it off, or choose another mode or "
+            "selective_ac_option."
+        )
     if ac.mode == "memory_budget" and not compiled:
         raise ValueError(
             "activation_checkpoint.mode = 'memory_budget' is a setting of the compiler: add compile.enable = true, or "

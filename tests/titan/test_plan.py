@@ -169,6 +169,11 @@ REFUSED = {
         "selective_ac_option = '0'",
         "'op'",
     ),
+    "recomputation traced": (
+        {"activation_checkpoint__mode": "selective", "activation_checkpoint__debug": True},
+        "activation_checkpoint.debug",
+        "another mode",
+    ),
     "compiled part": ({"compile__components": "optimizer"}, "compile.components = ['optimizer']", "model, loss"),
     "model-only end": ({"checkpoint__enable": True, "checkpoint__last_save_model_only": True}, "no run can", "false"),
     "one checkpoint": ({"checkpoint__keep_latest_k": 1}, "keep_latest_k = 1", "2 or more"),
@@ -215,6 +220,7 @@ REFUSED = {
     "float8": ({"quantize.linear.float8.emulate": True}, "quantize.linear", "not supported"),
     "memory by TorchTitan": ({"memory_estimation__enable": True}, "memory_estimation.enable", "--dry-run"),
     "simulated ranks": ({"comm__mode": "fake_backend"}, "comm.mode = 'fake_backend'", "NGPU"),
+    "collection traced on a CPU": ({"training__gc_debug": True}, "training.gc_debug", "needs a GPU"),
     "torchft": ({"fault_tolerance__enable": True}, "fault_tolerance.enable", "torchft"),
 }
 
