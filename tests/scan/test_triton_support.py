@@ -105,6 +105,8 @@ def test_a_machine_without_a_compiler_says_so(compiler, said, monkeypatch, tmp_p
     problem = triton_support.cannot_launch.__wrapped__()
     assert said in problem
     assert "apt-get install gcc python3-dev" in problem
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # an AMD GPU, where plain PyTorch is all that runs
+    assert triton_support.cannot_launch.__wrapped__() is None
 
 
 def test_shapes_on_cuda_without_one(pretend_gpu):
