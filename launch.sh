@@ -8,7 +8,7 @@
 # On first use this makes an environment in .venv (INTERDOMAIN_VENV names another folder) with the exact versions of
 # constraints.txt. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
 

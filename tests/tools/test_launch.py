@@ -247,6 +247,18 @@ def installed():
     return Path("log").read_text().splitlines()
 
 
+def test_it_runs_where_it_stands(tmp_path):
+    """And not in a folder of the same name that the shell's CDPATH knows."""
+    for folder in ("main", "other/main"):
+        (tmp_path / folder).mkdir(parents=True)
+        shutil.copy(ROOT / "launch.sh", tmp_path / folder)
+    (tmp_path / "python").write_text("#!/bin/sh\npwd\n")
+    (tmp_path / "python").chmod(0o755)
+    found = {**os.environ, "CDPATH": str(tmp_path / "other"), "INTERDOMAIN_PYTHON": str(tmp_path / "python")}
+    run = subprocess.run(["bash", "main/launch.sh"], cwd=tmp_path, env=found, capture_output=True, text=True)
+    assert run.stdout == f"{tmp_path / 'main'}\n"
+
+
 def test_starts_at_once_install_once(checkout):
     starts = [checkout() for _ in range(4)]
     said = [start.communicate(timeout=60)[0].splitlines() for start in starts]
