@@ -114,7 +114,15 @@ def load_state(path: Path | str, model: Transformer) -> SavedState:
             raise TypeError("its checksum differs")
         _check(model, about, tensors)
         return _rebuilt(model, about, tensors)
-    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+    except (
+        SafetensorError,
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as e:
         raise ValueError(f"{path} is truncated or damaged ({type(e).__name__}: {e}). Read the prompt again.") from e
 
 

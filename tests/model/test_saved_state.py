@@ -108,6 +108,7 @@ DAMAGE = {
     "another length": (lambda p: about(p, length=5), ["truncated or damaged", "8 tokens in rows of [8], length 5"]),
     "a length that is text": (lambda p: about(p, length="8"), ["truncated or damaged", "length is '8'"]),
     "longer": (lambda p: about(p, length=9, padded=True), ["truncated or damaged", "layers.0.k"]),
+    "longer than numbers": (lambda p: about(p, length=10**40), ["truncated or damaged"]),
     "no JSON": (lambda p: rewrite(p, about="{"), ["truncated or damaged"]),
     "a list": (lambda p: rewrite(p, about="[1]"), ["truncated or damaged"]),
     "a model that is a list": (lambda p: about(p, model=[1]), ["truncated or damaged"]),
