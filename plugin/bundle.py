@@ -71,20 +71,22 @@ def _rewritten(module: str) -> tuple[str, set[tuple[str, str]]]:
     text = path.read_text(encoding="utf-8")
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     lines, imported = text.splitlines(), set()
-    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    nodes = list(ast.walk(ast.parse(text)))
+    tried = {child for node in nodes if isinstance(node, ast.Try) for child in node.body}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in sorted(imports, key=lambda node: -node.lineno):
-        written = _flat(node, package, imported)
+        written = _flat(node, package, imported, node in tried)
         lines[node.lineno - 1 : node.end_lineno] = [" " * node.col_offset + line for line in written]
     return "\n".join(lines) + "\n", imported
 
 
-def _flat(node: ast.Import | ast.ImportFrom, package: str, imported: set[tuple[str, str]]) -> list[str]:
-    """The lines that take the place of an import."""
+def _flat(node: ast.Import | ast.ImportFrom, package: str, imported: set[tuple[str, str]], tried: bool) -> list[str]:
+    """The lines that take the place of an import. tried: it stands in a `try` already."""
     start = (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
     if isinstance(node, ast.ImportFrom) and node.level:
         parents = package.split(".")
         start = ".".join(filter(None, (*parents[: len(parents) + 1 - node.level], start)))
-    if start.partition(".")[0] in OPTIONAL:
+    if start.partition(".")[0] in OPTIONAL and not tried:
         return ["try:", f"    {ast.unparse(node)}", "except ImportError:", "    raise"]
     if start.partition(".")[0] != "interdomain":
         return [ast.unparse(node)]
