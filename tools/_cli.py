@@ -1,13 +1,23 @@
 """What the command-line tools share: a user's mistake is one paragraph on standard error and exit status 2."""
 
 import functools
+import os
 import re
+import select
+import signal
 import sys
 
 
 def visible(text: str) -> str:
     """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
     return re.sub(r"[^\n\t -~\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def reader_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def user_errors(main):
@@ -18,6 +28,9 @@ def user_errors(main):
         try:
             return main(argv)
         except (ValueError, OSError) as e:
+            if isinstance(e, BrokenPipeError) and reader_left():
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+                return 128 + signal.SIGPIPE
             message = str(e)
             if isinstance(e, OSError) and e.strerror:  # Python's own: the file stands apart from the words
                 message = f"{e.strerror}."  # an OSError that we raised says it all there

@@ -7,8 +7,6 @@ text or without.
 """
 
 import argparse
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -205,11 +203,7 @@ def run(args) -> int:
 def main(argv=None) -> int:
     args = parse(argv)
     check(args)
-    try:
-        return run(args)
-    except BrokenPipeError:  # whoever read the text has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
-        return 128 + signal.SIGPIPE
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -387,3 +387,20 @@ def test_a_reader_that_leaves_ends_it_quietly(source):
     assert done.stdout.startswith("x")
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+ANOTHER_PIPE = """
+import os, sys
+from interdomain.tools._cli import user_errors
+@user_errors
+def main(argv=None):
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.write(writes, b"x")
+sys.exit(main())
+"""
+
+
+def test_another_pipe_that_breaks_is_an_error():
+    done = subprocess.run([sys.executable, "-c", ANOTHER_PIPE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: Broken pipe.\n")
