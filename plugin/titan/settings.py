@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
@@ -131,6 +132,8 @@ def refuse_unsupported(job_config) -> None:
     backend = job_config.compile.backend
     if job_config.compile.enable and backend not in list_backends(exclude_tags=()):
         raise ValueError(f"compile.backend = {backend!r} is unknown; allowed: {', '.join(list_backends())}.")
+    if job_config.metrics.enable_wandb and not find_spec("wandb"):  # TorchTitan would train on without curves
+        raise ValueError("metrics.enable_wandb needs wandb, not installed here: pip install wandb, or leave it out.")
     if job_config.validation.enable and job_config.validation.steps != -1:
         raise ValueError(
             f"validation.steps = {job_config.validation.steps} would read other tokens on other topologies. Set "

@@ -11,7 +11,7 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
 from interdomain.model import CONDITIONS, Execution, Transformer
 from interdomain.model.flops import memory_estimate
-from interdomain.titan import NAME, trainer
+from interdomain.titan import NAME, settings, trainer
 from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
 from interdomain.titan.parallelize import SCAN_OPS
 from interdomain.titan.plan import make_plan, model_config
@@ -270,6 +270,15 @@ def test_unknown_keys_of_a_toml_file_are_named(tmp_path):
     toml.write_text(TINY.read_text() + "\n[mixer]\ndual_inputs = true\n")
     with pytest.raises(ValueError, match=r"dual_inputs.* ./launch.sh --flags"):
         read_job_config(["--job.config_file", str(toml)])
+
+
+def test_curves_for_wandb_need_it(monkeypatch):
+    job = parse(metrics__enable_wandb=True)
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs wandb"):
+        settings.refuse_unsupported(job)
+    monkeypatch.setattr(settings, "find_spec", lambda name: name)
+    settings.refuse_unsupported(job)
 
 
 @pytest.mark.parametrize("left_out", ["custom_config_module", "custom_import"])
