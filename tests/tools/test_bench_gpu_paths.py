@@ -87,6 +87,7 @@ def gpu(monkeypatch):
     for module in (_problems, _features):
         monkeypatch.setattr(module, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # PyTorch for CUDA would ask the GPU
     monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
     monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
     for tool in (bench_kernels, bench_decode, bench_inference, _passes):
