@@ -32,7 +32,7 @@ def new_folder(output):
         try:
             yield folder
             for path in (*folder.rglob("*"), folder):  # what libraries wrote is not on the disk yet
-                _sync_path(path)
+                sync_path(path)
             try:
                 os.rename(folder, output)  # onto nothing or an empty folder; never onto a full one
             except OSError:
@@ -41,7 +41,7 @@ def new_folder(output):
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    sync_folder(output.parent)
+    sync_path(output.parent)
 
 
 @contextlib.contextmanager
@@ -79,13 +79,13 @@ def kept_folder(output, wait=False):
                 break
             stack.close()
         yield folder
-        sync_folder(folder)
+        sync_path(folder)
         try:
             os.rename(folder, output)
         except OSError:
             require_empty(output)
             raise
-    sync_folder(output.parent)
+    sync_path(output.parent)
 
 
 def _place(output):
@@ -132,12 +132,8 @@ def sync(f):
     os.fsync(f.fileno())
 
 
-def sync_folder(folder):
-    """Flush a folder's entries to the disk, so that a rename survives a power cut."""
-    _sync_path(folder)
-
-
-def _sync_path(path):
+def sync_path(path):
+    """Flush a file's bytes, or a folder's entries, to the disk, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

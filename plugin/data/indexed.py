@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from interdomain.folders import sync, sync_folder
+from interdomain.folders import sync, sync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
@@ -302,7 +302,7 @@ class IndexedDatasetWriter:
             for partial, final in zip(self._partial, self._final, strict=True):
                 os.replace(partial, final)
         self._bin = None
-        sync_folder(self.prefix.parent)
+        sync_path(self.prefix.parent)
         return ShardInfo(
             name=self.prefix.name,
             documents=len(lengths),

@@ -37,6 +37,7 @@ from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_
 from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
 from .lock import FolderLock
+from .plan import tokens_at
 from .preemption import children_keep_saving
 from .whole import fault, is_finished, read_whole
 
@@ -147,8 +148,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         step = self.states[TRAIN_STATE].step
-        first, tokens = self.resumed
-        tokens += (step - first) * self.record["run"]["tokens_per_step"]
+        tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
         # What every restart of the same command asks for again (see choice.py).

@@ -59,7 +59,7 @@ def use_cpu_if_alone() -> None:
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
-def refuse_on_cpu(job_config) -> None:
+def refuse_for_device(job_config) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
     if torch.accelerator.is_available():

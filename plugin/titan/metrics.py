@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 from interdomain.model.initialize import clean_name
 from interdomain.scan.tables import decay_exponent
 
-from .plan import make_plan
+from .plan import make_plan, tokens_at
 from .run_log import RunLog
 
 # Parameter groups whose gradient norms are drawn: the first pattern that a name matches.
@@ -101,9 +101,7 @@ class InterdomainMetrics(MetricsProcessor):
             self.run_log.flush()
 
     def tokens_at(self, step: int) -> int:
-        """Tokens trained on up to the end of a step; those of an earlier start may have been of another number."""
-        first, tokens = self.resumed
-        return tokens + (step - first) * self.plan.tokens_per_step
+        return tokens_at(step, self.resumed, self.plan.tokens_per_step)
 
     def _data_wait_percent(self) -> float:
         """Of the time since the last log, on the rank that waited longest: the others wait for it in their collectives.

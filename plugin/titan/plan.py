@@ -21,7 +21,7 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, train_flops_per_token
 from interdomain.scan import BACKENDS
 
-from .device import refuse_on_cpu
+from .device import refuse_for_device
 from .job_config import Mixer
 from .settings import refuse_unsupported
 
@@ -86,7 +86,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     """
     refuse_unsupported(job_config)
     if not on_gpus:
-        refuse_on_cpu(job_config)
+        refuse_for_device(job_config)
     config = model_config(job_config)
     execution = _execution(job_config.mixer)
     training, parallel = job_config.training, job_config.parallelism
@@ -134,6 +134,13 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
             recompute=execution.recompute,
         ),
     )
+
+
+def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
+    """Tokens trained on up to the end of a step, by a start that goes on from `resumed`, (step, tokens): earlier steps may have
+    been of another number than `per_step`."""
+    first, tokens = resumed
+    return tokens + (step - first) * per_step
 
 
 def model_config(job_config) -> ModelConfig:

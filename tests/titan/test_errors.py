@@ -70,7 +70,7 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypa
 
     for needs in (("auto", "auto", False), ("fft", "torch", True), ("sequential", "torch", False)):
         with pytest.raises(ValueError, match=r"^there is no C compiler\. Without them: --compile\.no-enable --mixer"):
-            device.refuse_on_cpu(config(*needs))
-    device.refuse_on_cpu(config("chunkwise-torch", "torch", False))
+            device.refuse_for_device(config(*needs))
+    device.refuse_for_device(config("chunkwise-torch", "torch", False))
     monkeypatch.setattr(device, "cannot_launch", lambda: None)
-    device.refuse_on_cpu(config("auto", "auto", True))
+    device.refuse_for_device(config("auto", "auto", True))
