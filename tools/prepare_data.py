@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest
+from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest, sealed
 from interdomain.data.documents import describe_inputs, in_validation, list_files, read_documents
 from interdomain.data.pieces import check_files
 from interdomain.data.preparation import JOURNAL, Encoding, Journal, write_splits
@@ -259,7 +259,7 @@ def build(folder, args, request, files):
         },
         "splits": splits,
     }
-    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+    write_whole(folder / MANIFEST, (json.dumps(sealed(manifest), indent=2) + "\n").encode())
     for leftover in (*folder.glob("*.partial"), folder / JOURNAL):
         leftover.unlink(missing_ok=True)
     return "" if done else f", {progress.rate:,.0f} tokens/s"

@@ -8,7 +8,8 @@ made them, and `manifest.json`:
      "source": {...},             what was asked for: options, and the inputs' names and sizes
      "splits": {"train": [{"name": "train-00000", "documents": ..., "tokens": ...,
                            "bin_bytes": ..., "bin_sha256": ..., "idx_bytes": ..., "idx_sha256": ...}, ...],
-                "validation": [...]}}
+                "validation": [...]},
+     "sha256": ...}               of all the rest; corpora of older versions have none
 
 Bare shards of Megatron, NeMo or datatrove are read as well, by prefix, list of prefixes or glob; they say nothing of
 the tokenizer, so the caller gives the vocabulary size.
@@ -29,6 +30,12 @@ MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
 SHARD_FIELDS = {"name": str, "documents": int, "tokens": int, "bin_bytes": int, "idx_bytes": int}
 SHARD_FIELDS |= {"bin_sha256": str, "idx_sha256": str}
+
+
+def sealed(manifest):
+    """The manifest with a checksum of itself, which `read_manifest` compares."""
+    rest = {name: value for name, value in manifest.items() if name != "sha256"}
+    return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def read_manifest(folder):
@@ -62,6 +69,8 @@ def read_manifest(folder):
                 whole = all(type(shard[field]) is kind for field, kind in SHARD_FIELDS.items())
                 if not whole or set(shard) != set(SHARD_FIELDS):
                     raise ValueError(f"shard {shard['name']} has wrong fields")
+        if "sha256" in manifest and sealed(manifest) != manifest:
+            raise ValueError("it is not what its own checksum is of")
         if not all(type(manifest[field]) is int for field in ("vocab_size", "eos_id")):
             raise ValueError("vocab_size and eos_id must be integers")
         if type(manifest["tokenizer"]["sha256"]) is not str or not manifest["splits"]["train"]:

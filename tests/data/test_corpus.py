@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from interdomain.data import IndexedDatasetWriter, TokenCorpus, load_tokenizer, read_manifest
+from interdomain.data.corpus import sealed
 from interdomain.data.indexed import file_sha256
 from interdomain.tools.prepare_data import main
 
@@ -123,9 +124,22 @@ def test_exchanged_tokenizer(folder):
 def test_damaged_manifest(folder, change, message):
     manifest = read_manifest(folder)
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
     with pytest.raises(ValueError, match=message):
         TokenCorpus(folder)
+
+
+@pytest.mark.parametrize("change", [lambda m: m["splits"]["train"].pop(), lambda m: m.update(eos_id=1)])
+def test_an_altered_manifest_that_is_well_formed(folder, change):
+    """What is left is in order: only the manifest's checksum of itself says that it is not all. An older one has none."""
+    manifest = read_manifest(folder)
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="its own checksum"):
+        TokenCorpus(folder)
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    TokenCorpus(folder, verify=True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\udcff"])

@@ -1,5 +1,6 @@
 """The loader's order and state, and what a damaged or unfit corpus gets."""
 
+import json
 import shutil
 import threading
 import time
@@ -9,7 +10,8 @@ import pytest
 import torch
 from torchtitan.config import ConfigManager
 
-from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus
+from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
+from interdomain.data.corpus import sealed
 from interdomain.titan.data import PackedLoader, build_dataloader, build_tokenizer
 from interdomain.titan.plan import make_plan
 from interdomain.titan.validate import build_validator
@@ -78,7 +80,7 @@ def test_other_data_is_no_continuation(corpus, capsys):
 def test_other_weights_and_corpora_are_named_as_the_cause(corpus, tmp_path, alone, capsys):
     again = copied(corpus, tmp_path)
     manifest = again / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"text_field": "text"', '"text_field": "body"'))
+    manifest.write_text(json.dumps(sealed(read_manifest(again) | {"source": "another"})))
     state = build(mixture([corpus, again], [1, 2])).state_dict()
     other = build(mixture([corpus, again], [2, 1]))
     assert "other data, by data.weights:" in refusal(capsys, other.load_state_dict, state)
