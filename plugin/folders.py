@@ -110,16 +110,18 @@ def require_empty(output):
 
 
 def write_whole(path, data):
-    """Write bytes to a file that is there whole or not at all."""
+    """Write bytes to a file that is there whole or not at all. Of several writers at once the last one's stays."""
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with open(partial, "wb") as f:
             f.write(data)
             sync(f)
         os.replace(partial, path)
-    except OSError as e:
+    except BaseException as e:
         partial.unlink(missing_ok=True)
+        if not isinstance(e, OSError):
+            raise
         raise OSError(
             e.errno,
             f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions",

@@ -1,0 +1,39 @@
+"""Files that are there whole or not at all."""
+
+import errno
+import os
+
+import pytest
+
+from interdomain import folders
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
+    """The second begins and ends while the first is on its way to the disk."""
+    path, sync = tmp_path / "record.json", folders.sync
+
+    def sync_and_write_another(f):
+        monkeypatch.setattr(folders, "sync", sync)
+        folders.write_whole(path, b"another, longer one")
+        assert path.read_bytes() == b"another, longer one"
+        sync(f)
+
+    monkeypatch.setattr(folders, "sync", sync_and_write_another)
+    folders.write_whole(path, b"one")
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["record.json"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
+    path = tmp_path / "record.json"
+    folders.write_whole(path, b"one")
+
+    def fail(f):
+        raise error
+
+    monkeypatch.setattr(folders, "sync", fail)
+    with pytest.raises(type(error)):
+        folders.write_whole(path, b"two")
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["record.json"]
