@@ -32,6 +32,15 @@ LOSS = "loss_metrics/global_avg_loss"
 POLL_SECONDS = 0.02
 EARLY = 0.25  # of the kills come at a random moment of a start, before its first step
 SILENCE_SECONDS = 300  # no new step for so long: it hangs
+# What is compared stands there: the last checkpoint, and the loss of every step.
+NEEDED = {
+    "checkpoint.enable": True,
+    "checkpoint.load_only": False,
+    "checkpoint.folder": "checkpoint",
+    "metrics.enable_tensorboard": True,
+    "metrics.save_tb_folder": "tb",
+    "metrics.log_freq": 1,
+}
 
 
 @dataclass
@@ -198,6 +207,18 @@ def compare(reference: Run, ours: Run, steps: int, hits: Counter) -> tuple[list[
     return rows, equal
 
 
+def require_comparable(job, steps: int) -> None:
+    """Raises: ValueError for a setting under which there would be nothing to compare, or not where it is looked for."""
+    from interdomain.titan.settings import value_of
+
+    for setting, needed in {**NEEDED, "training.steps": steps}.items():
+        if (value := value_of(job, setting)) != needed:
+            raise ValueError(
+                f"{setting} = {value!r}: the soak compares the last checkpoint and the loss of every step, and needs "
+                f"{needed!r} there. Leave it out (--steps sets the number of steps)."
+            )
+
+
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     p = argparse.ArgumentParser(
         prog="python -m interdomain.tools.soak",
@@ -231,7 +252,9 @@ def main(argv=None) -> int:
         *("--metrics.log_freq", "1", "--metrics.disable_color_printing"),
         *flags,
     ]
-    print(f"data: {launch.check_data(launch.job_config(args.config, flags))}", flush=True)
+    job = launch.job_config(args.config, flags)
+    require_comparable(job, args.steps)
+    print(f"data: {launch.check_data(job)}", flush=True)
     runs = [Run(args.output / name, args, flags) for name in ("undisturbed", "disturbed")]
     reference, ours = runs
     began = time.monotonic()

@@ -89,3 +89,8 @@ def test_what_cannot_be(tmp_path, capsys):
     assert soak.main(["--output", str(tmp_path)]) == 2
     assert "exists; choose a new folder" in capsys.readouterr().err
     assert soak.main(["--output", str(tmp_path / "new"), "--kills", "0"]) == 2
+    capsys.readouterr()
+    for flag, *value in (["--metrics.no-enable_tensorboard"], ["--checkpoint.no-enable"], ["--metrics.log_freq", "2"]):
+        assert soak.main(["--output", str(tmp_path / "new"), flag, *value]) == 2
+        assert f"{flag[2:].replace('no-', '')} = " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
