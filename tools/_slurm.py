@@ -135,10 +135,11 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         return None
     if _inside_a_step():
         return None
-    found, gpus = site_named(site or "plain"), _gpus_per_node()
+    found, hosts = site_named(site or "plain"), _hosts(job)
+    gpus = _gpus_per_node(len(hosts))
     return Allocation(
         job=job,
-        hosts=_hosts(job),
+        hosts=hosts,
         ranks=ranks or gpus or found.gpus_per_node or ranks_here,
         gpus=gpus,
         cpus=_least("SLURM_JOB_CPUS_PER_NODE"),
@@ -179,10 +180,17 @@ def _hosts(job: str) -> tuple[str, ...]:
     return hosts
 
 
-def _gpus_per_node() -> int:
-    """0 where SLURM does not say."""
-    by_node = _count("SLURM_GPUS_ON_NODE") or _count("SLURM_GPUS_PER_NODE")
-    return by_node or _count("SLURM_GPUS_PER_TASK") * _least("SLURM_TASKS_PER_NODE")
+def _gpus_per_node(nodes: int) -> int:
+    """0 where SLURM does not say. Raises: ValueError for a number of all nodes (--gpus) that they cannot share evenly."""
+    by_task = _count("SLURM_GPUS_PER_TASK") * _least("SLURM_TASKS_PER_NODE")
+    if by_node := _count("SLURM_GPUS_ON_NODE") or _count("SLURM_GPUS_PER_NODE") or by_task:
+        return by_node
+    gpus = _count("SLURM_GPUS")  # all that salloc says of --gpus=N on a login node
+    if gpus % nodes:
+        raise ValueError(
+            f"the job has {gpus} GPUs on {nodes} nodes, which run as many ranks each: use --gpus-per-node."
+        )
+    return gpus // nodes
 
 
 def _count(name: str) -> int:

@@ -70,6 +70,17 @@ def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
     assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
+def test_gpus_of_the_whole_job_are_shared_out_among_its_nodes(slurm, capsys):
+    """What salloc --gpus=N leaves in the shell of a login node."""
+    slurm("a", "b", GPUS="h200:8")
+    found = _slurm.allocation(None, None, launch.CPU_RANKS)
+    assert (found.ranks, found.has_gpus) == (4, True)
+    assert "--gpus-per-node=4" in found.command("python", [])
+    slurm("a", "b", GPUS="3")
+    assert launch.main(["--dry-run"]) == 2
+    assert "3 GPUs on 2 nodes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "variables",
     [  # as SLURM 22.05 and 24.05 set them
