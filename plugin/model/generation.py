@@ -138,12 +138,12 @@ class Decoder:
             with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if compiled else contextlib.nullcontext():
                 if captured:
                     with torch.cuda.device(device):
-                        self._capture(device, before)
+                        self._capture(device)
                 else:
                     self.forward(self.tokens, state)
             state.restore(before)
 
-    def _capture(self, device: torch.device, before: list[Tensor]) -> None:
+    def _capture(self, device: torch.device) -> None:
         for layer in self.state.layers:
             if isinstance(layer, MixerState):  # tables of its own: `restart` writes them
                 layer.step = tree_map_only(Tensor, Tensor.clone, layer.step)
@@ -159,7 +159,7 @@ class Decoder:
             with torch.cuda.stream(aside):
                 for _ in range(3):
                     self.forward(self.tokens, self.state)
-                    self.state.restore(before)
+                    self.state.cursor.fill_(self.state.length)  # a cache may have room for one
             current.wait_stream(aside)
             self.graph = torch.cuda.CUDAGraph()
             # Other threads may do as they like meanwhile, a server's or a process group's.

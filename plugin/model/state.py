@@ -140,8 +140,8 @@ class ModelState:
                 layer.reserve(self.length, self.length + tokens)
 
     def snapshot(self) -> list[Tensor]:
-        """Copies of what a step overwrites; of a cache nothing, to which it adds."""
-        return [x.clone() for x in self._overwritten()]
+        """Copies of what a step overwrites, on the host, for a GPU may have no room; of a cache nothing, to which it adds."""
+        return [x.to("cpu", copy=True) for x in self._overwritten()]
 
     def restore(self, snapshot: list[Tensor]) -> None:
         """Undo the steps since then; addresses stay."""

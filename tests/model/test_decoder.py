@@ -186,7 +186,7 @@ def test_nothing_is_compiled_in_the_capture(monkeypatch):
     state = prefill(model, random_tokens(model.config, 2, 4))[1]
     decoder = Decoder(model, state, compiled=True)
     with torch.no_grad():
-        decoder._capture(torch.device("cuda", 0), state.snapshot())  # as where the state is on CUDA
+        decoder._capture(torch.device("cuda", 0))  # as where the state is on CUDA
     assert before == [len(compiled)]
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS
@@ -159,6 +160,15 @@ def test_steps_of_fixed_shape(condition):
     torch.testing.assert_close(
         decode(model, tokens[:, 10], fixed), decode(model, tokens[:, 10], state), rtol=0, atol=1e-10
     )
+
+
+def test_what_steps_overwrite_is_kept_on_the_host():
+    """A GPU may have no room for a large batch's state and its copy."""
+    state = variant("interdomain").init_state(2)
+    with FakeTensorMode():
+        there = state._map(lambda x: torch.empty(x.shape, device="cuda"))
+        assert {x.device.type for x in there.layers[0].tensors().values()} == {"cuda"}
+        assert {x.device.type for x in there.snapshot()} == {"cpu"}
 
 
 def test_decoder_without_a_graph():
