@@ -109,6 +109,14 @@ def require_empty(output):
         )
 
 
+def require_utf8(path):
+    """Raises ValueError for a path that safetensors, which can write it, cannot open."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path} is not UTF-8: safetensors cannot open it. Choose another name.") from None
+
+
 def write_whole(path, data):
     """Write bytes to a file that is there whole or not at all. Of several writers at once the last one's stays."""
     path = Path(path)

@@ -10,7 +10,7 @@ import sys
 
 def visible(text: str) -> str:
     """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
-    return re.sub(r"[^\n\t -~\xa0-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def reader_left() -> bool:

@@ -12,6 +12,7 @@ dtype, and the logits of a forward pass.
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tqdm import tqdm
 import interdomain
 from interdomain.bundle import write_code
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
-from interdomain.folders import new_folder
+from interdomain.folders import new_folder, require_utf8
 from interdomain.model import ModelConfig, Transformer, condition_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
@@ -51,6 +52,7 @@ def parse(argv):
 
 
 def to_folder(args) -> str:
+    require_utf8(os.path.realpath(args.output))
     checkpoint = checkpoints.latest_checkpoint(args.source)
     config, record = checkpoints.read_sidecar(checkpoint)
     index = checkpoints.tensor_index(checkpoint)

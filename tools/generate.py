@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from interdomain.data import StreamDecoder
+from interdomain.folders import require_utf8
 from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, read
 from interdomain.model.pretrained import DTYPES, load_pretrained
 from interdomain.model.saved_state import SavedState, load_state, save_state
@@ -71,6 +72,8 @@ def check(args) -> None:
         raise ValueError(f"--seed must fit into 64 bits: got {args.seed}.")
     if args.prompt and args.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; choose one.")
+    if args.save_state:
+        require_utf8(args.save_state)
     if args.save_state and args.save_state.exists():
         raise FileExistsError(
             f"{args.save_state} exists, and nothing is overwritten. Choose another name for the state."

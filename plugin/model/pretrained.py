@@ -22,6 +22,7 @@ from torch import Tensor
 from interdomain.bundle import AUTO_MAP
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
+from interdomain.folders import require_utf8
 
 from .config import Execution, ModelConfig
 from .joined import join_projections
@@ -136,6 +137,7 @@ def weight_files(folder: Path | str) -> dict[str, Path]:
     Raises: FileNotFoundError, ValueError.
     """
     folder = Path(folder)
+    require_utf8(folder)
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from interdomain.folders import write_whole
+from interdomain.folders import require_utf8, write_whole
 
 from .state import KVCache, ModelState
 from .transformer import Transformer
@@ -55,8 +55,10 @@ def _fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
 def save_state(path: Path | str, model: Transformer, state: ModelState, logits: Tensor, tokens: list[list[int]]) -> int:
     """Write what `generation.prefill` returned for `tokens`, one list a row. Returns: bytes written.
 
-    Raises: ValueError if the tokens are not those that the state has seen; OSError, with nothing on disk changed.
+    Raises: ValueError if the tokens are not those that the state has seen, or the path is not UTF-8; OSError, with nothing on
+        disk changed.
     """
+    require_utf8(path)
     lengths = state.position.tolist()
     if [len(row) for row in tokens] != lengths:
         raise ValueError(f"the state has seen {lengths} tokens, but {[len(row) for row in tokens]} are given.")
@@ -92,6 +94,7 @@ def load_state(path: Path | str, model: Transformer) -> SavedState:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no state {path}. Write one with --save-state, or leave out --load-state.")
+    require_utf8(path)
     try:
         with safe_open(path, framework="pt") as f:
             metadata = f.metadata() or {}

@@ -243,6 +243,12 @@ def test_a_damaged_sharded_folder_is_refused(tmp_path, tokenizer):
         load_model(tmp_path / "model")
 
 
+def test_a_folder_whose_name_is_not_utf8_is_not_damaged(folder):
+    there = folder.rename(folder.with_name("\udce9"))
+    with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):
+        load_model(there)
+
+
 def test_weights_need_not_be_verified(folder):
     flip_a_bit(folder / WEIGHTS)
     load_model(folder, verify=False)

@@ -148,4 +148,6 @@ def test_another_model_is_refused(tmp_path):
             load_state(tmp_path / "state", other)
     with pytest.raises(ValueError, match=r"has seen \[8, 3\] tokens, but \[8, 2\] are given"):
         save_state(tmp_path / "other", model, state, logits, [PROMPTS[0], PROMPTS[1][:2]])
-    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):
+        save_state(tmp_path / "\udce9", model, state, logits, PROMPTS)
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]

@@ -356,6 +356,7 @@ def test_a_damaged_folder_is_one_paragraph(folder, capsys, damage):
         (["--seed", 2**64], ["--seed", "64 bits"]),
         (["--load-state", "nowhere.state"], ["no state nowhere.state", "--save-state"]),
         (["--save-state", "nowhere/x.state"], ["no folder nowhere", "--save-state"]),
+        (["--save-state", "\udce9.state"], ["\\xdce9.state is not UTF-8"]),
         (["--load-state", "\x1b[2Jx"], ["no state \\x1b[2Jx"]),  # nothing that a terminal obeys
         (["--prompt-file", "x.txt"], ["--prompt", "--prompt-file", "choose one"]),
         (["--device", "gpu"], ["--device gpu", "cpu"]),
