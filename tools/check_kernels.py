@@ -48,7 +48,8 @@ class Case:
     shape: Shape
     dtype: torch.dtype = BF16
     backend: str = "chunkwise"
-    state: bool = True  # start from a state (features: from past inputs), and take its gradient
+    # Start from a state and return one, with their gradients, or neither, as training does; features: from past inputs.
+    state: bool = True
     recompute: bool = True
     chunk_size: int | None = None
     documents: bool = False  # several packed into each sequence
@@ -207,9 +208,11 @@ def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     documents = make_documents(case.shape, device) if case.documents else None
 
     def run(inputs, cotangents, **options):
-        out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, documents=documents, **options)
-        grads = torch.autograd.grad((out, state), list(inputs.values()), cotangents)
-        return {"out": out, "state": state, **{f"d{n}": g for n, g in zip(inputs, grads, strict=True)}}
+        fn = scan.linear_scan if linear else scan.interdomain_scan
+        found = fn(**inputs, documents=documents, final_state=case.state, **options)
+        found = {name: x for name, x in zip(("out", "state"), found, strict=True) if x is not None}
+        grads = torch.autograd.grad(tuple(found.values()), list(inputs.values()), cotangents[: len(found)])
+        return found | {f"d{n}": g for n, g in zip(inputs, grads, strict=True)}
 
     def candidate():
         return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)

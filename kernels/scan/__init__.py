@@ -65,10 +65,11 @@ def interdomain_scan(
     *,
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
+    final_state: bool = True,
     backend: str = "auto",
     chunk_size: int | None = None,
     recompute: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
     Args:
@@ -81,6 +82,8 @@ def interdomain_scan(
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's
             document, never falling along T. A state stops at the end of its document; the initial state is that of
             document 0, which need not be there, and the final one that of the last token's. None: one sequence.
+        final_state: False where only o is wanted, as in training: no final state is written, none is kept by activation
+            checkpointing, and None is returned in its place.
         backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
             `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
             `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
@@ -88,7 +91,7 @@ def interdomain_scan(
             backends ignore it.
         recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
             (256 bytes in bf16 at M = 64), and saves computing it twice.
-    Returns: (o [B, T, Hq, D] in v's dtype, final_state in initial_state's form), differentiable in every argument.
+    Returns: (o [B, T, Hq, D] in v's dtype, the final state in initial_state's form), differentiable in every argument.
     Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above; NotImplementedError for
         forward-mode differentiation of a backend other than `reference`.
     """
@@ -109,10 +112,12 @@ def interdomain_scan(
     backend = _choose(backend, chunk_size, (q, k, v), M)
     if ops.implements(backend, k.device):
         save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
-        args = q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents
-        return call(ops.scan, *args)[:2]
-    with torch.autocast(k.device.type, enabled=False):
-        return _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
+        args = q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents, final_state
+        o, final, _ = call(ops.scan, *args)
+    else:
+        with torch.autocast(k.device.type, enabled=False):
+            o, final = _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
+    return o, final if final_state else None
 
 
 def linear_scan(
@@ -122,16 +127,17 @@ def linear_scan(
     *,
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
+    final_state: bool = True,
     backend: str = "auto",
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
     Args:
         z: [B, T, H, P], dtypes as in `interdomain_scan`.
         log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. documents, backend, chunk_size: as in `interdomain_scan`.
-    Returns: (y [B, T, H, P] in z's dtype, final_state). Raises: ValueError as there.
+        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, chunk_size: as in `interdomain_scan`.
+    Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
     """
     if z.ndim != 4:
         raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, T, H, P]")
@@ -145,9 +151,12 @@ def linear_scan(
     documents = _numbers(documents, z)
     backend = _choose(backend, chunk_size, (z,), M)
     if ops.implements(backend, z.device):
-        return call(ops.linear_scan, z, log_decay, readout, initial_state, chunk_size or 0, backend, documents)
-    with torch.autocast(z.device.type, enabled=False):
-        return _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
+        args = z, log_decay, readout, initial_state, chunk_size or 0, backend, documents, final_state
+        y, final = call(ops.linear_scan, *args)
+    else:
+        with torch.autocast(z.device.type, enabled=False):
+            y, final = _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
+    return y, final if final_state else None
 
 
 def interdomain_step(

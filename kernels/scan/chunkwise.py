@@ -38,8 +38,10 @@ def scan_forward(
     chunk_size: int,
     *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2]). documents: [B, T] int32, as in `interdomain_scan`."""
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
+    `interdomain_scan`."""
     B, T, H, R = k.shape
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
@@ -54,7 +56,7 @@ def scan_forward(
         b = _scale(a @ weights.mT, conj_physical(tab.E))
         out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
         _store_rows(o, out, segment)
-    return o, _store_state(X)
+    return o, _store_state(X) if need_final else None
 
 
 def scan_backward(
@@ -124,8 +126,9 @@ def linear_forward(
     chunk_size: int,
     *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     B, T, _, P = z.shape
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     X = _load_state(initial_state, B, P, log_decay)
@@ -141,7 +144,7 @@ def linear_forward(
             out = zT @ (kernel[:, None, None] * docs.same).mT
             out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(zT.shape)
         _store_columns(y, out.view(zT.shape), segment)
-    return y, _store_state(X)
+    return y, _store_state(X) if need_final else None
 
 
 def linear_backward(

@@ -47,8 +47,8 @@ def forward_by_document(
     initial_state: Tensor | None,
     chunk_size: int,
     documents: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`run(*tokens, *tables, initial_state, chunk_size)` -> (output [B, T, ...], final state) of whole sequences."""
+) -> tuple[Tensor, Tensor | None]:
+    """`run(*tokens, *tables, initial_state, chunk_size)` -> (output [B, T, ...], final state or None) of whole sequences."""
     outputs, finals = [], []
     for b, pieces in enumerate(_pieces(documents)):
         row = []
@@ -58,7 +58,7 @@ def forward_by_document(
             row.append(out)
         outputs.append(torch.cat(row, dim=1))
         finals.append(final)
-    return torch.cat(outputs), torch.cat(finals)
+    return torch.cat(outputs), None if finals[0] is None else torch.cat(finals)
 
 
 def backward_by_document(

@@ -28,12 +28,20 @@ from .tables import powers
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2]). There are no chunks: chunk_size is not read."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    mixing: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). There are no chunks: chunk_size is not read."""
     (B, T, H, R), D, M, N = k.shape, v.shape[3], log_decay.shape[1], _transform_length(k.shape[1])
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
-    final = torch.empty(B, H, M, R + D, 2, dtype=log_decay.dtype, device=v.device)
+    final = torch.empty(B, H, M, R + D, 2, dtype=log_decay.dtype, device=v.device) if need_final else None
     for h in range(H):
         rows, keys, values = (_load(x, h, H, log_decay.dtype) for x in (q, k, v))
         z = torch.cat((keys, values), dim=2)[:, 0]
@@ -41,7 +49,8 @@ def scan_forward(
         a = torch.empty(*rows.shape[:2], 2, M, T, dtype=rows.dtype, device=rows.device)
         for block in _blocks(log_decay, initial_state, h, T):
             a[:, :, :, block.modes] = _contract(_states(Z, block, slice(0, R), T), rows)
-            final[:, h, block.modes] = _last_state(z, block.table, block.X0)
+            if need_final:
+                final[:, h, block.modes] = _last_state(z, block.table, block.X0)
         b = _mix(_bilinear(mixing[h]), a)
         out = rows.new_zeros(*rows.shape[:2], D, T)
         for block in _blocks(log_decay, initial_state, h, T):
@@ -110,12 +119,19 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+    z: Tensor,
+    log_decay: Tensor,
+    readout: Tensor,
+    initial_state: Tensor | None,
+    chunk_size: int,
+    *,
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2] or None)."""
     B, T, H, P = z.shape
     y = _empty_like(z)
-    final = torch.empty(B, H, log_decay.shape[1], P, 2, dtype=log_decay.dtype, device=z.device)
+    shape = B, H, log_decay.shape[1], P, 2
+    final = torch.empty(shape, dtype=log_decay.dtype, device=z.device) if need_final else None
     for h in range(H):
         columns = _load(z, h, H, log_decay.dtype)
         table, X0 = _table(log_decay[h], T), _state(initial_state, h)
@@ -125,7 +141,8 @@ def linear_forward(
         if X0 is not None:
             out += (X0.mT @ weighted[:, 1:]).real[:, None]
         _store(y, out, h, H)
-        final[:, h] = _last_state(columns[:, 0], table, X0)
+        if need_final:
+            final[:, h] = _last_state(columns[:, 0], table, X0)
     return y, final
 
 

@@ -5,7 +5,7 @@
 
 `backend` names the implementation (`implementation`), so that further ones join the same ops: what is compiled, listed
 or checkpointed does not change with the backend. The ops trust their inputs; `interdomain.scan` is the door.
-A tensor that does not exist (no initial state, frozen log_decay, nothing saved) is empty: an op returns a fixed number.
+A tensor that does not exist (no state asked for, frozen log_decay, nothing saved) is empty: an op returns a fixed number.
 """
 
 import functools
@@ -24,6 +24,7 @@ from .triton_support import operand_dtype
 class Implementation(NamedTuple):
     """Signatures as in chunkwise.py; every output newly allocated and contiguous.
 
+    need_final: the forwards' keyword, True if left out; without it the final state is None.
     saves: scan_forward returns a, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes it, or
     None, as `a`.
     chunk: chunk_size where the caller names none; None if that is for the implementation to choose.
@@ -102,7 +103,8 @@ def _chunk(chunk_size: int, run: Implementation) -> int | None:
     return chunk_size or run.chunk
 
 
-def _forward(run, forward, tokens, tables, initial_state, chunk_size, documents):
+def _forward(run, forward, tokens, tables, initial_state, chunk_size, documents, need_final):
+    forward = functools.partial(forward, need_final=need_final)
     args = tokens, tables, initial_state, _chunk(chunk_size, run)
     if documents is not None and not run.documents:
         return forward_by_document(forward, *args, documents)
@@ -127,25 +129,25 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     op_name(__name__, "scan"),
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
-    "str backend, bool save=False, Tensor? documents=None) -> (Tensor, Tensor, Tensor)",
+    "str backend, bool save=False, Tensor? documents=None, bool need_final=True) -> (Tensor, Tensor, Tensor)",
 )
-def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None):
+def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None, need_final=True):
     """-> o, final state, and what `save` keeps for the backward: a. chunk_size 0: the implementation's own."""
     run = implementation(backend, q.device)
     with _without_autocast(q):
         o, final, *kept = _forward(
-            run, run.scan_forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents
+            run, run.scan_forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents, need_final
         )
-    return o, final, kept[0] if save else log_decay.new_empty(0)
+    return o, _or_empty(final, log_decay), kept[0] if save else log_decay.new_empty(0)
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None):
+def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None, need_final=True):
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     shape, dtype = ((B, Hq, T, 2 * M), operand_dtype(q, k, v)) if save else ((0,), log_decay.dtype)
     kept = log_decay.new_empty(shape, dtype=dtype)
-    return v.new_empty(B, T, Hq, D), log_decay.new_empty(B, H, M, R + D, 2), kept
+    return v.new_empty(B, T, Hq, D), log_decay.new_empty((B, H, M, R + D, 2) if need_final else 0), kept
 
 
 @torch.library.custom_op(
@@ -207,10 +209,10 @@ def _(
 
 
 def _setup_scan(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, save, documents = inputs
-    o, _, kept = output
+    *tensors, ctx.chunk_size, ctx.backend, save, documents, need_final = inputs
+    o, final, kept = output
     ctx.save_for_backward(documents, *tensors, kept if save else None)
-    ctx.mark_non_differentiable(kept)
+    ctx.mark_non_differentiable(*((kept,) if need_final else (kept, final)))
     ctx.set_materialize_grads(False)
     ctx.output = o.shape, o.dtype
 
@@ -227,7 +229,7 @@ def _scan_gradient(ctx, d_o, d_final, *_):
     )
     d_log_decay = d_log_decay if need_decay else None
     d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None, None
+    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None, None, None
 
 
 scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
@@ -240,18 +242,20 @@ scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
     op_name(__name__, "linear_scan"),
     mutates_args=(),
     schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, int chunk_size, str backend, "
-    "Tensor? documents=None) -> (Tensor, Tensor)",
+    "Tensor? documents=None, bool need_final=True) -> (Tensor, Tensor)",
 )
-def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend, documents=None):
+def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend, documents=None, need_final=True):
     run = implementation(backend, z.device)
+    tables = log_decay, readout
     with _without_autocast(z):
-        return _forward(run, run.linear_forward, (z,), (log_decay, readout), initial_state, chunk_size, documents)
+        y, final = _forward(run, run.linear_forward, (z,), tables, initial_state, chunk_size, documents, need_final)
+    return y, _or_empty(final, log_decay)
 
 
 @linear_scan.register_fake
-def _(z, log_decay, readout, initial_state, chunk_size, backend, documents=None):
+def _(z, log_decay, readout, initial_state, chunk_size, backend, documents=None, need_final=True):
     B, _, H, P = z.shape
-    return z.new_empty(z.shape), log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
+    return z.new_empty(z.shape), log_decay.new_empty((B, H, log_decay.shape[1], P, 2) if need_final else 0)
 
 
 @torch.library.custom_op(
@@ -284,8 +288,10 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, n
 
 
 def _setup_linear(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, documents = inputs
+    *tensors, ctx.chunk_size, ctx.backend, documents, need_final = inputs
     ctx.save_for_backward(documents, *tensors)
+    if not need_final:
+        ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -299,7 +305,7 @@ def _linear_gradient(ctx, d_y, d_final):
     )
     d_log_decay = d_log_decay if need_decay else None
     d_initial = d_initial if initial_state is not None else None
-    return dz, d_log_decay, d_readout, d_initial, None, None, None
+    return dz, d_log_decay, d_readout, d_initial, None, None, None, None
 
 
 linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)

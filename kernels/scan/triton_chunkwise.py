@@ -32,16 +32,17 @@ def scan_forward(
     chunk_size: int | None,
     *,
     documents: Tensor | None = None,
+    need_final: bool = True,
     parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2], a [B, Hq, T, 2M] for the backward)."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M] for the backward)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
         plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
-        final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2)
+        final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2) if need_final else None
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
         if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
             launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)
@@ -106,16 +107,17 @@ def linear_forward(
     chunk_size: int | None,
     *,
     documents: Tensor | None = None,
+    need_final: bool = True,
     parallel: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+) -> tuple[Tensor, Tensor | None]:
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
         B, _, H, P = z.shape
         plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         y = launch.padded_empty(z)
-        final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2)
+        final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
         launch.expand(plan, tab, span, Constant.build(readout, log_decay, plan, tab), z, states, (0, P), y, final)
         return y.contiguous(), final
 

@@ -48,13 +48,14 @@ def scan_forward(
     chunk_size: int,
     *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2]). chunk_size is not used: there are no chunks."""
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). chunk_size is not used: there are no chunks."""
     B, T, H, R = k.shape
     D, M = v.shape[3], log_decay.shape[1]
     decay = _decay_table(log_decay)
     before = _contiguous(initial_state)
-    after = decay.new_empty(B, H, M, R + D, 2)
+    after = decay.new_empty(B, H, M, R + D, 2) if need_final else None
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
     a = _contract(q, k, decay, _from(before, 0), _from(after, 0), documents=documents)
     _expand(_mix(a, mixing.mT), v, decay, _from(before, R), o, _from(after, R), documents=documents)
@@ -109,11 +110,12 @@ def linear_forward(
     chunk_size: int,
     *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2])."""
+    need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2] or None)."""
     B, _, H, P = z.shape
     decay = _decay_table(log_decay)
-    after = decay.new_empty(B, H, log_decay.shape[1], P, 2)
+    after = decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     _expand(_constant(readout), z, decay, _contiguous(initial_state), y, after, documents=documents)
     return y, after

@@ -259,7 +259,8 @@ class InterdomainMixer(JoinedProjections):
         return self.feature_map(y) if mapped and self.feature_map is not None else y
 
     def _scan(self, q, k, v, log_decay, readout, initial, documents):
-        run = dict(initial_state=initial, documents=documents, backend=self.execution.backend)
+        wanted = initial is not None  # in training no state goes on
+        run = dict(initial_state=initial, documents=documents, final_state=wanted, backend=self.execution.backend)
         if q is None:
             return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
         return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model import CONDITIONS
+from interdomain.model import CONDITIONS, mixer
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
@@ -114,12 +114,21 @@ def test_the_literal_form_tells_the_conditions_apart():
     outputs = {}
     for condition in CONDITIONS:
         if condition != "softmax":
-            mixer = variant(condition).layers["0"].attention
-            outputs[condition] = run(mixer, x, 8).detach()
+            outputs[condition] = run(variant(condition).layers["0"].attention, x, 8).detach()
     for a in outputs:
         for b in outputs:
             if a < b:
                 assert (outputs[a] - outputs[b]).abs().max() > 1e-2, (a, b)
+
+
+@pytest.mark.parametrize(("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")])
+def test_without_a_state_none_is_made(condition, scan, monkeypatch):
+    """In training: activation checkpointing would keep it."""
+    made, run = [], getattr(mixer, scan)
+    monkeypatch.setattr(mixer, scan, lambda *args, **kw: made.append(run(*args, **kw)) or made[-1])
+    model = lively(small_config(condition), torch.float32)
+    model(torch.arange(20)[None])
+    assert [state for _, state in made] == [None] * model.config.n_layers
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d"])

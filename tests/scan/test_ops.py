@@ -29,6 +29,8 @@ def test_opcheck(backend, linear, dtype, state):
     args = (*inputs.values(), *(() if state else (None,)), 8, backend)
     op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
     torch.library.opcheck(op, args)
+    if dtype == torch.float32:  # without a final state
+        torch.library.opcheck(op, (*args, *(() if linear else (False,)), None, False))
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     for d_final, need_decay in ((d_state, True), (None, False)):
         torch.library.opcheck(
@@ -108,6 +110,20 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Outputs(TorchDispatchMode):
+    """Numbers in each output of the scan's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "interdomain":
+            self.sizes.append((func.name(), [x.numel() for x in out]))
+        return out
+
+
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 def test_an_op_goes_through_the_dispatcher_where_that_has_to_do_with_it(linear, monkeypatch):
     inputs, _ = op_inputs(CASE, torch.float32, linear=linear)
@@ -171,9 +187,9 @@ def calls(monkeypatch):
     real = ops.IMPLEMENTATIONS["chunkwise"]
 
     def counting(name, fn):
-        def run(*args):
+        def run(*args, **kw):
             count[name] += 1
-            return fn(*args)
+            return fn(*args, **kw)
 
         return run
 
@@ -209,6 +225,33 @@ def test_selective_activation_checkpointing(linear, listed, runs, calls):
     assert calls["linear" if linear else "scan"] == runs
     plain = run_op(inputs, (2 * cotangents[0], cotangents[1]), linear)
     assert all(torch.equal(g, plain[f"d{n}"]) for n, g in zip(inputs, grads, strict=True))
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_a_final_state_that_is_not_asked_for_is_not_made(linear, backend):
+    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
+    fn = functools.partial(scan.linear_scan if linear else scan.interdomain_scan, backend=backend)
+    documents = (torch.arange(CASE.T) // 7).expand(CASE.B, -1)
+    for packed in (None, documents):
+        expected = fn(**inputs, documents=packed)[0]
+        with Outputs() as made:
+            out, state = fn(**inputs, documents=packed, final_state=False)
+        assert state is None
+        assert torch.equal(out, expected)
+        if backend in ("auto", *WRITTEN_OUT):  # what a checkpointing policy that lists the op keeps
+            ((name, sizes),) = made.sizes
+            assert (name.partition("::")[0], sizes[0], sum(sizes)) == ("interdomain", out.numel(), out.numel())
+
+    def gradients(fn):
+        return torch.autograd.grad((fn(**inputs)[0] * cotangents[0]).sum(), list(inputs.values()))
+
+    without = functools.partial(fn, final_state=False)
+    expected = gradients(fn)
+    assert all(torch.equal(got, wanted) for got, wanted in zip(gradients(without), expected, strict=True))
+    if backend == "auto":
+        compiled = torch.compile(without, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(gradients(compiled), expected)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

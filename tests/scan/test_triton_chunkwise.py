@@ -221,6 +221,9 @@ def test_final_state_without_a_cotangent(linear):
     out, _ = fn(**inputs, backend="chunkwise")
     got = gradients((out,), cotangents[:1], inputs)
     assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in got)
+    alone, none = fn(**inputs, backend="chunkwise", final_state=False)
+    assert none is None
+    assert torch.equal(alone, out)
 
 
 @on_kernels

@@ -237,6 +237,10 @@ def test_runs_repeat_bit_for_bit(linear):
     inputs, cotangents, _ = problem(case, torch.bfloat16, linear)
     first, second = (run(inputs, cotangents, linear) for _ in range(2))
     assert all(torch.equal(first[n], second[n]) for n in first)
+    fn = scan.linear_scan if linear else scan.interdomain_scan
+    out, state = fn(**inputs, backend="sequential", final_state=False)
+    assert state is None
+    assert torch.equal(out, first["out"])
 
 
 @on_kernels

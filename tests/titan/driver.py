@@ -118,12 +118,12 @@ class Watch:
         return spoiled_loss
 
     def counted(self, forward):
-        def run(*args):
+        def run(*args, **kw):
             step = self.trainer.step if self.trainer.model_parts[0].training else "validation"
             self.seen["calls"][step] = self.seen["calls"].get(step, 0) + 1
             tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
             self.seen["dtypes"].setdefault(forward.__name__, set()).add(tuple(map(str, tensors)))
-            return forward(*args)
+            return forward(*args, **kw)
 
         return run
 

@@ -70,16 +70,16 @@ def test_nan_other_bits_and_exceptions_fail(monkeypatch):
         monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_forward=make))
         return check_kernels.run_case(case, torch.device("cpu"))
 
-    def nan(*args):
-        o, state, *kept = kernel.scan_forward(*args)
+    def nan(*args, **kw):
+        o, state, *kept = kernel.scan_forward(*args, **kw)
         return o * float("nan"), state, *kept
 
-    def unsteady(*args):
+    def unsteady(*args, **kw):
         calls.append(1)
-        o, state, *kept = kernel.scan_forward(*args)
+        o, state, *kept = kernel.scan_forward(*args, **kw)
         return o, state + 1e-7 * len(calls), *kept
 
-    def fails(*args):
+    def fails(*args, **kw):
         raise RuntimeError("out of resources")
 
     assert run(nan)["result"] == "FAIL"
