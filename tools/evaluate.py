@@ -33,7 +33,7 @@ from interdomain.model.pretrained import (
     read_config,
 )
 
-from . import _bench, _harness, _perplexity
+from . import _bench, _harness, _perplexity, _task_table
 from ._cli import user_errors
 from ._plots import Curve, Panel, draw
 
@@ -54,7 +54,8 @@ def parse(argv):
     tasks.add_argument(
         "--tasks",
         nargs="+",
-        help=f"suites ({', '.join(_harness.SUITES)}) or the harness's own names; default: paper, unless --perplexity is given",
+        help=f"suites ({', '.join(_task_table.SUITES)}) or the harness's own names; default: paper, unless --perplexity is "
+        "given",
     )
     tasks.add_argument("--include-path", nargs="+", type=Path, default=[], help="folders with task files of yours")
     tasks.add_argument(
@@ -202,9 +203,9 @@ def markdown(contents: dict) -> str:
         lines += ["", f"**A trial: only the first {options['limit']} samples of each task and spans of each corpus.**"]
     if contents["tasks"]:
         lines += ["", "## Tasks", ""]
-        lines += _rows(_harness.table({label: out["results"] for label, out in contents["tasks"].items()}))
+        lines += _rows(_task_table.table({label: out["results"] for label, out in contents["tasks"].items()}))
         lines += ["", f"lm-evaluation-harness, at most {options['max_length']:,} tokens seen, ± standard error."]
-        bits = _harness.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
+        bits = _task_table.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
         lines += ["", bits] if bits else []
     if contents["perplexity"]:
         lines += ["", "## Perplexity by context length", ""]
@@ -264,12 +265,14 @@ def panels(found: list[dict]) -> list[Panel]:
     return drawn
 
 
-def run_tasks(args, folders: list[Folder], tasks: dict, device, results: Results) -> None:
+def run_tasks(args, folders: list[Folder], tasks: dict[str, dict], device, results: Results) -> None:
+    """tasks: as every tokenizer has them, by its sha256."""
     for folder in folders:
-        _bench.say(f"{folder.label}: {', '.join(tasks['tasks'])}")
+        mine = tasks[folder.tokenizer.sha256]
+        _bench.say(f"{folder.label}: {', '.join(mine['tasks'])}")
         results.contents["tasks"][folder.label] = _harness.evaluate_folder(
             folder.path,
-            tasks,
+            mine,
             start=folder.tokenizer.eos_id,
             max_length=results.contents["options"]["max_length"],
             batch_size=args.batch_size,
@@ -315,9 +318,9 @@ def read_all(args, folders: list[Folder]) -> dict:
 def main(argv=None) -> int:
     args = parse(argv)
     check(args)
-    names = _harness.task_names(args.tasks)
+    names = _task_table.task_names(args.tasks)
     if args.fetch:
-        _harness.load_tasks(names, args.include_path)
+        _harness.load_tasks(args.tasks, args.include_path)
         print(f"the data of {', '.join(names)} are on this machine")
         return 0
     device = _bench.choose_device(args.device)
@@ -326,7 +329,8 @@ def main(argv=None) -> int:
         _perplexity.check_corpus(corpus, args.text_field)
     for folder in folders if names else ():
         _harness.check_folder(folder.path)
-    tasks = _harness.load_tasks(names, args.include_path) if names else None
+    tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders if names}
+    tasks = {sha256: _harness.load_tasks(args.tasks, args.include_path, x) for sha256, x in tokenizers.items()}
     spans = read_all(args, folders)
     options = {
         "tasks": names,

@@ -12,7 +12,7 @@ import torch
 
 from interdomain.data import IndexedDatasetWriter, load_tokenizer
 from interdomain.model.pretrained import load_model
-from interdomain.tools import _harness, convert, evaluate, prepare_data
+from interdomain.tools import _harness, _task_table, convert, evaluate, prepare_data
 from interdomain.tools._perplexity import measure, read_spans, window_losses
 from interdomain.tools._plots import Curve, Panel, draw
 
@@ -279,40 +279,41 @@ def test_a_corpus_of_another_tokenizer(folders, corpus, tmp_path, capsys):
 # The harness's results as a table (test_evaluate_harness.py runs it)
 
 
-def test_the_paper_s_average_is_of_its_own_eight():
-    assert len(_harness.COMMONSENSE) == 8
-    for i, paper in enumerate(_harness.PAPER_AVERAGE):
-        assert sum(_harness.PAPER[key][i] for key in _harness.COMMONSENSE) / 8 == pytest.approx(paper, abs=0.006)
+def test_the_paper_s_averages_are_those_of_its_rows():
+    assert [len(group) for group, _ in _task_table.AVERAGES.values()] == [8, 6, 14]
+    for group, means in list(_task_table.AVERAGES.values())[:2]:
+        for i, paper in enumerate(means):
+            assert sum(figures[i] for figures in group.values()) / len(group) == pytest.approx(paper, abs=0.006)
     for i in range(3):  # bytes per word of WikiText, from both of the paper's figures
-        word, byte = (_harness.PAPER["wikitext", name][i] for name in ("word_perplexity", "bits_per_byte"))
+        word, byte = (_task_table.PAPER["wikitext", name][i] for name in ("word_perplexity", "bits_per_byte"))
         assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
 
 
 def test_bits_of_lambada_are_its_perplexity_in_another_unit():
-    perplexities = dict(zip("abc", _harness.PAPER["lambada_openai", "perplexity"], strict=True))
+    perplexities = dict(zip("abc", _task_table.PAPER["lambada_openai", "perplexity"], strict=True))
     results = {x: {"lambada_openai": {"perplexity": {"value": value}}} for x, value in perplexities.items()}
-    line = _harness.lambada_bits({**results, "none": {"piqa": {}}})
+    line = _task_table.lambada_bits({**results, "none": {"piqa": {}}})
     assert line.endswith("; the paper's 1.3B: 1.1244, 0.9937, 1.3712.")
-    for x, paper in zip("abc", _harness.LAMBADA_BITS, strict=True):
+    for x, paper in zip("abc", _task_table.LAMBADA_BITS, strict=True):
         assert float(line.partition(f"{x} ")[2][:6]) == pytest.approx(paper, abs=3e-4)
     assert "none" not in line
-    assert _harness.lambada_bits({"none": {"piqa": {}}}) is None
+    assert _task_table.lambada_bits({"none": {"piqa": {}}}) is None
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
     def results(shift):
         ours = {}
-        for i, (task, metric) in enumerate(_harness.PAPER):
+        for i, (task, metric) in enumerate([*_task_table.COMMONSENSE, *_task_table.MODELING]):
             ours.setdefault(task, {})[metric] = {"value": 0.1 * i + shift, "stderr": 0.01}
         ours["lambada_openai"]["other"] = {"value": 3.0, "stderr": None}  # not in the paper's table: left to the JSON
         return ours | {"mine": {"acc": {"value": 0.5, "stderr": None}}}
 
     half = results(0.02)
     del half["boolq"]
-    head, *rows = _harness.table({"a": results(0.0), "b": half})
+    head, *rows = _task_table.table({"a": results(0.0), "b": half})
     assert head == ["task", "metric", "a", "b", *(f"paper's 1.3B {c}" for c in ("softmax", "interdomain", "s4d"))]
     assert [row[:2] for row in rows] == [
-        *([task, f"{metric} %"] for task, metric in _harness.COMMONSENSE),
+        *([task, f"{metric} %"] for task, metric in _task_table.COMMONSENSE),
         ["average of the eight", "acc %"],
         *(["lambada_openai", "perplexity"], ["wikitext", "word_perplexity"], ["wikitext", "bits_per_byte"]),
         ["mine", "acc %"],
@@ -322,14 +323,29 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert rows[8][2:] == ["35.00", "-", "51.51", "54.54", "49.44"]
     assert rows[9][2:] == ["0.8000 ± 0.0100", "0.8200 ± 0.0100", "21.03", "14.76", "41.02"]
     assert rows[-1] == ["mine", "acc %", "50.00", "50.00", "-", "-", "-"]
-    assert _harness.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}) == [
+    assert _task_table.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}) == [
         ["task", "metric", "a"],
         ["mine", "acc %", "50.00"],
     ]
 
 
+def test_every_average_stands_below_its_group():
+    groups = [_task_table.BASED, _task_table.LONGBENCH]
+    results = {task: {metric: {"value": 0.5, "stderr": None}} for task, metric in groups[0] | groups[1]}
+    results["longbench_lcc"]["code_sim_score"] = {"value": 0.5, "stderr": None}  # the same as its score
+    rows = _task_table.table({"a": results})[1:]
+    assert [row[0] for row in rows] == [
+        *("swde", "fda", "squad_completion", "based_nq", "based_triviaqa", "based_drop", "average of Based's six"),
+        *(task for task, _ in _task_table.LONGBENCH),
+        "average of LongBench's 14",
+    ]
+    assert rows[6][1:] == ["contains %", "50.00", "36.53", "24.63", "14.44"]
+    assert rows[7][1:] == ["score", "0.5000", "-", "-", "-"]
+    assert rows[-1][1:] == ["score", "0.5000", "0.124", "0.1229", "0.0857"]
+
+
 def test_suites_taken_apart():
-    assert _harness.task_names(["paper", "lambada", "mine"]) == [
+    assert _task_table.task_names(["paper", "lambada", "mine"]) == [
         *("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq"),
         *("wikitext", "mine"),
     ]

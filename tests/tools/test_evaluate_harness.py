@@ -46,7 +46,9 @@ for argv in json.loads(sys.argv[1]):
     lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 print(json.dumps(said))
 """
-# Where the harness keeps the tasks of the suite `paper`.
+# Where the harness keeps the tasks of the suites `recall` and `paper`.
+RECALL = ("fda", "squad_completion", "swde")
+RECALLED = ("phonebook_16", "niah_single_1_1024")
 PAPER = ("arc", "hellaswag", "lambada", "piqa", "siqa", "super_glue", "wikitext", "winogrande")
 
 
@@ -119,6 +121,12 @@ def ran(tmp_path_factory, tokenizer):
             path / "none",
         ],
     ]
+    own = [os.path.join(TASKS, name) for name in RECALL]
+    commands += [
+        ["--fetch", "--tasks", "recall", "--include-path", *own],
+        ["--fetch", "--tasks", "longbench_lcc", "--include-path", os.path.join(TASKS, "longbench")],
+        [folders[0], "--tasks", *RECALLED, "--limit", 2, "--out", path / "recalled"],
+    ]
     commands = [[str(word) for word in command] for command in commands]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -132,7 +140,8 @@ def ran(tmp_path_factory, tokenizer):
     assert not (path / "none").exists()
     said = json.loads(done.stdout.splitlines()[-1])
     assert said[0][0] == 0, said[0]
-    return folders, json.loads((path / "out" / "evaluation.json").read_text()), said[1:]
+    results, recalled = (json.loads((path / name / "evaluation.json").read_text()) for name in ("out", "recalled"))
+    return folders, results, said[1:], recalled
 
 
 @torch.no_grad()
@@ -149,7 +158,7 @@ def value(results, folder, task, metric):
 @pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
 def test_a_long_text(ran, i):
     """In pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits."""
-    folders, results, _ = ran
+    folders, results, *_ = ran
     model, tokenizer = load_pretrained(folders[i])
     tokens, total, end = tokenizer.encode(TEXT), 0.0, 0
     assert len(tokens) > 2 * MAX_LENGTH
@@ -167,7 +176,7 @@ def test_a_long_text(ran, i):
 @pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
 def test_choices(ran, i):
     """A choice's tokens are those that it adds to its question; per byte of the choice, in acc_norm."""
-    folders, results, _ = ran
+    folders, results, *_ = ran
     model, tokenizer = load_pretrained(folders[i])
     right = {"acc": 0, "acc_norm": 0}
     for question, choices in CHOICES:
@@ -185,13 +194,13 @@ def test_choices(ran, i):
 
 def test_written_text(ran):
     """transformers' generate on a left-padded batch writes what our own does; the other model writes something else."""
-    folders, results, _ = ran
+    folders, results, *_ = ran
     assert value(results, folders[0], "write", "exact_match") == 1
     assert value(results, folders[1], "write", "exact_match") < 1
 
 
 def test_what_is_written_of_it(ran):
-    _, results, _ = ran
+    results = ran[1]
     assert results["status"] == "complete"
     assert results["options"]["max_length"] == MAX_LENGTH
     assert set(results["tasks"]["softmax"]["samples"].items()) == {("choice", 5), ("rolling", 1), ("write", 3)}
@@ -199,10 +208,13 @@ def test_what_is_written_of_it(ran):
 
 
 def test_tasks_that_cannot_be(ran):
-    gone, away, unknown, paper, fetched, ruler = ran[2]
-    assert gone[0] == away[0] == unknown[0] == paper[0] == ruler[0] == 2
-    # It makes its own data, of packages that are not here and for a tokenizer that it is not given.
-    assert ruler[1].startswith("error: niah_single_1 cannot be loaded here: ")
+    gone, away, unknown, paper, fetched, ruler, recall, longbench, _ = ran[2]
+    assert gone[0] == away[0] == unknown[0] == paper[0] == ruler[0] == recall[0] == longbench[0] == 2
+    assert ruler[1].startswith(
+        "error: niah_single_1 needs a package that is not here: Please install the `wonderwords`"
+    )
+    assert longbench[1].startswith("error: longbench_lcc needs a package that is not here: ")
+    assert "-e '.[eval]'" in longbench[1]
     assert (
         "the data of gone (nobody/nothing) are not on this machine and were not fetched (HF_HUB_OFFLINE is set"
         in gone[1]
@@ -210,7 +222,10 @@ def test_tasks_that_cannot_be(ran):
     assert "evaluate --fetch --tasks choice gone`" in gone[1]
     assert "the files of away (json) cannot be read: " in away[1]
     assert "away.jsonl" in away[1]
-    assert "unknown tasks: no_such_task. Suites are commonsense, lambada, wikitext, paper; " in unknown[1]
+    assert (
+        "unknown tasks: no_such_task. Suites are commonsense, lambada, wikitext, paper, recall, longbench-14; "
+        in unknown[1]
+    )
     # The suite's names are the harness's, and its data sets are named before any is waited for.
     for task in (
         "lambada_openai",
@@ -225,4 +240,19 @@ def test_tasks_that_cannot_be(ran):
         assert f"{task} (" in paper[1]
     assert "aps/super_glue boolq" in paper[1]
     assert "wikitext (" in paper[1]
+    for task in ("swde", "fda", "squad_completion"):
+        assert task in recall[1]
+    assert "based_nq (hazyresearch/based_nq_2048)" in recall[1]
+    assert "phonebook" not in recall[1].partition("They need")[0]
     assert fetched[0] == 0
+
+
+def test_texts_that_are_made_to_a_length(ran):
+    """Beyond the length that the model was trained at, and with what the other tasks of the same command see unchanged."""
+    *_, said, recalled = ran
+    assert said[-1][0] == 0, said[-1]
+    (results,) = recalled["tasks"].values()
+    assert results["samples"] == dict.fromkeys(RECALLED, 2)
+    assert set(results["results"]["niah_single_1_1024"]) == {"contains"}
+    assert set(results["results"]["phonebook_16"]) == {"exact_match"}
+    assert recalled["options"]["max_length"] < 1024

@@ -1,0 +1,130 @@
+"""The paper's recall tasks through lm-evaluation-harness: models that know the answer's place, and models that do not."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from interdomain.tools import _harness, _task_table
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+from lm_eval.api.model import LM  # noqa: E402
+
+from interdomain.tools import _recall  # noqa: E402
+
+
+class Reader(LM):
+    """Answers by `answer(text)`, and keeps what it was asked."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer, self.asked, self.options = answer, [], []
+
+    def generate_until(self, requests, disable_tqdm=False):
+        self.asked += [request.args[0] for request in requests]
+        self.options += [request.args[1] for request in requests]
+        return [self.answer(request.args[0]) for request in requests]
+
+    def loglikelihood(self, requests):
+        raise AssertionError
+
+    loglikelihood_rolling = loglikelihood
+
+
+def run(task, answer):
+    reader = Reader(answer)
+    tasks = {"tasks": {task.config.task: task}, "groups": {}}
+    results = lm_eval.evaluate(reader, tasks, bootstrap_iters=0)["results"][task.config.task]
+    return reader, results
+
+
+def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
+    length = 1024
+    task = _recall.make(f"niah_single_1_{length}", tokenizer)
+    reader, results = run(task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green.")
+    assert results["contains,none"] == 1
+    assert len(reader.asked) == len(set(reader.asked)) == _recall.SAMPLES
+    # As long as asked for, with 128 tokens of answer.
+    sizes = [len(tokenizer.encode(text)) + 128 for text in reader.asked]
+    assert length - 2 * len(tokenizer.encode(_recall.HAY)) < min(sizes) <= max(sizes) <= length
+    assert reader.options[0]["max_gen_toks"] == 128
+    assert not reader.options[0]["until"]
+    # Anywhere in the text, and nowhere else: who forgets the first half misses some.
+    _, results = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
+    assert 0.2 < results["contains,none"] < 0.8
+
+
+def test_needles_are_the_same_every_time_and_longer_for_longer(tokenizer):
+    short, again, long = (_recall.needles(n, tokenizer) for n in (1024, 1024, 2048))
+    assert short == again
+    assert len(long[0]["lines"]) > 1.5 * len(short[0]["lines"])
+    with pytest.raises(ValueError, match="no haystack fits 200 tokens"):
+        _recall.needles(200, tokenizer)
+
+
+def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
+    near, far = (_recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
+    parts = _harness._by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
+    assert {length: list(part["tasks"]) for length, part in parts.items()} == {1500: ["near", "other"], 2048: ["far"]}
+    assert parts[1500]["groups"] == {"g": 1}
+    assert not parts[2048]["groups"]
+
+
+@pytest.mark.parametrize("entries", _recall.ENTRIES)
+def test_phone_numbers_are_found_by_who_reads_the_list(entries):
+    task = _recall.make(f"phonebook_{entries}", None)
+
+    def look_up(text):
+        book, asked = text.split("\n\n")
+        assert len(set(book.split("\n"))) == len({line.split(":")[0] for line in book.split("\n")}) == entries
+        *worked, name = asked.split("\n")
+        assert len(worked) == 2
+        assert set(worked) < set(book.split("\n"))
+        assert name not in "\n".join(worked)
+        return " " + re.search(f"^{name} (.*)$", book, re.MULTILINE)[1]
+
+    reader, results = run(task, look_up)
+    assert results["exact_match,none"] == 1
+    assert len(set(reader.asked)) == _recall.SAMPLES
+    assert reader.options[0]["until"] == ["\n"]
+    _, results = run(task, lambda text: look_up(text) + "0")
+    assert results["exact_match,none"] == 0
+    _, results = run(task, lambda text: text.split("\n")[-2].split(":")[1])  # the second of the answered ones
+    assert results["exact_match,none"] < 0.1
+
+
+def test_passages_are_completed(tmp_path, monkeypatch):
+    rows = [
+        {
+            "context": " Rome is a city. The capital of Italy is",
+            "question": "The capital of Italy is ",
+            "answers": ["Rome"],
+        },
+        {"context": "[DOC] [TLE] Elba [PAR] An island.", "question": "Elba is an", "answers": ["isle", "Island"]},
+        {"context": "Nothing.", "question": "Nobody knows", "answers": []},
+    ]
+    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setitem(_recall.BASED, "based_triviaqa", str(tmp_path))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    task = _recall.make("based_triviaqa", None)
+    reader, results = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
+    assert reader.asked == [
+        "Rome is a city. The capital of Italy is",
+        "Elba  An island. Elba is an",
+        "Nothing. Nobody knows",
+    ]
+    assert results["contains,none"] == pytest.approx(1 / 3)
+    assert reader.options[0] == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
+
+
+def test_names_of_the_suites_are_the_harness_s():
+    from lm_eval.tasks import TaskManager
+
+    folders = [
+        Path(lm_eval.__file__).parent / "tasks" / name for name in ("fda", "squad_completion", "swde", "longbench")
+    ]
+    theirs = set(TaskManager(include_path=folders, include_defaults=False).all_tasks)
+    assert set(_task_table.SUITES["longbench-14"]) < theirs
+    ours = [name for name in _task_table.SUITES["recall"] if name not in theirs]
+    assert ours == _recall.NAMES
