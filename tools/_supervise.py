@@ -111,6 +111,8 @@ def _wait(process: subprocess.Popen, outcome: Path) -> tuple[int, str]:
             code = process.wait(timeout=POLL_SECONDS)
             return code, _read(outcome)
         except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.utime(outcome.parent)  # what clears temporary files by age would take it after ten days
             if ended is None and _read(outcome) == STOPPED:
                 process.terminate()
                 ended = time.monotonic()

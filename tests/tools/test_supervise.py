@@ -56,6 +56,20 @@ def test_a_signal_that_one_rank_alone_got():
     assert run("say('left')") == CONTINUE
 
 
+def test_the_folder_of_the_outcome_does_not_age():
+    """Else what clears /tmp takes it from a run of weeks, and a run that left would pass for one that came to its end."""
+    program = """
+folder = os.path.dirname(os.environ["INTERDOMAIN_OUTCOME"])
+os.utime(folder, (0, 0))
+for _ in range(100):
+    if os.stat(folder).st_mtime:
+        sys.exit()
+    time.sleep(0.1)
+sys.exit(9)
+"""
+    assert run(program) == 0
+
+
 def test_a_signal_before_the_ranks_could_listen_or_a_save_that_failed(capfd):
     """Nothing is claimed that was not saved."""
     assert run("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)") == CONTINUE
