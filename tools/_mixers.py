@@ -6,6 +6,7 @@ Others' packages are called by their public names and are never required.
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -74,6 +75,22 @@ def sdpa(backend: SDPBackend) -> Callable[[Problem], Candidate]:
     return build
 
 
+def flash_attention(module: str) -> Callable[[Problem], Candidate]:
+    """The package of FlashAttention 2 (`flash_attn`) or 3 (`flash_attn_interface`), not PyTorch's copy of it."""
+
+    def build(p: Problem) -> Candidate:
+        run = importlib.import_module(module).flash_attn_func
+        q, k, v = p.qkv
+
+        def forward():
+            out = run(q, k, v, causal=True)
+            return out[0] if isinstance(out, tuple) else out  # early versions of 3: (out, logsumexp)
+
+        return Candidate(forward, p.qkv, p.d_out)
+
+    return build
+
+
 def fla_gla(p: Problem) -> Candidate:
     from fla.ops.gla import chunk_gla
 
@@ -102,6 +119,7 @@ def fla_gated_delta(p: Problem) -> Candidate:
 
 def mamba2(p: Problem) -> Candidate:
     """State-space duality with one group of B and C, state size M, on the values."""
+    _bare("mamba_ssm")
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     s, v = p.shape, p.inputs["v"]
@@ -111,6 +129,12 @@ def mamba2(p: Problem) -> Candidate:
     B, C = (torch.randn(s.B, s.T, 1, s.M, generator=make, device=v.device).to(v.dtype) for _ in range(2))
     leaves = [v, *(x.requires_grad_() for x in (dt, A, B, C))]
     return Candidate(lambda: mamba_chunk_scan_combined(v, dt, A, B, C, chunk_size=256), leaves, p.d_out)
+
+
+def _bare(package: str) -> None:
+    """`package` without what its __init__ imports: mamba_ssm's wants its CUDA extension, its Triton kernels do not."""
+    if package not in sys.modules:
+        sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
 
 
 def _gate(p: Problem, *width: int) -> Tensor:
@@ -134,16 +158,24 @@ SDPA = {
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
 }
-PEERS = {  # name: (package, builder)
-    "fla-gla": ("fla", fla_gla),
+PEERS = {  # name: (package, builder); those with the most kernels to tune come last
+    "flash-attn-3": ("flash_attn_interface", flash_attention("flash_attn_interface")),
+    "flash-attn-2": ("flash_attn", flash_attention("flash_attn")),
     "fla-gated-delta": ("fla", fla_gated_delta),
     "fla-simple-gla": ("fla", fla_simple_gla),
     "mamba2": ("mamba_ssm", mamba2),
+    "fla-gla": ("fla", fla_gla),
 }
+ATTENTION = (*SDPA, "flash-attn-3", "flash-attn-2")
+TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves, when first called: minutes
 # In the order in which they run: those that a short time limit should not lose come first.
 NAMES = (*("chunkwise", "chunkwise-kept", "linear"), *SDPA, *PEERS)
 NAMES += tuple(name for name in OURS if name not in NAMES)
 ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash")
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(PEERS[name][0]) is not None
 
 
 def candidates(names: list[str], p: Problem) -> tuple[dict[str, Callable[[], Candidate]], dict[str, str]]:
@@ -152,7 +184,7 @@ def candidates(names: list[str], p: Problem) -> tuple[dict[str, Callable[[], Can
     for name in names:
         if name in PEERS:
             package, build = PEERS[name]
-            if importlib.util.find_spec(package) is None:
+            if not installed(name):
                 missing[name] = f"{package} is not installed"
                 continue
         else:

@@ -6,15 +6,18 @@ times each Triton pass alone; --tune times a fixed list of tile sizes for each. 
 """
 
 import argparse
+import os
 import re
+import subprocess
 import sys
+import tempfile
 
 import torch
 
 from . import _features
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason
 from ._cli import user_errors
-from ._mixers import NAMES, ON_CPU, SDPA, candidates, make_problem
+from ._mixers import ATTENTION, NAMES, ON_CPU, TUNED, candidates, installed, make_problem
 from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segments
 from ._timing import Ceilings, ceilings, host_ms, interleaved, peak_memory, ratio, release, usable
 
@@ -27,7 +30,7 @@ COLUMNS = [
         "forward ms",
         "backward ms",
         "both ms",
-        "of best SDPA",
+        "of best attention",
         "I/O floor ms",
         "byte floor ms",
         "FLOP floor ms",
@@ -35,12 +38,13 @@ COLUMNS = [
     *("of floor", "host ms", "peak MiB", "remark"),
 ]
 TARGETS = (  # what, over what (the best of these), at which T, at most
-    ("chunkwise", tuple(SDPA)[:2], 4096, 0.4),
-    ("chunkwise", tuple(SDPA)[:2], 16384, 0.12),
+    ("chunkwise", ATTENTION, 4096, 0.4),
+    ("chunkwise", ATTENTION, 16384, 0.12),
     ("chunkwise", ("fla-gla",), 4096, 0.6),
     ("chunkwise", ("fla-gated-delta",), 4096, 0.6),
 )
 FLOOR_TARGET = 0.6  # of the byte floor, at least
+TUNING = 0.4  # of the time that is left, at most, for others' kernels to tune themselves
 
 
 def parse_shape(text: str, heads: int, basis: int) -> Shape:
@@ -52,12 +56,51 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
     return Shape(B, T, heads, d, basis)
 
 
+def tune_apart(names, texts: list[str], shapes: list[Shape], deadline: Deadline) -> dict[Shape, dict[str, str]]:
+    """Others' kernels tune themselves when they are first called, over hundreds of variants: in a process of their own that can
+    be ended, and whose choices are kept on the disk. -> {shape: {mixer that was not done with it: why}}."""
+    names = [name for name in names if name in TUNED and installed(name)]
+    if not names:
+        return {}
+    os.environ["TRITON_CACHE_AUTOTUNING"] = "1"
+    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--tune-peers", "--device", "cuda"]
+    command += ["--heads", str(shapes[0].H), "--basis", str(shapes[0].M), "--mixers", *names, "--shapes", *texts]
+    seconds = TUNING * deadline.left
+    with tempfile.TemporaryFile("w+") as said:
+        try:
+            status = subprocess.run(command, stdout=said, timeout=seconds).returncode
+            why = f"the process in which it was tuned ended with status {status}"
+        except subprocess.TimeoutExpired:
+            why = f"it had not tuned itself within {seconds:.0f} s; --mixers and --time-limit give it longer"
+        said.seek(0)
+        done = set(said.read().splitlines())
+    return {s: {name: f"not run: {why}" for name in names if f"{name} {s}" not in done} for s in shapes}
+
+
+def tune_peers(names, shapes: list[Shape], device) -> None:
+    """What `tune_apart` starts: a line for each that is done, with or without success."""
+    for name in names:
+        for shape in shapes:
+            measure([name], shape, device, Ceilings(1.0, 1.0), Deadline(600), rounds=1, seconds=0.0)
+            print(f"{name} {shape}", flush=True)
+
+
 def measure(
-    names, shape: Shape, device, limits: Ceilings, deadline: Deadline, rounds: int, seconds: float
+    names,
+    shape: Shape,
+    device,
+    limits: Ceilings,
+    deadline: Deadline,
+    rounds: int,
+    seconds: float,
+    without: dict[str, str] | None = None,
 ) -> list[dict]:
-    """Rows of the kernel table, in the order of `names`; one that cannot run says why in `remark`."""
+    """Rows of the kernel table, in the order of `names`; one that cannot run, or is among those `without`, says why in
+    `remark`."""
     problem = make_problem(shape, device)
-    builders, remarks = candidates(names, problem)
+    without = without or {}
+    builders, remarks = candidates([name for name in names if name not in without], problem)
+    remarks |= without
     calls, besides = {}, {}
     for name, build in builders.items():
         try:
@@ -75,9 +118,9 @@ def measure(
     seconds = min(seconds, max(0.05, deadline.left / (2 * len(calls) or 1)))
     times = interleaved(calls, device, rounds=rounds, seconds=seconds)
     rows = {name: _row(name, shape, device, limits, times.get(name), besides, remarks) for name in names}
-    best = best_of(rows, tuple(SDPA))
+    best = best_of(rows, ATTENTION)
     for row in rows.values():
-        row["of best SDPA"] = ratio(row.get("both ms"), best and rows[best]["both ms"])
+        row["of best attention"] = ratio(row.get("both ms"), best and rows[best]["both ms"])
     release(device)
     return list(rows.values())
 
@@ -114,7 +157,7 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     if name in ("chunkwise", "chunkwise-kept"):
         costs = chunkwise_costs(shape, recompute=name == "chunkwise", segments=segments(shape, device))
         nbytes, flops = costs[phase]
-    elif name in SDPA:
+    elif name in ATTENTION:
         flops = attention_flops(shape)[phase]
     return {
         "I/O floor ms": limits.floor_ms(inout),
@@ -167,6 +210,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument(
         "--compile-part", metavar="I/N", help=argparse.SUPPRESS
     )  # of --tune: fill Triton's cache, in parallel
+    p.add_argument("--tune-peers", action="store_true", help=argparse.SUPPRESS)  # a process of `tune_apart`
     return p.parse_args(argv)
 
 
@@ -192,11 +236,16 @@ def main(argv=None) -> int:
 
         return _passes.run(args, device, shapes, rounds, deadline)
 
+    if args.tune_peers:
+        tune_peers(names, shapes, device)
+        return 0
+
     report = Report("kernels", args.out, device, {"mixers": names, "rounds": rounds, "dtype": "bfloat16"})
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
     report.note(f"Measured ceilings: copy {limits.bandwidth / 1e12:.3g} TB/s read and written, {_product(cuda)} "
                 f"{limits.flops / 1e12:.3g} TFLOP/s. Floors are times at these.")  # fmt: skip
+    untuned = tune_apart(names, args.shapes or SHAPES, shapes, deadline) if cuda else {}
     tables = {}
     for shape in shapes:
         report.table(str(shape), COLUMNS)
@@ -205,7 +254,8 @@ def main(argv=None) -> int:
             continue
         # Each shape has its share, and the features a tenth: the slowest mixers of one do not take the next one's time.
         share = Deadline(max(1.0, 0.9 * deadline.left / (len(shapes) - len(tables))))
-        rows = measure(names, shape, device, limits, share, rounds, seconds=1.0 if cuda else 0.05)
+        seconds = 1.0 if cuda else 0.05
+        rows = measure(names, shape, device, limits, share, rounds, seconds, untuned.get(shape))
         for row in rows:
             report.add(str(shape), row)
         tables[shape] = {row["mixer"]: row for row in rows}

@@ -10,6 +10,8 @@ import torch
 
 from interdomain.scan import ops
 from interdomain.tools import _bench, _mixers, bench_decode, bench_kernels, check_kernels
+from interdomain.tools._bench import Deadline
+from interdomain.tools._timing import Ceilings
 
 from ..common import REPOSITORY
 
@@ -150,7 +152,7 @@ def test_kernel_table(tmp_path, capsys):
         row = rows[mixer]
         assert min(row["forward ms"], row["backward ms"]) > 0
         assert row["both ms"] >= max(row["forward ms"], row["backward ms"])
-        assert row["of best SDPA"] == pytest.approx(row["both ms"] / rows["sdpa-flash"]["both ms"])
+        assert row["of best attention"] == pytest.approx(row["both ms"] / rows["sdpa-flash"]["both ms"])
         assert row["of floor"] == pytest.approx(
             max(row["byte floor ms"], row["FLOP floor ms"] or 0) / row["both ms"], rel=1e-6
         )
@@ -163,6 +165,8 @@ def test_kernel_table(tmp_path, capsys):
 
 
 FAKES = {
+    "flash_attn.py": "def flash_attn_func(q, k, v, *, causal): assert causal; return q * k * v",
+    "flash_attn_interface.py": "def flash_attn_func(q, k, v, *, causal): assert causal; return q * k * v, None",
     "fla/__init__.py": "",
     "fla/ops/__init__.py": "",
     "fla/ops/gla.py": "def chunk_gla(*, q, k, v, g): assert g.shape == k.shape; return q * k * v * g, None",
@@ -170,7 +174,7 @@ FAKES = {
     "fla/ops/gated_delta_rule.py": "def chunk_gated_delta_rule(*, q, k, v, g, beta):\n"
     "    assert g.shape == beta.shape == q.shape[:3]\n"
     "    return q * k * v * (g * beta)[..., None], None",
-    "mamba_ssm/__init__.py": "",
+    "mamba_ssm/__init__.py": "import selective_scan_cuda",  # compiled, and not there
     "mamba_ssm/ops/__init__.py": "",
     "mamba_ssm/ops/triton/__init__.py": "",
     "mamba_ssm/ops/triton/ssd_combined.py": "def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size):\n"
@@ -178,14 +182,15 @@ FAKES = {
 }
 
 
-def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch):
+def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch, capsys):
     """Stand-ins for the packages: the wiring, not the packages, is what this can test."""
     for name, source in FAKES.items():
         path = tmp_path / "packages" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    for name in [n for n in sys.modules if n.split(".")[0] in ("fla", "mamba_ssm")]:
+    packages = {package for package, _ in _mixers.PEERS.values()}
+    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)
     few = ["--shapes", "1x16x8", "--basis", "8", "--rounds", "1"]
     assert bench_kernels.main(["--out", str(tmp_path / "out"), *few, "--mixers", *_mixers.PEERS]) == 0
@@ -193,8 +198,42 @@ def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch):
     table = contents["tables"]["B=1 T=16 H=2 d=8 M=8"]
     assert [row["remark"] for row in table["rows"]] == [None] * len(_mixers.PEERS)
     assert all(row["both ms"] > 0 for row in table["rows"])
-    for name in [n for n in sys.modules if n.split(".")[0] in ("fla", "mamba_ssm")]:
+    capsys.readouterr()
+    assert bench_kernels.main(["--tune-peers", *few, "--mixers", *_mixers.TUNED]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{name} B=1 T=16 H=2 d=8 M=8" for name in _mixers.TUNED]
+    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         del sys.modules[name]
+
+
+def test_peers_tune_themselves_apart_and_do_not_take_the_time_of_the_others(monkeypatch):
+    """What was not done when its process was ended is left out, and says so."""
+    texts = ["1x16x8", "1x16x16"]
+    shapes = [bench_kernels.parse_shape(text, 2, 8) for text in texts]
+
+    def run(command, stdout, timeout):
+        again = bench_kernels.parse(command[3:])
+        assert (again.tune_peers, again.mixers, again.shapes) == (True, ["fla-gated-delta", "fla-gla"], texts)
+        assert (again.heads, again.basis) == (2, 8)
+        stdout.write(f"fla-gated-delta {shapes[0]}\nfla-gated-delta {shapes[1]}\nfla-gla {shapes[0]}\n")
+        stdout.flush()
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(bench_kernels, "installed", lambda name: name != "mamba2")
+    monkeypatch.setattr(bench_kernels.subprocess, "run", run)
+    monkeypatch.delenv("TRITON_CACHE_AUTOTUNING", raising=False)
+    names = ["chunkwise", "flash-attn-3", "fla-gated-delta", "mamba2", "fla-gla"]
+    left_out = bench_kernels.tune_apart(names, texts, shapes, Deadline(100))
+    assert os.environ.pop("TRITON_CACHE_AUTOTUNING") == "1"  # what they chose is kept for the process that times them
+    assert left_out[shapes[0]] == {}
+    assert left_out[shapes[1]].keys() == {"fla-gla"}
+    assert "had not tuned itself within 40 s" in left_out[shapes[1]]["fla-gla"]
+    device, ceilings = torch.device("cpu"), Ceilings(1.0, 1.0)
+    rows = bench_kernels.measure(
+        ["linear", "fla-gla"], shapes[1], device, ceilings, Deadline(9), 1, 0.0, left_out[shapes[1]]
+    )
+    assert rows[0]["both ms"] > 0
+    assert rows[1]["remark"] == left_out[shapes[1]]["fla-gla"]
+    assert bench_kernels.tune_apart(["chunkwise", "mamba2"], texts, shapes, Deadline(100)) == {}
 
 
 def test_targets_compare_with_the_best():
@@ -323,7 +362,7 @@ def test_decode_keeps_the_fastest_attention():
 def test_every_shape_has_its_share_of_the_time(tmp_path, monkeypatch):
     shares = []
 
-    def measure(names, shape, device, limits, deadline, rounds, seconds):
+    def measure(names, shape, device, limits, deadline, rounds, seconds, without):
         shares.append(deadline.left)
         return []
 
