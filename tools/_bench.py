@@ -261,9 +261,27 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
 
+def processes(device: torch.device) -> int:
+    """How many may work beside each other, compiling most of the time: half the cores, at most 8; 1 on a CPU, and on a GPU that
+    takes no more."""
+    if device.type == "cpu" or exclusive():
+        return 1
+    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def exclusive() -> bool:
+    """Whether this machine's GPUs take one process at a time (nvidia-smi -c EXCLUSIVE_PROCESS)."""
+    return "Exclusive" in _nvidia_smi("compute_mode")
+
+
 def _driver() -> str:
+    return _nvidia_smi("driver_version")
+
+
+def _nvidia_smi(what: str) -> str:
+    """Of the first GPU; 'unknown' where nobody can be asked."""
     try:
-        return _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0]
+        return _output(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]).splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"
 

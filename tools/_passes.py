@@ -11,7 +11,7 @@ import torch
 
 from interdomain.scan import triton_support
 
-from ._bench import Deadline, Report
+from ._bench import Deadline, Report, exclusive, processes
 from ._mixers import make_problem
 from ._problems import Shape, backward_passes, forward_passes, pass_costs, segments
 from ._timing import Ceilings, ceilings, interleaved, ratio, release, usable
@@ -211,7 +211,9 @@ def label(plan, one: str) -> str:
 
 def compile_apart(args, deadline: Deadline) -> None:
     """Fill Triton's cache from several processes at once, each with its part of the list."""
-    jobs = min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+    if exclusive():  # the GPU is this process's
+        return
+    jobs = processes(torch.device("cuda"))
     command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--tune", "--device", "cuda"]
     for flag, values in (("--shapes", args.shapes), ("--heads", args.heads), ("--basis", args.basis)):
         if values:

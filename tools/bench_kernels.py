@@ -241,11 +241,12 @@ def main(argv=None) -> int:
         return 0
 
     report = Report("kernels", args.out, device, {"mixers": names, "rounds": rounds, "dtype": "bfloat16"})
+    # Before this process uses the GPU, which may take one at a time.
+    untuned = tune_apart(names, args.shapes or SHAPES, shapes, deadline) if cuda else {}
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
     report.note(f"Measured ceilings: copy {limits.bandwidth / 1e12:.3g} TB/s read and written, {_product(cuda)} "
                 f"{limits.flops / 1e12:.3g} TFLOP/s. Floors are times at these.")  # fmt: skip
-    untuned = tune_apart(names, args.shapes or SHAPES, shapes, deadline) if cuda else {}
     tables = {}
     for shape in shapes:
         report.table(str(shape), COLUMNS)

@@ -7,7 +7,6 @@ bits. Exit status 1 if anything is beyond its bound. Run it before believing any
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,18 @@ from interdomain import scan
 from interdomain.folders import write_whole
 
 from . import _features
-from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason, require_healthy, without_paths
+from ._bench import (
+    Deadline,
+    Report,
+    add_arguments,
+    choose,
+    choose_device,
+    exclusive,
+    processes,
+    reason,
+    require_healthy,
+    without_paths,
+)
 from ._cli import user_errors
 from ._problems import Shape, make_documents, make_inputs
 
@@ -342,7 +352,11 @@ def parse(argv) -> argparse.Namespace:
     )
     add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    p.add_argument("--jobs", type=int, help="processes at a time (default: half the cores, at most 8; 1 on the CPU)")
+    p.add_argument(
+        "--jobs",
+        type=int,
+        help="processes at a time (default: half the cores, at most 8; 1 on the CPU, and on a GPU that takes no more)",
+    )
     p.add_argument(
         "--rows", type=Path, help=argparse.SUPPRESS
     )  # a process of run_apart: rows into this file, no report
@@ -358,6 +372,11 @@ def main(argv=None) -> int:
     names = choose("--groups", args.groups, available)
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
+    if device.type == "cuda" and (args.jobs or 1) > 1 and exclusive():
+        raise ValueError(
+            f"--jobs {args.jobs}: the GPU takes one process at a time (nvidia-smi: compute mode Exclusive_Process). Leave "
+            "--jobs out, which means --jobs 1 here; or nvidia-smi -c DEFAULT."
+        )
     if args.rows:
         rows = []
 
@@ -378,7 +397,7 @@ def main(argv=None) -> int:
         results.append(row["result"])
         report.add(kind, row)
 
-    jobs = args.jobs or (min(8, max(1, len(os.sched_getaffinity(0)) // 2)) if device.type == "cuda" else 1)
+    jobs = args.jobs or processes(device)
     if device.type == "cuda" or jobs > 1:
         run_apart(names, device, jobs, deadline, add)
     else:

@@ -88,7 +88,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(module, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # PyTorch for CUDA would ask the GPU
-    monkeypatch.setattr(_bench, "_driver", lambda: "1.2.3")
+    monkeypatch.setattr(_bench, "_nvidia_smi", {"driver_version": "1.2.3", "compute_mode": "Default"}.get)
     monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
     for tool in (bench_kernels, bench_decode, bench_inference, _passes):
         monkeypatch.setattr(tool, "ceilings", lambda device: _timing.Ceilings(4e12, 8e14))
@@ -198,6 +198,19 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused(gpu, monkeypatch, tmp
     assert check_kernels.main(["--out", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err == "error: there is no C compiler.\n"
     assert not (tmp_path / "x").exists()
+
+
+def test_a_gpu_that_takes_one_process_at_a_time(gpu, monkeypatch, tmp_path, capsys):
+    """Every process but the first would fail there."""
+    monkeypatch.setattr(_bench.os, "sched_getaffinity", lambda pid: range(16))
+    assert (_bench.processes(torch.device("cuda")), _bench.processes(torch.device("cpu"))) == (8, 1)
+    monkeypatch.setattr(_bench, "_nvidia_smi", {"compute_mode": "Exclusive_Process"}.get)
+    assert _bench.processes(torch.device("cuda")) == 1
+    assert check_kernels.main(["--out", str(tmp_path / "x"), "--jobs", "8"]) == 2
+    assert "Leave --jobs out, which means --jobs 1 here" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    monkeypatch.setattr(_passes.subprocess, "Popen", None)
+    _passes.compile_apart(bench_kernels.parse(["--tune"]), _bench.Deadline(10))
 
 
 def test_the_step_s_graph_is_checked_by_replay(gpu):
