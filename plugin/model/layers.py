@@ -1,7 +1,8 @@
 """PyTorch's Embedding, Linear and RMSNorm, the last two with forms of their own for a token or a few in float32 on a CPU.
 
-There PyTorch's product of a matrix and a vector reads the weight at less than half the speed of memory, and its RMSNorm is ten
-operations, whose launches are all of its time: decoding took twice as long (benchmarks/README.md, "inference").
+There PyTorch's RMSNorm is ten operations, whose launches are all of its time; and its product of a matrix and a vector, MKL's,
+reads the weight at less than half the speed of memory on AMD's CPUs: decoding took twice as long (benchmarks/README.md,
+"Results"). On Intel's the form here would take twice as long.
 """
 
 import torch
@@ -9,6 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IN_CACHE = 4096  # numbers of x, half of a usual L1 cache: beyond them the batch of products below is the slower way
+
+
+def _amd() -> bool:
+    """Whether this is a CPU of AMD's, as far as Linux says."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            return "AuthenticAMD" in f.read(1000)  # of the first core
+    except OSError:
+        return False
+
+
+BATCHED = _amd()
 
 
 def _one_token(x: Tensor) -> bool:
@@ -21,7 +34,7 @@ def _one_token(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K], weight [N, K] -> [..., N]: `F.linear`."""
     N, K = weight.shape
-    if not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
+    if not BATCHED or not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
         return F.linear(x, weight)
     # Four products in a batch, each of a quarter of the weight: another routine, which keeps up with the memory.
     rows = x.numel() // K

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interdomain.model import layers
 from interdomain.model.generation import decode
 from interdomain.model.layers import IN_CACHE, Linear, RMSNorm
 
@@ -30,9 +31,16 @@ def drawn(module, dtype=torch.float32):
     return module.to(dtype)
 
 
+@pytest.fixture(params=[True, False], ids=["amd", ""])
+def batched(request, monkeypatch):
+    """On a CPU of AMD's, and on others."""
+    monkeypatch.setattr(layers, "BATCHED", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("N", [64, 6, 7])
 @pytest.mark.parametrize("shape", [(1, 1, 768), (3, 768), (2, 2, 768), (6, 768), (768,), (0, 768)])
-def test_linear_is_linear(shape, N):
+def test_linear_is_linear(shape, N, batched):
     layer = drawn(Linear(768, N))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), Operations() as ran:
@@ -40,7 +48,7 @@ def test_linear_is_linear(shape, N):
     exact = F.linear(x.double(), layer.weight.double())
     assert (y.shape, y.dtype, y.is_contiguous()) == (exact.shape, torch.float32, True)
     torch.testing.assert_close(y.double(), exact, rtol=0, atol=2e-4)
-    assert ("bmm" in ran.names) == (0 < x.numel() <= IN_CACHE and N == 64)
+    assert ("bmm" in ran.names) == (batched and 0 < x.numel() <= IN_CACHE and N == 64)
     apart = torch.stack([x, x], dim=-1)[..., 0]  # last stride 2
     with torch.no_grad():
         assert torch.equal(layer(apart), y)
@@ -67,8 +75,9 @@ def test_rms_norm_is_rms_norm(size):
     torch.testing.assert_close(y.double(), F.rms_norm(x.double(), (64,), norm.weight.double(), 1e-5), rtol=1e-5, atol=0)
 
 
-def test_every_product_of_a_decode_step():
+def test_every_product_of_a_decode_step(monkeypatch):
     """The layers' four and the logits; none is left to the slow routine, and none takes it where gradients are recorded."""
+    monkeypatch.setattr(layers, "BATCHED", True)
     model = lively(small_config("interdomain", vocab_size=64), torch.float32)
     state = model.init_state(1)
     tokens = torch.tensor([3])
