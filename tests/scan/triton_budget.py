@@ -21,7 +21,13 @@ from triton.compiler import ASTSource
 
 from interdomain.scan import triton_chunkwise, triton_launch, triton_sequential, triton_step
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
@@ -118,7 +124,7 @@ def launches_step(capability, dtype, R, D, M, G=1, linear=False):
 FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": launches_step}
 
 
-def report(launch, capability):
+def compile_launch(launch, capability):
     kernel, signature, divisible, constants, options = launch
     names = kernel.arg_names
     source = ASTSource(
@@ -127,8 +133,12 @@ def report(launch, capability):
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    ptx = compiled.asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def report(launch, capability):
+    compiled = compile_launch(launch, capability)
+    ptx, constants = compiled.asm["ptx"], launch[3]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel")
         with open(path + ".ptx", "w") as file:
@@ -138,7 +148,7 @@ def report(launch, capability):
         log = subprocess.run([*command, "-o", path + ".cubin"], capture_output=True, text=True, check=True).stderr
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     return {
-        "kernel": kernel.__name__,
+        "kernel": launch[0].__name__,
         "constants": {n: v for n, v in constants.items() if not n.startswith("stride")},
         "registers": int(re.search(r"Used (\d+) registers", log).group(1)),
         "spill": max(int(stores), int(loads)),

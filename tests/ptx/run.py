@@ -1,0 +1,65 @@
+"""Runs tests on what Triton compiles for a GPU that is not there: python -m tests.ptx.run 90 tests/ptx/tiles.py -k forward
+
+The first argument is a compute capability (80, 89, 90), the others are pytest's. Tests of the Triton kernels that else run in
+Triton's interpreter, tests/scan/test_triton_chunkwise.py and its like, run on the emulator instead, and fail on what it
+finds, too. The last line but pytest's says how much ran.
+"""
+
+import os
+import sys
+
+import pytest
+
+from ..scan import triton_interpreter
+from .launch import emulated
+
+
+class Report:
+    """A pytest plugin: a test whose launches did what no kernel may fails."""
+
+    def __init__(self, launches):
+        self.launches, self.totals, self.warps = launches, [0, 0, 0], {}
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_call(self, item):
+        self.launches.clear()
+        outcome = yield
+        faults = [
+            f"{launch['kernel']}: {kind}, {n} times: {where}"
+            for launch in self.launches
+            for (kind, where), n in launch["findings"].faults().items()
+        ]
+        for launch in self.launches:
+            for (kind, _), n in launch["findings"].items():
+                if kind.startswith("warp:"):
+                    self.warps[launch["kernel"], kind] = self.warps.get((launch["kernel"], kind), 0) + n
+        self.totals = [a + b for a, b in zip(self.totals, self.counts(), strict=True)]
+        if faults and outcome.excinfo is None:
+            outcome.force_exception(AssertionError("\n".join(faults[:20])))
+
+    def counts(self):
+        return (
+            len(self.launches),
+            sum(x["instructions"] for x in self.launches),
+            sum(x["seconds"] for x in self.launches),
+        )
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for (kernel, kind), n in self.warps.items():
+            terminalreporter.write_line(f"{kernel}: {n} times within a warp: {kind.removeprefix('warp: ')}")
+        launches, instructions, seconds = self.totals
+        terminalreporter.write_line(f"emulated {launches} launches, {instructions:,} instructions, {seconds:.0f} s")
+
+
+def main(argv=None) -> int:
+    capability, *rest = argv or sys.argv[1:]
+    # The kernels are imported by now, to be compiled; the tests, which are not, take this for the interpreter.
+    os.environ["TRITON_INTERPRET"] = "1"
+    triton_interpreter.repair = lambda monkeypatch: None
+    with emulated(int(capability)) as launches:
+        # Those that start the interpreter in a process of its own have nothing to do here.
+        return pytest.main(["-p", "no:xdist", "-k", "not in_the_interpreter", *rest], plugins=[Report(launches)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
