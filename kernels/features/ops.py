@@ -9,7 +9,7 @@ has none.
 
 import torch
 
-from interdomain.scan.library import op_name, tag_caches
+from interdomain.scan.library import differentiated_once, op_name, tag_caches
 
 
 @torch.library.custom_op(
@@ -76,6 +76,7 @@ def _gradient(ctx, dy):
 
 
 features.register_autograd(_gradient, setup_context=_setup)
+differentiated_once(features_backward)
 
 
 @torch.library.custom_op(

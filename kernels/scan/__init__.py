@@ -80,7 +80,7 @@ def interdomain_scan(
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's
-            document, never falling along T. A state stops at the end of its document; the initial state is that of
+            document, never falling along T, below 2^31. A state stops at the end of its document; the initial state is that of
             document 0, which need not be there, and the final one that of the last token's. None: one sequence.
         final_state: False where only o is wanted, as in training: no final state is written, none is kept by activation
             checkpointing, and None is returned in its place.
@@ -101,12 +101,12 @@ def interdomain_scan(
     if v.ndim != 4:
         raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, T, H, D] = [{B}, {T}, {H}, D]")
     D, M = v.shape[3], _basis_size(log_decay, H)
+    _check_sizes(T=T, B=B, H=H, R=R, D=D, M=M)
     _check_shape("v", v, (B, T, H, D))
     _check_query(q, (B, T), H, R)
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
-    _check_size(B, T)
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     documents = _numbers(documents, k)
     backend = _choose(backend, chunk_size, (q, k, v), M)
@@ -143,10 +143,10 @@ def linear_scan(
         raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, T, H, P]")
     B, T, H, P = z.shape
     M = _basis_size(log_decay, H)
+    _check_sizes(T=T, B=B, H=H, P=P, M=M)
     _check_shape("readout", readout, (H, 2 * M))
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
-    _check_size(B, T)
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     documents = _numbers(documents, z)
     backend = _choose(backend, chunk_size, (z,), M)
@@ -354,7 +354,7 @@ def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
-    if q.ndim != len(leading) + 2 or q.shape[:-2] != leading or q.shape[-1] != R or q.shape[-2] % H:
+    if q.ndim != len(leading) + 2 or q.shape[:-2] != leading or q.shape[-1] != R or not q.shape[-2] or q.shape[-2] % H:
         expected = ", ".join(str(n) for n in leading)
         raise ValueError(
             f"q has shape {tuple(q.shape)}; expected [{expected}, Hq, {R}] "
@@ -362,11 +362,11 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
         )
 
 
-def _check_size(B: int, T: int) -> None:
-    if T == 0:
-        raise ValueError("the sequence has no token (T = 0); a scan needs at least one")
-    if B == 0:
-        raise ValueError("the batch has no sequence (B = 0); a scan needs at least one")
+def _check_sizes(**sizes: int) -> None:
+    names = {"T": "token", "B": "sequence", "H": "head of k and v (or z)", "M": "basis function"}
+    for name, size in sizes.items():
+        if size == 0:
+            raise ValueError(f"there is no {names.get(name, 'channel')} ({name} = 0); a scan needs at least one")
 
 
 def _check_in_place(state: Tensor) -> None:

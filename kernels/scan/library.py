@@ -12,9 +12,12 @@ import sys
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
+
+PLAIN = "plain PyTorch has: backend='reference' of the scan, 'torch' of the input features"
 
 
 def op_name(module: str, name: str) -> str:
@@ -36,9 +39,10 @@ def call(op: CustomOpDef, *args):
         return op(*args)
     tensors = [x for x in args if isinstance(x, Tensor)]
     if any(unpack_dual(x).tangent is not None for x in tensors):  # the dispatcher would drop it without a word
+        raise NotImplementedError(f"{op._name} has no forward-mode derivative; {PLAIN}")
+    if any(level.key() == _functorch.TransformType.Grad for level in _functorch.get_interpreter_stack() or ()):
         raise NotImplementedError(
-            f"{op._name} has no forward-mode derivative; plain PyTorch has: backend='reference' of the scan, 'torch' of the "
-            "input features"
+            f"{op._name} has no derivative that torch.func.grad can take, as torch.autograd can; {PLAIN}"
         )
     if _observed(tensors):
         return op(*args)
@@ -50,12 +54,21 @@ def call(op: CustomOpDef, *args):
 
 
 def _observed(tensors: list[Tensor]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _functorch.peek_interpreter_stack() is not None:
         return True
     if torch._C._get_tracing_state() is not None or any(x.is_meta for x in tensors):
         return True
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return recorded or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def differentiated_once(backward: CustomOpDef) -> None:
+    """A gradient that has no gradient itself says so."""
+
+    def refuse(ctx, *cotangents):
+        raise NotImplementedError(f"{backward._name} has no derivative of its own (a second one); {PLAIN}")
+
+    backward.register_autograd(refuse)
 
 
 @functools.cache

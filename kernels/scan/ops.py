@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import chunkwise, fft
 from .documents import backward_by_document, forward_by_document
-from .library import op_name, tag_caches
+from .library import differentiated_once, op_name, tag_caches
 from .triton_support import operand_dtype
 
 
@@ -233,6 +233,7 @@ def _scan_gradient(ctx, d_o, d_final, *_):
 
 
 scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
+differentiated_once(scan_backward)
 
 
 # Linear readout
@@ -309,5 +310,6 @@ def _linear_gradient(ctx, d_y, d_final):
 
 
 linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)
+differentiated_once(linear_scan_backward)
 
 tag_caches(__name__)

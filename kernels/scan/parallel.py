@@ -39,7 +39,8 @@ def all_states(
     """z [B, T, H, P] -> every state [B, T, H, M, P] (complex), and the last one as real pairs [B, H, M, P, 2]."""
     T, M = z.shape[1], log_decay.shape[1]
     shifts = [1 << s for s in range(max(T - 1, 1).bit_length())]  # 1 is always there: the initial state uses it
-    table = torch.view_as_complex(powers(log_decay, torch.tensor(shifts))).movedim(1, 0)[..., None]  # [shifts, H, M, 1]
+    table = torch.view_as_complex(powers(log_decay, torch.tensor(shifts, device=z.device)))
+    table = table.movedim(1, 0)[..., None]  # [shifts, H, M, 1]
     X = torch.complex(z, torch.zeros_like(z))[:, :, :, None, :].expand(-1, -1, -1, M, -1)
     if initial_state is not None:
         # The state before the first token enters through that token: X_0 = z_0 + Lambda X_init.

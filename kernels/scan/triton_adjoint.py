@@ -106,7 +106,7 @@ def adjoint_pass(
         if DOCUMENTS:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
         for i_g in range(0, G):
-            p_dg = p_dt + i_t * stride_dt + i_g * stride_dh
+            p_dg = p_dt + i_t * stride_dt + tl.cast(i_g, tl.int64) * stride_dh
             b_do = tl.load(p_dg, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
             if not LINEAR:
                 b_b = tl.load(p_bt + (tl.cast(i_g, tl.int64) * T + i_t) * (2 * M), mask=m_t[:, None], other=0.0)

@@ -43,6 +43,14 @@ def zeros(*shape, **kwargs):
         ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
         ({n: QUERY[n][:, :0] for n in "qkv"}, r"no token \(T = 0\)"),
         ({n: QUERY[n][:0] for n in "qkv"} | {"initial_state": None}, r"no sequence \(B = 0\)"),
+        (
+            {n: QUERY[n][:, :, :0] for n in "qkv"} | {"log_decay": zeros(0, 6, 2)},
+            r"no head of k and v \(or z\) \(H = 0\)",
+        ),
+        ({"q": QUERY["q"][:, :, :0]}, r"expected \[2, 5, Hq, 4\]"),
+        ({n: QUERY[n][..., :0] for n in "qk"}, r"no channel \(R = 0\)"),
+        ({"v": QUERY["v"][..., :0]}, r"no channel \(D = 0\)"),
+        ({"log_decay": zeros(2, 0, 2)}, r"no basis function \(M = 0\)"),
     ],
 )
 def test_query_errors(change, message):
@@ -56,6 +64,7 @@ def test_query_errors(change, message):
         ({"backend": "scan"}, "allowed: auto, chunkwise"),
         ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
         ({"z": zeros(2, 0, 2, 7)}, "T = 0"),
+        ({"z": zeros(2, 5, 2, 0)}, "P = 0"),
         ({"log_decay": zeros(1, 6, 2)}, "log_decay has shape"),
         ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
         ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),

@@ -14,7 +14,7 @@ from interdomain import scan
 from interdomain.scan import ops
 from interdomain.scan.library import tag_caches
 
-from .common import ON_CPU, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
+from .common import ON_CPU, RUNNABLE, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
 
 CASE = Case(T=20, G=3, R=4, D=3, M=4)
 
@@ -178,6 +178,36 @@ def test_forward_mode_is_refused_and_vmap_is_not():
         value, tangent = torch.autograd.forward_ad.unpack_dual(out)
     torch.testing.assert_close(tangent, value)  # o is linear in q
     torch.testing.assert_close(torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)]))
+
+
+def test_torch_func_and_a_second_derivative_are_refused_in_words():
+    inputs, _ = op_inputs(CASE, torch.float32)
+
+    def loss(q, backend="chunkwise"):
+        return scan.interdomain_scan(**{**inputs, "q": q}, backend=backend)[0].square().sum()
+
+    q = inputs["q"]
+    for f in (loss, lambda q: torch.vmap(loss)(q[None]).sum()):
+        with pytest.raises(NotImplementedError, match=r"torch.func.grad.* backend='reference' of the scan"):
+            torch.func.grad(f)(q)
+    (first,) = torch.autograd.grad(loss(q), q, create_graph=True)
+    torch.testing.assert_close(first, torch.func.grad(functools.partial(loss, backend="reference"))(q))
+    with pytest.raises(NotImplementedError, match=r"no derivative of its own \(a second one\); .*'reference'"):
+        first.sum().backward()
+    z = torch.randn(1, 5, 1, 3, requires_grad=True)
+    y, _ = scan.linear_scan(z, torch.tensor([[[-0.1, 1.0]]]), torch.ones(1, 2))
+    (first,) = torch.autograd.grad(y.square().sum(), z, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_scan_backward has no derivative"):
+        first.sum().backward()
+
+
+def test_nothing_is_made_on_the_default_device():
+    inputs, cotangents = op_inputs(CASE, torch.float32)
+    documents = (torch.arange(CASE.T) // 7).expand(CASE.B, -1)
+    with torch.device("meta"):
+        results = {b: run_op(inputs, cotangents, backend=b, documents=documents) for b in RUNNABLE}
+    for found in results.values():
+        assert_agree(found, results["reference"], "float32")
 
 
 @pytest.fixture
