@@ -116,14 +116,14 @@ def test_lost_and_cut_off_nodes_change_no_bit(cluster, submit):
 
 
 def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, submit):
-    """Of two minutes, of which the last is for saving; then the user cancels it, and it saves once more."""
-    job = submit("limited", steps=5000, minutes=2)
+    """Of three minutes, of which the last is for saving; then the user cancels it, and it saves once more."""
+    job = submit("limited", steps=5000, minutes=3)
     left = r"leaving after step (\d+) \(SIGUSR1\): saved"
-    cluster.wait(lambda: job.said(left), 200, f"the signal; see {job.log}")
+    cluster.wait(lambda: job.said(left), 400, f"the signal; see {job.log}")
     (first,) = [int(step) for step in job.said(left)]
     assert (job.run / f"checkpoint/step-{first}/.metadata").is_file()
     cluster.start_now(job.number)
-    cluster.wait(lambda: job.said(rf"Training starts at step {first + 1}\b"), 120, "the second start")
+    cluster.wait(lambda: job.said(rf"Training starts at step {first + 1}\b"), 150, f"the second start; see {job.log}")
     cluster.call("scancel", job.number)
     cluster.wait(lambda: not (job.run / "run.lock").exists(), 60, "the run to end")
     last = int(job.said(r"leaving after step (\d+) ")[-1])
@@ -154,7 +154,7 @@ def test_a_broken_node_is_left_behind(cluster, submit):
         cluster.kill(second, "-u -m torchtitan.train")
         return cluster.job(job.number).get("JobState") == "PENDING"
 
-    cluster.wait(back_in_the_queue, 400, f"the job to be back in the queue; see {job.log}")
+    cluster.wait(back_in_the_queue, 900, f"the job to be back in the queue; see {job.log}")
     assert job.said(r"failed again \(exit status \d+\), with the checkpoint of step \d+ still the last: leaving")
     cluster.call("scontrol", "update", f"nodename={second}", "state=drain", "reason=broken")
     try:
