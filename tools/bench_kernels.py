@@ -44,6 +44,7 @@ TARGETS = (  # what, over what (the best of these), at which T, at most
     ("chunkwise", ("fla-gated-delta",), 4096, 0.6),
 )
 FLOOR_TARGET = 0.6  # of the byte floor, at least
+TURNS = 5  # of a call at least, after those that warm up and measure its memory
 TUNING = 0.4  # of the time that is left, at most, for others' kernels to tune themselves
 
 
@@ -109,10 +110,16 @@ def measure(
             remarks[name] = reason(e)
             continue
         good, bad = usable({name: call}, device, passed=lambda: deadline.passed)
-        calls |= good
         remarks |= bad
         if good:
-            besides[name] = {"peak MiB": peak_memory(call, device), "host ms": host_ms(call, device)}
+            before = deadline.left
+            besides[name] = {"peak MiB": peak_memory(call, device)}
+            once = before - deadline.left
+            if TURNS * once > deadline.left:  # it would take the others' time, too
+                remarks[name] = f"not timed: a call takes {once:.2g} s, of {max(0, deadline.left):.2g} s that are left"
+            else:
+                calls |= good
+                besides[name]["host ms"] = host_ms(call, device)
             release(device)
     # Near the end of the time, few turns and a table rather than none.
     seconds = min(seconds, max(0.05, deadline.left / (2 * len(calls) or 1)))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -234,6 +235,18 @@ def test_peers_tune_themselves_apart_and_do_not_take_the_time_of_the_others(monk
     assert rows[0]["both ms"] > 0
     assert rows[1]["remark"] == left_out[shapes[1]]["fla-gla"]
     assert bench_kernels.tune_apart(["chunkwise", "mamba2"], texts, shapes, Deadline(100)) == {}
+
+
+def test_what_is_too_slow_for_the_time_left_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "peak_memory", lambda call, device: time.sleep(0.05))
+    shape, device, ceilings = bench_kernels.parse_shape("1x16x8", 2, 8), torch.device("cpu"), Ceilings(1.0, 1.0)
+    (row,) = bench_kernels.measure(["linear"], shape, device, ceilings, Deadline(600), 1, 0.0)
+    assert row["both ms"] > 0
+    usable = bench_kernels.usable
+    monkeypatch.setattr(bench_kernels, "usable", lambda calls, *args, **kw: usable(calls, device))
+    (row,) = bench_kernels.measure(["linear"], shape, device, ceilings, Deadline(1e-3), 1, 0.0)
+    assert row["remark"].startswith("not timed: a call takes ")
+    assert "both ms" not in row
 
 
 def test_targets_compare_with_the_best():
