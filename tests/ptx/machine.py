@@ -8,6 +8,7 @@ wgmma, takes effect here when it is waited for, and is watched until then.
 """
 
 import functools
+import itertools
 import operator
 import re
 import time
@@ -24,6 +25,7 @@ TYPES = FLOATS | {
 }
 GROUP = 128  # threads of a warp group
 THREADS = 1 << 14  # of the programs that run at once
+LARGEST = 227 * 1024  # shared memory of a program on sm_90
 CACHING = re.compile(r"nc|ca|cg|cs|lu|wb|wt|volatile|relaxed|weak|gpu|cta|sys|L[12]::[\w:]+")
 OPERATIONS = {}
 
@@ -83,6 +85,8 @@ class Machine:
         self.special |= {"%tid.z": none, "%ctaid.y": none, "%ctaid.z": none, "%ntid.x": none + self.threads}
         self.special |= {"%nctaid.x": none + grid, "%warpid": tid // 32}
         self.registers, self.compiled = {}, {}
+        (local,) = kernel.local.values() or (0,)  # the compiler lays all of it out under one name
+        self.local = np.full((n, -(-local // 8) * 8), 0xFF, np.uint8)
         self.copies, self.copy_groups = [], np.zeros(n, np.int64)
         groups = max(1, n // GROUP)
         self.products, self.product_groups = [], np.zeros(groups, np.int64)
@@ -170,6 +174,8 @@ class Machine:
             return self.special[name].astype(dtype)
         if name in self.kernel.parameters:
             return dtype.type(8 * list(self.kernel.parameters).index(name))
+        if name in self.kernel.local:
+            return dtype.type(0)
         if name in self.memory.symbols:
             return dtype.type(self.memory.symbols[name])
         if name == "global_smem":
@@ -199,6 +205,12 @@ class Machine:
             return self.read(base, "u64"), int(offset or "0", 0)
         wide = base in self.memory.symbols or (base[0] == "%" and self.register(base).itemsize == 8)
         return self.read(base, "u64" if wide else "u32"), int(offset or "0", 0)
+
+    def own(self, address, lanes, size, width, i):
+        """Where numbers lie in the local memory of each thread."""
+        if ((address < 0) | (address + size > self.local.shape[1]) | (address % size != 0)).any():
+            raise Fault(f"an access outside of local memory, or not aligned: {i}")
+        return lanes[:, None], address[:, None] // width + np.arange(size // width)
 
     def fragments(self, names, kind, select):
         """Registers of some warps, [registers, warps, 32]."""
@@ -455,6 +467,12 @@ def op_move(m, i, rest):
     return lambda w: np.copyto(out, value, where=w)
 
 
+@operation("cvta")
+def op_generic_address(m, i, rest):
+    """Of local memory, which the compiler takes and does not use: an access without its space is refused."""
+    return op_move(m, i, rest) if rest == ["local", "u64"] else None
+
+
 @operation("cvt")
 def op_convert(m, i, rest):
     """Data Movement and Conversion Instructions: cvt. Integers saturate when they come from floats."""
@@ -568,7 +586,7 @@ def op_load(m, i, rest):
     width = np.dtype(TYPES[kind]).itemsize
     outs = [m.write(x, kind) for x in m.vector(i.operands[0])]
     where, size = m.address(i.operands[1]), width * len(outs)
-    if space not in ("param", "global", "shared"):
+    if space not in ("param", "local", "global", "shared"):
         return None
 
     def run(w):
@@ -577,6 +595,8 @@ def op_load(m, i, rest):
             return
         if space == "param":
             data = m.parameters[at(where, lanes) // 8][:, None].view(f"u{width}")
+        elif space == "local":
+            data = m.local.view(f"u{width}")[m.own(at(where, lanes), lanes, size, width, i)]
         elif space == "global":
             piece, offset = m.memory.place(at(where, lanes), size, i)
             m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=False)
@@ -592,7 +612,9 @@ def op_load(m, i, rest):
 @operation("st")
 def op_store(m, i, rest):
     space, kind = rest[0].split("::")[0], rest[-1]
-    if space not in ("global", "shared") or any(not CACHING.fullmatch(x) for x in rest[1:-1] if x not in ("v2", "v4")):
+    if space not in ("local", "global", "shared") or any(
+        not CACHING.fullmatch(x) for x in rest[1:-1] if x not in ("v2", "v4")
+    ):
         return None
     bits = f"b{kind[1:]}"
     width = np.dtype(TYPES[bits]).itemsize
@@ -604,7 +626,9 @@ def op_store(m, i, rest):
         if not len(lanes):
             return
         data = np.stack([x[lanes] for x in values], axis=1)
-        if space == "global":
+        if space == "local":
+            m.local.view(f"u{width}")[m.own(at(where, lanes), lanes, size, width, i)] = data
+        elif space == "global":
             piece, offset = m.memory.place(at(where, lanes), size, i)
             m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=True)
             m.memory.view(piece, width)[offset[:, None] // width + np.arange(len(values))] = data
@@ -639,7 +663,7 @@ def op_copy(m, i, rest):
                     remaining.append((lanes[keep], group[keep], place[keep], data[keep], size, g[per], me[per]))
                     place, data, g, me = place[ready], data[ready], g[~per], me[~per]
                 m.shared.copying[g] = 0
-                m.shared.note_write(g, me)
+                m.shared.note_write(g, me, copied=True)
                 m.shared.views[1][place[:, None] + np.arange(size)] = data
             m.copies = remaining
 
@@ -674,7 +698,7 @@ def op_copy(m, i, rest):
 
 @operation("ldmatrix", "stmatrix")
 def op_matrix(m, i, rest):
-    """8 x 8 matrices of 16 bits: row r of the j-th lies at the address in lane 8 j + r; lane l holds two numbers of row l / 4."""
+    """8 x 8 matrices of 16 bits: row r of the j-th lies where lane 8 j + r says; lane l holds two numbers of row l / 4."""
     load, trans, count = i.opcode.startswith("ld"), "trans" in rest, {"x1": 1, "x2": 2, "x4": 4}[rest[3]]
     if rest != ["sync", "aligned", "m8n8", f"x{count}", *(["trans"] if trans else []), "shared", "b16"]:
         return None
@@ -872,11 +896,28 @@ def op_wgmma(m, i, rest):
     return run
 
 
+def unfenced(block):
+    """Products whose registers another instruction writes after the last wgmma.fence, which must stand between."""
+    dirty, found = None, []
+    for i in block:
+        registers = set(re.findall(r"%\w+", " ".join(i.operands[:1])))
+        if i.opcode.startswith("wgmma.fence"):
+            dirty = set()
+        elif i.opcode.startswith("wgmma.mma_async"):
+            registers |= set(re.findall(r"%\w+", i.operands[1])) if i.operands[1][0] == "{" else set()
+            found += [i] if dirty is None or registers & dirty else []
+        elif dirty is not None and not i.opcode.startswith("st"):
+            dirty |= registers
+    return found
+
+
 # -------------------------------------------------------------------- a launch
 
 
 def execute(code: Kernel, passed, grid, shared):
     """Runs the entry on CPU tensors and numbers, in place; -> report."""
+    if shared > LARGEST:
+        raise Fault(f"{code.name} asks for {shared} bytes of shared memory")
     storages, pointers = [], {}
     for x in passed:
         if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in pointers:
@@ -886,6 +927,8 @@ def execute(code: Kernel, passed, grid, shared):
                 storages.append(torch.tensor((), dtype=torch.uint8).set_(storage).numpy())
             pointers[storage.data_ptr()] = max(1, len(storages))
     memory, findings = Global(storages, code.constants), Findings()
+    for i in itertools.chain(*map(unfenced, code.blocks)):
+        findings.add("wgmma with registers that no wgmma.fence came after", i, 1)
     parameters = np.zeros(
         len(code.parameters), np.uint64
     )  # after ours follow scratch pointers that these kernels do not use

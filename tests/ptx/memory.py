@@ -18,14 +18,14 @@ class Fault(Exception):
 
 
 class Findings(dict):
-    """{(kind, instruction): how many}; kinds that begin with "warp:" are within a warp and no fault by themselves."""
+    """{(kind, instruction): how many}. Kinds that begin with "note:" are no faults: within a warp, or of cp.async."""
 
     def add(self, kind, where, count):
         if count:
             self[kind, str(where)] = self.get((kind, str(where)), 0) + int(count)
 
     def faults(self):
-        return {k: n for k, n in self.items() if not k[0].startswith("warp:")}
+        return {k: n for k, n in self.items() if not k[0].startswith("note:")}
 
 
 class Global:
@@ -83,7 +83,7 @@ class Shared:
             np.zeros(n, np.int16),
             np.zeros(n, np.int16),
         )  # cp.async into it, wgmma out of it
-        self.now = 0
+        self.copied, self.now = np.zeros(n, bool), 0
         self.barrier, self.warp, self.fence = (np.zeros(programs * threads, np.int64) for _ in range(3))
 
     def place(self, address, size, thread, where):
@@ -105,7 +105,7 @@ class Shared:
         if others.any():
             near = others & (first >> 5 == me >> 5) & (last >> 5 == me >> 5)
             self.findings.add(kind, where, np.count_nonzero(others & ~near))
-            self.findings.add(f"warp: {kind}", where, np.count_nonzero(near & (when >= self.warp[me])))
+            self.findings.add(f"note: within a warp, {kind}", where, np.count_nonzero(near & (when >= self.warp[me])))
 
     def on_read(self, g, me, where, *, proxy=False):
         add = self.findings.add
@@ -114,7 +114,9 @@ class Shared:
         kind, wrote, writer = "read of what another thread wrote since the last barrier", self.wrote[g], self.writer[g]
         if proxy:  # all threads of a warp group read, and read past the cache of what they wrote themselves
             add(kind, where, np.count_nonzero(wrote >= self.barrier[me]))
-            add("wgmma reads what no fence.proxy.async came after", where, np.count_nonzero(wrote >= self.fence[me]))
+            late, kind = wrote >= self.fence[me], "wgmma reads what no fence.proxy.async came after"
+            add(kind, where, np.count_nonzero(late & ~self.copied[g]))
+            add(f"note: of cp.async, {kind}", where, np.count_nonzero(late & self.copied[g]))
         else:
             self._unordered(kind, wrote, writer, writer, me, where)
             self.note_read(g, me, me)
@@ -144,8 +146,8 @@ class Shared:
             where,
         )
 
-    def note_write(self, g, me):
-        self.writer[g], self.wrote[g] = me, self.now
+    def note_write(self, g, me, *, copied=False):
+        self.writer[g], self.wrote[g], self.copied[g] = me, self.now, copied
 
     def store(self, place, data, size, thread, where):
         """data [accesses, elements], elements of data's own width."""
@@ -159,7 +161,9 @@ class Shared:
         lost = (self.views[width][at] != data).any(1)
         near = self.writer[place // self.granule] >> 5 == thread >> 5
         self.findings.add("threads store different numbers at once", where, np.count_nonzero(lost & ~near))
-        self.findings.add("warp: threads store different numbers at once", where, np.count_nonzero(lost & near))
+        self.findings.add(
+            "note: within a warp, threads store different numbers at once", where, np.count_nonzero(lost & near)
+        )
 
     def load(self, place, size, width, thread, where):
         g, me = self.granules(place, size, thread)

@@ -22,6 +22,7 @@ class Kernel(NamedTuple):
     threads: int  # of a program
     parameters: dict[str, str]  # name: type
     constants: dict[str, bytes]
+    local: dict[str, int]  # names of local memory: bytes
     registers: dict[str, int]  # prefix of numbered ones, or name: bytes, 0 for predicates
     blocks: list[list[Instruction]]  # a branch ends a block
     labels: dict[str, int]  # the block that begins there
@@ -34,7 +35,7 @@ def parse(ptx: str) -> Kernel:
         name: bytes(map(int, data.split(",")))
         for name, data in re.findall(r"\.global [^;=]*?\.b8 ([\w$]+)\[\d+\] = \{(.*?)\};", ptx)
     }
-    registers, blocks, labels = {}, [[]], {}
+    local, registers, blocks, labels = {}, {}, [[]], {}
     for line, source, text in _statements(ptx, entry.end()):
         if text.endswith(":"):
             if text.startswith(("$L__tmp", "$L__func")):  # for debuggers
@@ -46,6 +47,9 @@ def parse(ptx: str) -> Kernel:
             _, kind, names = text.split(None, 2)
             for name in names.split(","):
                 registers[name.split("<")[0].strip()] = WIDTHS[kind[1:]]
+        elif text.startswith(".local"):
+            name, size = re.search(r"(\w+)\[(\d+)\]", text).groups()
+            local[name] = int(size)
         elif not text.startswith("."):  # other directives are for debuggers, or for calls, which `call` refuses
             guard, opcode, operands = re.fullmatch(r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL).groups()
             operands = tuple(x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands))
@@ -53,7 +57,7 @@ def parse(ptx: str) -> Kernel:
             if opcode.split(".")[0] in ("bra", "ret"):
                 blocks.append([])
     threads = int(re.search(r"\.reqntid (\d+)", entry.group(3)).group(1))
-    return Kernel(entry.group(1), threads, {n: t for t, n in declared}, constants, registers, blocks, labels)
+    return Kernel(entry.group(1), threads, {n: t for t, n in declared}, constants, local, registers, blocks, labels)
 
 
 def _statements(ptx: str, start: int):
@@ -62,7 +66,7 @@ def _statements(ptx: str, start: int):
     for line, text in enumerate(ptx[start:].split("\n"), ptx.count("\n", 0, start) + 1):
         text, _, comment = text.partition("//")
         text = text.strip()
-        if text.startswith(".loc"):
+        if re.match(r"\.loc\s", text):
             source = comment.strip()
         elif re.fullmatch(r"[\w$]+:", text):
             yield line, source, text

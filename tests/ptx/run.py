@@ -18,7 +18,7 @@ class Report:
     """A pytest plugin: a test whose launches did what no kernel may fails."""
 
     def __init__(self, launches):
-        self.launches, self.totals, self.warps = launches, [0, 0, 0], {}
+        self.launches, self.totals, self.notes = launches, [0, 0, 0], {}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item):
@@ -31,8 +31,8 @@ class Report:
         ]
         for launch in self.launches:
             for (kind, _), n in launch["findings"].items():
-                if kind.startswith("warp:"):
-                    self.warps[launch["kernel"], kind] = self.warps.get((launch["kernel"], kind), 0) + n
+                if kind.startswith("note:"):
+                    self.notes[launch["kernel"], kind] = self.notes.get((launch["kernel"], kind), 0) + n
         self.totals = [a + b for a, b in zip(self.totals, self.counts(), strict=True)]
         if faults and outcome.excinfo is None:
             outcome.force_exception(AssertionError("\n".join(faults[:20])))
@@ -45,8 +45,8 @@ class Report:
         )
 
     def pytest_terminal_summary(self, terminalreporter):
-        for (kernel, kind), n in self.warps.items():
-            terminalreporter.write_line(f"{kernel}: {n} times within a warp: {kind.removeprefix('warp: ')}")
+        for (kernel, kind), n in self.notes.items():
+            terminalreporter.write_line(f"{kernel}: {n:,} times {kind}")
         launches, instructions, seconds = self.totals
         terminalreporter.write_line(f"emulated {launches} launches, {instructions:,} instructions, {seconds:.0f} s")
 

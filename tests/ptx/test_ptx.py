@@ -70,7 +70,7 @@ def test_races_between_warps(between, after, found):
     assert torch.equal(out, torch.arange(64, dtype=torch.int32) ^ 32)
 
 
-@pytest.mark.parametrize(("between", "found"), [("bar.warp.sync -1;", set()), ("", {f"warp: {READ}"})])
+@pytest.mark.parametrize(("between", "found"), [("bar.warp.sync -1;", set()), ("", {f"note: within a warp, {READ}"})])
 def test_races_within_a_warp_are_counted_apart(between, found):
     assert run(NEIGHBOUR.format(between=between, after="bar.warp.sync -1;", distance=4))[1] == found
 
@@ -107,7 +107,7 @@ PRODUCT = """
     {fence}
     mov.b32 %r20, 0x3F803F80; mov.b32 %r30, 0f00000000; mov.b32 %r31, %r30; mov.b32 %r32, %r30; mov.b32 %r33, %r30;
     shr.u32 %r11, %r2, 4; cvt.u64.u32 %rd6, %r11; or.b64 %rd7, %rd6, 0x80000;
-    wgmma.fence.sync.aligned;
+    {ordered}
     wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r30,%r31,%r32,%r33}}, {{%r20,%r20,%r20,%r20}}, %rd7, 1, 1, 1, 0;
     wgmma.commit_group.sync.aligned;
     {wait}
@@ -115,9 +115,13 @@ PRODUCT = """
     cvt.rzi.s32.f32 %r12, %r31;
     st.global.b32 [%rd2], %r12;
 """
-GOOD = dict(
-    barrier="bar.sync 0;", fence="fence.proxy.async.shared::cta;", wait="wgmma.wait_group.sync.aligned 0;", after=""
-)
+GOOD = {
+    "barrier": "bar.sync 0;",
+    "fence": "fence.proxy.async.shared::cta;",
+    "ordered": "wgmma.fence.sync.aligned;",
+    "wait": "wgmma.wait_group.sync.aligned 0;",
+    "after": "",
+}
 AGAIN = "@%p1 st.shared.b32 [%r7], %r10;"
 
 
@@ -126,6 +130,10 @@ AGAIN = "@%p1 st.shared.b32 [%r7], %r10;"
     [
         ({}, set()),
         (dict(barrier=""), {READ}),
+        (
+            dict(ordered=GOOD["ordered"] + "mov.b32 %r20, %r20;"),
+            {"wgmma with registers that no wgmma.fence came after"},
+        ),
         (dict(fence=""), {"wgmma reads what no fence.proxy.async came after"}),
         (dict(wait=""), set()),
         (dict(wait="", after=AGAIN), {"write to what wgmma still reads"}),
