@@ -52,7 +52,7 @@ def input_features(
         which only the inputs are kept.
     Raises: ValueError if shapes, dtypes, devices or backend are not as above.
     """
-    if x.ndim != 3 or x.shape[2] % head_dim:
+    if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
     _check_dtype(x.dtype)
     B, T, E = x.shape
@@ -62,6 +62,8 @@ def input_features(
     W = 0
     if conv is not None:
         W = conv[0].shape[-1]
+        if W == 0:
+            raise ValueError("conv has no tap (W = 0); leave it out where nothing is convolved")
         conv = conv[0].flatten(1) if conv[0].ndim == 3 else conv[0], conv[1]
         _check("conv", conv, ((E, W), (E,)), x)
     if past is not None:

@@ -265,6 +265,8 @@ def _step(
     shape: tuple[int, ...],
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
+    if state is None:
+        raise ValueError(f"a step has no state to go on from: give one, {list(shape)}; zeros where a sequence begins")
     _check_shape("state", state, shape)
     tables = {"log_decay": log_decay, "decay": decay, forms.table: table, "state": state}
     _check_tensors(dict(zip(forms.token, token, strict=True)), tables)

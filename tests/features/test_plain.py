@@ -119,6 +119,8 @@ CONV = torch.zeros(24, 1, 4), torch.zeros(24)
         (dict(x=X.int()), "x is torch.int32"),
         (dict(x=X[:, :0]), "the sequence has no token"),
         (dict(conv=(torch.zeros(23, 1, 4), CONV[1])), r"conv has shapes .* expected \(\(24, 4\), \(24,\)\)"),
+        (dict(head_dim=0), r"expected \[B, T, H R\] with R = head_dim = 0"),
+        (dict(conv=(torch.zeros(24, 1, 0), CONV[1])), r"conv has no tap \(W = 0\)"),
         (dict(past=X[:, :3]), "past is given without conv"),
         (dict(conv=CONV, past=X[:, :4]), r"past has shapes \(\(2, 4, 24\),\); expected \(\(2, 3, 24\),\)"),
         (dict(documents=X[..., 0]), r"documents is torch.float32 of shape \(2, 5\); expected int32 or int64"),

@@ -86,6 +86,8 @@ def test_step_errors():
         scan.interdomain_step(q, k, QUERY["v"], *tables, state)
     with pytest.raises(ValueError, match="state has shape"):
         scan.interdomain_step(q, k, v, *tables, state[:1])
+    with pytest.raises(ValueError, match=r"no state to go on from: give one, \[2, 2, 6, 7, 2\]"):
+        scan.interdomain_step(q, k, v, *tables, None)
     with pytest.raises(ValueError, match=r"state is torch\.float64"):
         scan.interdomain_step(q, k, v, *tables, state.double())
     with pytest.raises(ValueError, match=r"mixing has shape \(2, 5, 12\); expected \(2, 12, 12\)"):
