@@ -78,9 +78,9 @@ def prefill(
     Raises: ValueError, with the state as it was, for what is none of this; tokens on a GPU are not looked at.
     """
     _at_least_one(chunk=chunk)
-    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
         raise ValueError(
-            f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; expected integers [B, T], one at least."
+            f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; expected int64 or int32 [B, T], one at least."
         )
     B, T = tokens.shape
     if tokens.device.type == "cpu":
@@ -335,14 +335,14 @@ def read(
         ]
         return torch.cat([logits for logits, _ in found]), ModelState.stack([row for _, row in found])
     state = state or model.init_state(len(prompts), capacity=longest + room)
-    tokens = torch.tensor([[0] * n + p for p, n in zip(prompts, missing, strict=True)], device=device)
+    tokens = torch.tensor([[0] * n + [*p] for p, n in zip(prompts, missing, strict=True)], device=device)
     return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
 
 
 def _at_least_one(**values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1: got {value}.")
+        if value is not None and (value < 1 or value % 1):
+            raise ValueError(f"{name} must be at least 1, a whole number: got {value}.")
 
 
 def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:

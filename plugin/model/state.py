@@ -37,6 +37,9 @@ class MixerState:
     step: tuple | None = None
     prepared: PreparedStep | None = None
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "prepared": None}  # what is copied has tensors of its own
+
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
         self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)

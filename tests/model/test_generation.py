@@ -1,6 +1,8 @@
 """Generation against the whole forward pass, and sampling against its definition."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -160,6 +162,20 @@ def test_steps_of_fixed_shape(condition):
     torch.testing.assert_close(
         decode(model, tokens[:, 10], fixed), decode(model, tokens[:, 10], state), rtol=0, atol=1e-10
     )
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["deepcopy", "pickle"]
+)
+@torch.no_grad()
+def test_a_copy_of_any_kind_goes_on(copied):
+    """Also after a step, which a CPU prepares over the very tensors of a state."""
+    model = variant("interdomain")
+    first, second = random_tokens(model.config, 1, 2)[0].split(1)
+    state = model.init_state(1)
+    decode(model, first, state)
+    other = copied(state)
+    assert torch.equal(decode(model, second, other), decode(model, second, state))
 
 
 def test_what_steps_overwrite_is_kept_on_the_host():
@@ -368,8 +384,8 @@ def test_impossible_prompts_are_refused(prompts, options, words):
         (dict(padding=torch.tensor([1])), ["padding is", "[1]"]),
         (dict(chunk=0), ["chunk", "0"]),
         (dict(tokens=torch.zeros(2, 0, dtype=torch.int64)), ["[2, 0]", "one at least"]),
-        (dict(tokens=torch.arange(5)), ["[5]", "integers [B, T]"]),
-        (dict(tokens=torch.rand(2, 5)), ["float32", "integers [B, T]"]),
+        (dict(tokens=torch.arange(5)), ["[5]", "int64 or int32 [B, T]"]),
+        (dict(tokens=torch.rand(2, 5)), ["float32", "int64 or int32 [B, T]"]),
         (dict(tokens=torch.tensor([[1, 2], [3, 61]])), ["the token 61", "0 to 60"]),
         (dict(tokens=torch.tensor([[-1], [1]])), ["the token -1"]),
         (dict(tokens=torch.arange(5)[None]), ["1 text(s) for a state of 2 row(s)"]),
