@@ -31,6 +31,7 @@ from .configuration import InterdomainConfig
 LOSS_ARGUMENTS = {"num_items_in_batch", "shift_labels"}  # Trainer's, for the loss
 CACHES = (None, "dynamic", "static")  # cache_implementation
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")  # device_map
+DTYPES = (None, "auto", torch.float32, torch.float64, torch.bfloat16, torch.float16)
 QUANTIZED = ("quantization_config", "load_in_8bit", "load_in_4bit")
 
 
@@ -79,6 +80,11 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         LEFT.pop(self, None)
         return super()._apply(fn, recurse)
 
+    def __setattr__(self, name: str, value) -> None:
+        if name == "hf_device_map":  # accelerate's, which has placed the model
+            _check_places(value)
+        super().__setattr__(name, value)
+
     def _init_weights(self, module) -> None:
         """Nothing: a new model has its values, and one with missing tensors is refused."""
 
@@ -108,16 +114,21 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, folder, *args, output_loading_info: bool = False, **kwargs):
         """As in transformers; device_map="auto" chooses one device.
 
-        Raises: FileNotFoundError, ValueError for weights that are altered, missing or of another model, on several devices or
-            quantized.
+        Raises: FileNotFoundError, ValueError for weights that are altered, missing or of another model, on several devices, on
+            disk, quantized or of a dtype that is not computed with.
         """
         quantized = [name for name in QUANTIZED if kwargs.get(name)]
         if quantized:
             raise ValueError(
                 f"this model is not made to be quantized: leave out {quantized[0]}; dtype='bfloat16' halves it."
             )
-        if isinstance(kwargs.get("device_map"), str) and kwargs["device_map"] in AUTOMATIC:
-            kwargs["device_map"] = "cuda" if torch.cuda.is_available() else "cpu"
+        asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if getattr(torch, str(asked).removeprefix("torch."), asked) not in DTYPES:
+            raise ValueError(f"dtype is {asked}: this model is float32, float64, bfloat16 or float16.")
+        places = kwargs.get("device_map")
+        if isinstance(places, str) and places in AUTOMATIC:
+            places = kwargs["device_map"] = "cuda" if torch.cuda.is_available() else "cpu"
+        _check_places(places if isinstance(places, dict) else {"": places})
         if os.path.isdir(folder):
             _check_weights(Path(folder) / (kwargs.get("subfolder") or ""))
         model, found = super().from_pretrained(folder, *args, output_loading_info=True, **kwargs)
@@ -125,11 +136,6 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         if wrong:
             raise ValueError(
                 f"the weights of {folder} do not fit its config.json: {', '.join(wrong)}. Copy the folder again."
-            )
-        places = sorted(set(map(str, (getattr(model, "hf_device_map", None) or {}).values())))
-        if len(places) > 1:
-            raise ValueError(
-                f"this model runs on one device, device_map spreads it over {', '.join(places)}: name one."
             )
         if model.dtype == torch.float64:
             model.double()  # the dynamics too, which no other dtype changes
@@ -175,7 +181,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: InterdomainCache | None = None,
         labels: Tensor | None = None,
@@ -197,6 +203,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         unknown = [name for name, value in loss_arguments.items() if value is not None and name not in LOSS_ARGUMENTS]
         if unknown:
             raise ValueError(f"this model has no use for {', '.join(unknown)}; leave it out.")
+        if input_ids is None:
+            raise ValueError("input_ids are missing: this model reads tokens, nothing else.")
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: this model has no attention matrices to return; leave it out.")
         every = self.gradient_checkpointing if self.training and torch.is_grad_enabled() else 0
@@ -339,7 +347,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
                     "was read and at least one token more (or the new tokens with an attention_mask over the whole text)."
                 )
             input_ids = input_ids[:, -new:]
-        passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions")
+        passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions", "position_ids")
         return {
             "input_ids": input_ids.contiguous(),
             "past_key_values": past_key_values,
@@ -395,6 +403,13 @@ class _Recorder:
     def __exit__(self, *_) -> None:
         for hook in self.hooks:
             hook.remove()
+
+
+def _check_places(places: dict) -> None:
+    """Raises ValueError unless a device_map names one device, whose memory holds the model."""
+    found = sorted(set(map(str, places.values())))
+    if len(found) > 1 or "disk" in found:
+        raise ValueError(f"this model runs on one device, device_map puts it on {', '.join(found)}: name one.")
 
 
 def _padding(mask: Tensor | None, tokens: Tensor, state: ModelState | None, cached: bool) -> Tensor | None:

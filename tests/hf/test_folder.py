@@ -391,12 +391,23 @@ def test_names_set_at_load(tmp_path, exported):
 
 
 def test_several_devices_are_refused(tmp_path, exported):
-    pytest.importorskip("accelerate", reason="device_map needs accelerate, of the extra `eval`")
+    """Before anything is loaded; by accelerate's own functions, too."""
+    accelerate = pytest.importorskip("accelerate", reason="device_map needs accelerate, of the extra `eval`")
     _, folder = exported("interdomain")
-    places = dict.fromkeys(("tok_embeddings", "layers.0", "norm", "output"), "cpu")
-    assert load(folder, device_map="cpu").device.type == "cpu"
-    with pytest.raises(ValueError, match="runs on one device, device_map spreads it over cpu, disk: name one"):
-        load(folder, device_map={**places, "layers.1": "disk"}, offload_folder=tmp_path)
+    places = {**dict.fromkeys(("tok_embeddings", "layers.0", "norm", "output"), "cpu"), "layers.1": "disk"}
+    there = load(folder, device_map={"": "cpu"})
+    assert there.device.type == "cpu"
+    for wrong, told in ((places, "cpu, disk"), ({"": "disk"}, "disk"), ("disk", "disk")):
+        with pytest.raises(ValueError, match=f"runs on one device, device_map puts it on {told}: name one"):
+            load(folder, device_map=wrong, offload_folder=tmp_path)
+    with pytest.raises(ValueError, match="device_map puts it on cpu, disk: name one"):
+        accelerate.dispatch_model(there, places, offload_dir=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, "float8_e5m2"], ids=str)
+def test_a_dtype_that_is_not_computed_with_is_refused(exported, dtype):
+    with pytest.raises(ValueError, match=rf"dtype is {dtype}: this model is float32, float64, bfloat16 or float16"):
+        load(exported("interdomain")[1], dtype=dtype)
 
 
 @pytest.mark.parametrize(("gpus", "place"), [(True, "cuda"), (False, "cpu")])

@@ -30,6 +30,8 @@ REFUSED = {
     "mask of 4 dimensions": (dict(attention_mask=torch.ones(1, 1, 4, 4)), ["attention_mask is [1, 1, 4, 4]"]),
     "attentions": (dict(output_attentions=True), ["no attention matrices"]),
     "positions": (dict(position_ids=torch.arange(4)[None]), ["no use for position_ids"]),
+    "embeddings": (dict(input_ids=None, inputs_embeds=torch.ones(1, 4, 32)), ["no use for inputs_embeds"]),
+    "nothing": (dict(input_ids=None), ["input_ids are missing: this model reads tokens"]),
     "another cache": (dict(past_key_values=[(1, 2)]), ["is a list", "InterdomainCache"]),
 }
 
@@ -81,6 +83,12 @@ def test_a_cache_that_does_not_fit(loaded):
         out.past_key_values.crop(3)
     more = there.generate(out.sequences, past_key_values=out.past_key_values, **ON)  # nothing was lost
     assert torch.equal(more, greedy(loaded("interdomain")[0], tokens, 4))
+
+
+def test_positions_of_a_text_are_refused(loaded):
+    """They would be ignored."""
+    with pytest.raises(ValueError, match="position_ids"):
+        loaded("interdomain")[1].generate(random_texts(1, 9), position_ids=torch.arange(9)[None] + 3, **ON)
 
 
 def test_generation_that_takes_tokens_back_is_refused(loaded):
