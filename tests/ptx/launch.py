@@ -16,7 +16,7 @@ from interdomain.features import triton_step as features_step
 from interdomain.scan import ops, triton_launch, triton_sequential, triton_step
 
 from ..scan import triton_budget
-from .machine import execute
+from .emulator import execute
 from .parse import parse
 
 KERNELS = {

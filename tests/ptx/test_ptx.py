@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .machine import execute
+from .emulator import execute
 from .memory import Fault
 from .parse import parse
 
