@@ -20,7 +20,8 @@ SPILL = {"bf16": 256, "fp32": 512}
 
 
 ROWS = {
-    (90, "bf16"): ["64x64x64", "64x64x64:linear", "64x64x64:documents", "96x96x64"],  # R x D x M
+    # R x D x M
+    (90, "bf16"): ["64x64x64", "64x64x64:training", "64x64x64:linear", "64x64x64:documents", "96x96x64"],
     (90, "fp32"): ["64x64x64"],
     (80, "bf16"): ["64x64x64"],
     (89, "bf16"): ["96x96x64"],

@@ -1,7 +1,8 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
-`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents; more
+`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
+`:training` those without a state in or out; more
 may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be
 unset. The launches are recorded, not described a second time: what is compiled is what runs.
 """
@@ -72,7 +73,8 @@ def launches(capability, dtype, R, D, M, G=1, linear=False, **kw):
     for name in (*passes, "tables_kernel", "segment_powers_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
-    _forward_and_backward(triton_chunkwise, 1024, dtype, R, D, M, G, linear, **kw)  # two segments
+    T = 64 if kw.get("training") else 1024  # two segments, which have states between them
+    _forward_and_backward(triton_chunkwise, T, dtype, R, D, M, G, linear, **kw)
     return found
 
 
@@ -81,18 +83,19 @@ def _record(module, name, found):
     setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, found))
 
 
-def _forward_and_backward(module, T, dtype, R, D, M, G, linear, documents=False):
+def _forward_and_backward(module, T, dtype, R, D, M, G, linear, documents=False, training=False):
     B, H = 2, 2
     kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if documents else {}
-    theta, state = torch.zeros(H, M, 2), torch.zeros(B, H, M, R + D, 2)
+    theta, state = torch.zeros(H, M, 2), None if training else torch.zeros(B, H, M, R + D, 2)
+    final = {"need_final": not training}
     if linear:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
-        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None, **kw)
+        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, None, **final, **kw)
         module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, None, True, **kw)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state, None)
-        module.scan_forward(*inputs, **kw)
+        module.scan_forward(*inputs, **final, **kw)
         module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True, **kw)
 
 
@@ -172,7 +175,7 @@ def main(argv=None) -> int:
             G = int(kind[1:]) if kind.startswith("G") else 1
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
-            options = {"documents": True} if "documents" in kinds else {}
+            options = {name: True for name in ("documents", "training") if name in kinds}
             for launch in find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options):
                 if (capability, dtype, launch) not in done:
                     done.append((capability, dtype, launch))
