@@ -5,6 +5,8 @@ from pathlib import Path
 
 from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SafeReader, check_lengths
 
+OF_ANY_MODEL = {"model", "size", "condition"}  # in the record of every version
+
 
 def fault(folder: Path) -> str | None:
     """Why this is not a whole checkpoint, in words; None if nothing is wrong. Reads the index and no tensor."""
@@ -30,8 +32,14 @@ def read_whole(folder: Path):
     index = SafeReader(folder).read_metadata()
     check_lengths(folder, index)
     sidecar = folder / SIDECAR
+    return index, _read_record(sidecar) if sidecar.is_file() else {}
+
+
+def _read_record(sidecar: Path) -> dict:
     try:
-        record = json.loads(sidecar.read_text()) if sidecar.is_file() else {}
+        record = json.loads(sidecar.read_text())
     except ValueError as e:
         raise ValueError(f"{sidecar} is damaged ({e}).") from e
-    return index, record
+    if not isinstance(record, dict) or not record.keys() >= OF_ANY_MODEL:
+        raise ValueError(f"{sidecar} is damaged: it does not say of what model it is.")
+    return record

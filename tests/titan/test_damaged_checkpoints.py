@@ -139,6 +139,7 @@ DAMAGE = {
     "shard empty": (lambda f: (f / "__0_0.distcp").write_bytes(b""), "its shard __0_0.distcp has 0 bytes"),
     "shard altered": (lambda f: alter(f / "__0_0.distcp", 0.5), "do not match their checksum"),
     "record cut": (lambda f: shorten(f / "interdomain.json", 10), "interdomain.json is damaged"),
+    "record of nothing": (lambda f: (f / "interdomain.json").write_text("[]"), "interdomain.json is damaged"),
 }
 
 
