@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools import launch
+from interdomain.tools import launch, prepare_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +117,22 @@ def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monke
     for words in said:
         assert words in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_start_waits_for_another_that_prepares_the_embedded_corpus(monkeypatch, tmp_path):
+    """Jobs that were submitted together begin together."""
+    asked = []
+
+    def kept_folder(output, wait):
+        asked.append((output, wait))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_data, "kept_folder", kept_folder)
+    monkeypatch.setattr(launch, "EMBEDDED_CORPUS", str(tmp_path / "stdlib"))
+    job = launch.job_config("train_configs/debug.toml", ["--data.corpus", launch.EMBEDDED_CORPUS])
+    with pytest.raises(SystemExit):
+        launch.check_data(job)
+    assert asked == [(tmp_path / "stdlib", True)]
 
 
 def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch):
