@@ -101,40 +101,40 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         return replace(q(T=STEPS, **kw), kind="step")
 
     every = {
-        "parallel-fp32": [
-            *(q("parallel", dtype=FP32), lin("parallel", dtype=FP32, state=False)),
-        ],
-        "parallel": [
-            *(q("parallel", repeat=True, T=130), q("parallel", G=2, d=96, T=63), lin("parallel", repeat=True, T=130)),
+        "documents": [
+            *(q(documents=True, repeat=True), q(documents=True, dtype=FP32, G=2, T=130)),
+            *(lin(documents=True, T=130), q("parallel", documents=True, T=130), q(documents=True, M=128, T=130)),
+            q(B=1, H=32, T=32_768, documents=True, state=False),
         ],
         "chunkwise-fp32": [
             *(q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)),
             q(dtype=FP32, M=128, T=70),
+        ],
+        "chunkwise-M128": [q(M=128, repeat=True)],
+        "chunkwise": [
+            *(q(repeat=True), q(recompute=False, repeat=True), q(T=1, B=1), q(T=256, state=False, repeat=True)),
+            q(T=65, G=4, H=2, repeat=True),
         ],
         "sequential": [
             *(q("sequential", repeat=True, T=130), q("sequential", dtype=FP32, G=2, d=96, T=70)),
             *(q("sequential", documents=True, T=130), lin("sequential", documents=True, T=70)),
             *(lin("sequential", repeat=True, T=130), lin("sequential", dtype=FP32, state=False, T=63)),
         ],
-        "chunkwise-M128": [q(M=128, repeat=True)],
-        "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
-        "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
-        "chunkwise": [
-            *(q(repeat=True), q(recompute=False, repeat=True), q(T=1, B=1), q(T=64, state=False)),
-            q(T=65, G=4, H=2, repeat=True),
-        ],
         "chunkwise-linear": [
             *(lin(repeat=True), lin(dtype=FP32, T=130), lin(d=96, T=63, state=False)),
             lin(B=1, H=2, T=70_001),
         ],
+        "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
+        "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
+        "parallel-fp32": [
+            *(q("parallel", dtype=FP32), lin("parallel", dtype=FP32, state=False)),
+        ],
+        "parallel": [
+            *(q("parallel", repeat=True, T=130), q("parallel", G=2, d=96, T=63), lin("parallel", repeat=True, T=130)),
+        ],
         "chunkwise-long": [
             q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
             q(B=1, H=2, T=70_001),  # beyond 65,536, and ragged
-        ],
-        "documents": [
-            *(q(documents=True, repeat=True), q(documents=True, dtype=FP32, G=2, T=130)),
-            *(lin(documents=True, T=130), q("parallel", documents=True, T=130), q(documents=True, M=128, T=130)),
-            q(B=1, H=32, T=32_768, documents=True, state=False),
         ],
         "chunkwise-M16-M32": [q(M=16, T=130), q(M=32, T=130)],
         # Converted tiles are transposed in registers, which Triton has got wrong on Hopper.
