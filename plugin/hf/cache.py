@@ -92,5 +92,10 @@ class InterdomainCache:
             "a recurrent state cannot forget its last tokens: copy the cache before it reads them."
         )
 
+    def __reduce__(self) -> tuple:
+        """Copied and pickled without the steps, which know the model."""
+        return InterdomainCache, (None if self.state is None else self.state.clone(), self.room)
+
     def __deepcopy__(self, memo) -> "InterdomainCache":
-        return InterdomainCache(None if self.state is None else self.state.clone(), self.room)
+        made, arguments = self.__reduce__()
+        return made(*arguments)

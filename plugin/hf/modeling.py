@@ -291,8 +291,10 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         return cache.state
 
     def _check_tokens(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
-            raise ValueError(f"input_ids must be integers [batch, tokens], one at least: got {list(tokens.shape)}.")
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
+            raise ValueError(
+                f"input_ids must be int64 or int32 [batch, tokens], one at least: got {tokens.dtype} of {list(tokens.shape)}."
+            )
         lowest, highest, vocab = tokens.min().item(), tokens.max().item(), self.config.vocab_size
         if lowest < 0 or highest >= vocab:
             raise ValueError(

@@ -118,7 +118,7 @@ class SoftmaxMixer(JoinedProjections):
         if T == 1 and q.device.type == "cpu" and q.dtype.itemsize == 2:
             o = _one_query(q, k, v, mask)
         else:
-            causal, grouped = mask is None and T > 1, q.shape[1] != k.shape[1]
+            causal, grouped = mask is None and bool(T > 1), q.shape[1] != k.shape[1]  # torch.export's T is no number
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
         return self.wo(o.transpose(1, 2).reshape(B, T, -1))
 

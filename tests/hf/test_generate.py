@@ -200,6 +200,17 @@ def test_hidden_states(loaded):
     assert torch.equal(as_tuple[0], there(tokens).logits)
 
 
+@pytest.mark.parametrize("case", ["interdomain", "softmax"])
+def test_exported_for_any_length(loaded, case):
+    """By torch.export, without a state."""
+    _, there = loaded(case)
+    shapes = {"input_ids": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, "use_cache": None}
+    program = torch.export.export(there, (random_texts(2, 9),), dict(use_cache=False), dynamic_shapes=shapes)
+    tokens = random_texts(3, 21)
+    found = program.module()(tokens, use_cache=False).logits
+    torch.testing.assert_close(found, there(tokens).logits, **CLOSE)
+
+
 def test_it_ends_at_the_end_of_text(loaded, tokenizer):
     """A row that has ended is filled up with padding, and does not disturb the others."""
     model, there = loaded("interdomain")

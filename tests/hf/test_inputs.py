@@ -19,8 +19,9 @@ REFUSED = {
     "negative token": (dict(input_ids=mask([5, -1])), ["the token -1", "vocabulary of 0 to 419"]),
     "token beyond": (dict(input_ids=mask([5, 420])), ["the token 420", "the folder's own tokenizer"]),
     "no tokens": (dict(input_ids=torch.zeros(1, 0, dtype=torch.long)), ["one at least", "[1, 0]"]),
-    "one dimension": (dict(input_ids=torch.arange(4)), ["integers [batch, tokens]", "[4]"]),
-    "floats": (dict(input_ids=torch.rand(1, 4)), ["must be integers"]),
+    "one dimension": (dict(input_ids=torch.arange(4)), ["[batch, tokens]", "[4]"]),
+    "floats": (dict(input_ids=torch.rand(1, 4)), ["must be int64 or int32", "got torch.float32"]),
+    "bytes": (dict(input_ids=torch.ones(1, 4, dtype=torch.uint8)), ["must be int64 or int32", "got torch.uint8"]),
     "hole": (dict(attention_mask=mask([1, 0, 1, 1])), ["zeros between tokens", "only padding before the text"]),
     "right": (
         dict(attention_mask=mask([1, 1, 1, 0]), use_cache=True),

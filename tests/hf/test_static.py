@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import sys
 import weakref
 
@@ -92,6 +93,18 @@ def test_a_text_that_goes_on(captured, case):
     # The new tokens alone.
     found = there.generate(text[:, -4:], attention_mask=torch.ones(text.shape), past_key_values=cache, **options)
     assert torch.equal(found.sequences[:, 4:], greedy(model, text, 3)[:, -3:])
+
+
+def test_a_pickled_text_goes_on_without_the_model(loaded):
+    """Which its steps know."""
+    model, there = loaded("interdomain")
+    text = random_texts(1, 9)
+    out = static(there, text, return_dict_in_generate=True)
+    assert out.past_key_values.decoder is not None
+    cache = pickle.loads(pickle.dumps(out.past_key_values))
+    assert cache.decoder is None
+    found = static(there, out.sequences, cache_implementation=None, past_key_values=cache)
+    assert torch.equal(found, greedy(model, text, 6))
 
 
 def code_of_caches(there):
