@@ -91,8 +91,14 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.tok_embeddings
 
+    def set_input_embeddings(self, embeddings: nn.Module) -> None:
+        self.tok_embeddings = embeddings
+
     def get_output_embeddings(self):
         return self.output
+
+    def set_output_embeddings(self, output: nn.Module) -> None:
+        self.output = output
 
     @property
     def base_model(self) -> "InterdomainModel":

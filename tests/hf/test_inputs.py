@@ -66,9 +66,11 @@ def test_wrapped_embeddings(loaded):
     there = copy.deepcopy(loaded("interdomain")[1])
     tokens = random_texts(1, 5)
     wanted = there(tokens).logits
-    there.tok_embeddings = nn.Sequential(there.tok_embeddings)
+    there.set_input_embeddings(nn.Sequential(there.tok_embeddings))
     there.tok_embeddings.weight = there.tok_embeddings[0].weight
     assert torch.equal(there(tokens).logits, wanted)
+    there.set_output_embeddings(nn.Identity())
+    assert there(tokens).logits.shape[-1] == there.config.hidden_size
 
 
 def test_a_cache_that_does_not_fit(loaded):

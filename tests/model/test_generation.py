@@ -356,6 +356,12 @@ def test_impossible_sampling_is_refused(settings, words):
         assert word in str(refused.value)
 
 
+def test_prompts_may_be_tuples():
+    model = variant("interdomain")
+    found, wanted = (rows(model, prompts, max_tokens=3, sampling=GREEDY) for prompts in ([(1, 2), (3,)], [[1, 2], [3]]))
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "words"),
     [
@@ -364,7 +370,9 @@ def test_impossible_sampling_is_refused(settings, words):
         ([[1], [3, 61]], {}, ["prompt 1", "61", "0 to 60"]),
         ([[-1]], {}, ["prompt 0", "-1"]),
         ([[1]], dict(max_tokens=0), ["max_tokens", "0"]),
+        ([[1]], dict(max_tokens=1.5), ["max_tokens", "whole number", "1.5"]),
         ([[1]], dict(prefill_chunk=0), ["prefill_chunk", "0"]),
+        ([[1.5]], {}, ["float32", "int64 or int32"]),
     ],
 )
 def test_impossible_prompts_are_refused(prompts, options, words):
@@ -385,6 +393,7 @@ def test_impossible_prompts_are_refused(prompts, options, words):
         (dict(chunk=0), ["chunk", "0"]),
         (dict(tokens=torch.zeros(2, 0, dtype=torch.int64)), ["[2, 0]", "one at least"]),
         (dict(tokens=torch.arange(5)), ["[5]", "int64 or int32 [B, T]"]),
+        (dict(tokens=torch.ones(2, 5, dtype=torch.uint8)), ["uint8", "int64 or int32 [B, T]"]),
         (dict(tokens=torch.rand(2, 5)), ["float32", "int64 or int32 [B, T]"]),
         (dict(tokens=torch.tensor([[1, 2], [3, 61]])), ["the token 61", "0 to 60"]),
         (dict(tokens=torch.tensor([[-1], [1]])), ["the token -1"]),
