@@ -142,14 +142,16 @@ class Machine:
             return dtype.type(self.symbols[name])
         if name[:2] in ("0f", "0d"):
             return np.array([int(name[2:], 16)], "u4" if name[1] == "f" else "u8").view(dtype)[0]
-        if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)", name):
-            bits = int(name, 0) & ((1 << 8 * dtype.itemsize) - 1)
+        if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", name):
+            bits = int(name.rstrip("U"), 0) & ((1 << 8 * dtype.itemsize) - 1)
             return np.array([bits], f"u{dtype.itemsize}").view(dtype)[0]
         x = self.register(name)
         return x.view(dtype)[:: x.itemsize // dtype.itemsize]
 
     def write(self, name, kind):
         """A register as an array of this type to write to, at its own width."""
+        if name == "_":  # nowhere
+            return np.empty(self.n, TYPES[kind])
         x = self.register(name)
         if kind == "pred" or x.itemsize == np.dtype(TYPES[kind]).itemsize:
             return x if kind == "pred" else x.view(TYPES[kind])

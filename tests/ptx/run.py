@@ -1,7 +1,7 @@
-"""Runs tests on what Triton compiles for a GPU that is not there: python -m tests.ptx.run 90 tests/ptx/tiles.py -k forward
+"""Runs tests on what Triton compiles for GPUs that are not there: python -m tests.ptx.run 80,90 tests/ptx/tiles.py -k segments
 
-The first argument is a compute capability (80, 89, 90), the others are pytest's. Tests of the Triton kernels that else run in
-Triton's interpreter, tests/scan/test_triton_chunkwise.py and its like, run on the emulator instead, and fail on what it
+The first argument names compute capabilities (80, 89, 90), the others are pytest's. Tests of the Triton kernels that else run
+in Triton's interpreter, tests/scan/test_triton_chunkwise.py and its like, run on the emulator instead, and fail on what it
 finds, too. The last line but pytest's says how much ran.
 """
 
@@ -19,6 +19,10 @@ class Report:
 
     def __init__(self, launches):
         self.launches, self.totals, self.notes = launches, [0, 0, 0], {}
+
+    def pytest_collection_modifyitems(self, items):
+        """Tests that start the interpreter in a process of its own, or compile, have nothing to do here."""
+        items[:] = [x for x in items if not x.name.startswith(("test_in_the_interpreter", "test_budget"))]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(self, item):
@@ -52,13 +56,18 @@ class Report:
 
 
 def main(argv=None) -> int:
-    capability, *rest = argv or sys.argv[1:]
+    capabilities, *rest = argv or sys.argv[1:]
     # The kernels are imported by now, to be compiled; the tests, which are not, take this for the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
     triton_interpreter.repair = lambda monkeypatch: None
-    with emulated(int(capability)) as launches:
-        # Those that start the interpreter in a process of its own have nothing to do here.
-        return pytest.main(["-p", "no:xdist", "-k", "not in_the_interpreter", *rest], plugins=[Report(launches)])
+    codes = []
+    for capability in capabilities.split(","):
+        with emulated(int(capability)) as launches:
+            # Those that start the interpreter in a process of its own have nothing to do here.
+            codes.append(
+                pytest.main(["-p", "no:xdist", "-k", "not in_the_interpreter", *rest], plugins=[Report(launches)])
+            )
+    return max(codes)
 
 
 if __name__ == "__main__":
