@@ -235,6 +235,8 @@ def load_model(
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """
+    if dtype not in (None, torch.float64, *DTYPES.values()):
+        raise ValueError(f"dtype is {dtype!r}: give torch.float32, float64, bfloat16 or float16.")
     config, record = read_config(folder)
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)

@@ -243,6 +243,12 @@ def test_a_damaged_sharded_folder_is_refused(tmp_path, tokenizer):
         load_model(tmp_path / "model")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64, "bfloat16"], ids=str)
+def test_a_dtype_that_is_not_computed_with_is_refused(folder, dtype):
+    with pytest.raises(ValueError, match=rf"dtype is {dtype!r}: give torch.float32"):
+        load_model(folder, dtype=dtype)
+
+
 def test_a_folder_whose_name_is_not_utf8_is_not_damaged(folder):
     there = folder.rename(folder.with_name("\udce9"))
     with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):
