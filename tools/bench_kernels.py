@@ -1,8 +1,9 @@
 """python -m interdomain.tools.bench_kernels --out benchmarks/results/today
 
-Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and flash-linear-attention or mamba_ssm
-where installed, on the same inputs in turns of one process, beside the least that each must cost in bytes and FLOPs. --passes
-times each Triton pass alone; --tune times a fixed list of tile sizes for each. Without a GPU: tiny and labelled.
+Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages,
+flash-linear-attention or mamba_ssm where installed, on the same inputs in turns of one process, beside the least that each
+must cost in bytes and FLOPs. --passes times each Triton pass alone; --tune times a fixed list of tile sizes for each.
+Without a GPU: tiny and labelled.
 """
 
 import argparse
