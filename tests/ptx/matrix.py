@@ -72,62 +72,46 @@ def op_shuffle(m, i, rest):
 # -------------------------------------------------------------------- memory
 
 
-@operation("ld")
-def op_load(m, i, rest):
-    space, kind = rest[-1 if len(rest) < 2 else 0].split("::")[0], rest[-1]
+@operation("ld", "st")
+def op_access(m, i, rest):
+    """ld and st, of vectors, too. A register that is wider than the type is extended as the type says."""
+    load, space, kind = i.opcode.startswith("ld"), rest[0].split("::")[0], rest[-1]
     if kind not in TYPES or any(not CACHING.fullmatch(x) for x in rest[1:-1] if x not in ("v2", "v4")):
         return None
+    if space not in ("local", "global", "shared", *(["param"] if load else [])):
+        return None
+    registers, address = i.operands if load else i.operands[::-1]
+    names, where, bits = m.vector(registers), m.address(address), f"b{kind[1:]}"
     width = np.dtype(TYPES[kind]).itemsize
-    outs = [m.write(x, kind) for x in m.vector(i.operands[0])]
-    where, size = m.address(i.operands[1]), width * len(outs)
-    if space not in ("param", "local", "global", "shared"):
-        return None
+    size, columns = width * len(names), np.arange(len(names))
+    values = [m.write(x, kind) if load else np.broadcast_to(m.read(x, bits), m.n) for x in names]
 
     def run(w):
         lanes = m.lanes(w)
         if not len(lanes):
             return
-        if space == "param":
-            data = m.parameters[m.at(where, lanes) // 8][:, None].view(f"u{width}")
-        elif space == "local":
-            data = m.local.view(f"u{width}")[m.own(m.at(where, lanes), lanes, size, width, i)]
-        elif space == "global":
-            piece, offset = m.memory.place(m.at(where, lanes), size, i)
-            m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=False)
-            data = m.memory.view(piece, width)[offset[:, None] // width + np.arange(len(outs))]
+        address, data = m.at(where, lanes), None if load else np.stack([x[lanes] for x in values], axis=1)
+        if space == "shared":
+            place = m.shared.place(address, size, lanes, i)
+            if load:
+                data = m.shared.load(place, size, width, lanes, i)
+            else:
+                m.shared.store(place, data, size, lanes, i)
         else:
-            data = m.shared.load(m.shared.place(m.at(where, lanes), size, lanes, i), size, width, lanes, i)
-        for k, out in enumerate(outs):
-            out[lanes] = data[:, k].view(TYPES[kind])
-
-    return run
-
-
-@operation("st")
-def op_store(m, i, rest):
-    space, kind = rest[0].split("::")[0], rest[-1]
-    if space not in ("local", "global", "shared") or any(
-        not CACHING.fullmatch(x) for x in rest[1:-1] if x not in ("v2", "v4")
-    ):
-        return None
-    bits = f"b{kind[1:]}"
-    width = np.dtype(TYPES[bits]).itemsize
-    values = [np.broadcast_to(m.read(x, bits), m.n) for x in m.vector(i.operands[1])]
-    where, size = m.address(i.operands[0]), width * len(values)
-
-    def run(w):
-        lanes = m.lanes(w)
-        if not len(lanes):
-            return
-        data = np.stack([x[lanes] for x in values], axis=1)
-        if space == "local":
-            m.local.view(f"u{width}")[m.own(m.at(where, lanes), lanes, size, width, i)] = data
-        elif space == "global":
-            piece, offset = m.memory.place(m.at(where, lanes), size, i)
-            m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=True)
-            m.memory.view(piece, width)[offset[:, None] // width + np.arange(len(values))] = data
-        else:
-            m.shared.store(m.shared.place(m.at(where, lanes), size, lanes, i), data, size, lanes, i)
+            if space == "global":
+                piece, offset = m.memory.place(address, size, i)
+                m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=not load)
+                memory, index = m.memory.view(piece, width), offset[:, None] // width + columns
+            elif space == "local":
+                memory, index = m.local.view(f"u{width}"), m.own(address, lanes, size, width, i)
+            else:
+                memory, index = m.parameters.view(f"u{width}"), address[:, None] // width + columns
+            if load:
+                data = memory[index]
+            else:
+                memory[index] = data
+        for k in columns if load else ():
+            values[k][lanes] = data[:, k].view(TYPES[kind])
 
     return run
 
@@ -141,24 +125,18 @@ def op_copy(m, i, rest):
             m.copy_groups[m.lanes(w)] += 1
 
         return commit
-    if rest in (["async", "wait_group"], ["async", "wait_all"]):
-        left = int(i.operands[0]) if i.operands else 0
+    if rest == ["async", "wait_group"]:
 
         def wait(w):
             active, remaining = np.zeros(m.n, bool), []
             active[m.lanes(w)] = True
-            for lanes, group, place, data, size, g, me in m.copies:
-                ready = active[lanes] & (group < m.copy_groups[lanes] - left)
-                if ready.all():
-                    keep = None
-                else:
-                    keep = ~ready
-                    per = np.repeat(keep, len(g) // len(lanes))
-                    remaining.append((lanes[keep], group[keep], place[keep], data[keep], size, g[per], me[per]))
-                    place, data, g, me = place[ready], data[ready], g[~per], me[~per]
-                m.shared.copying[g] = 0
-                m.shared.note_write(g, me, copied=True)
-                m.shared.views[1][place[:, None] + np.arange(size)] = data
+            for lanes, group, place, data, g, me in m.copies:
+                ready = active[lanes] & (group < m.copy_groups[lanes] - int(i.operands[0]))
+                m.shared.copying[g[ready]] = 0
+                m.shared.note_write(g[ready], me[ready], copied=True)
+                m.shared.views[1][place[ready, None] + np.arange(data.shape[1])] = data[ready]
+                if not ready.all():
+                    remaining.append(tuple(x[~ready] for x in (lanes, group, place, data, g, me)))
             m.copies = remaining
 
         return wait
@@ -185,7 +163,8 @@ def op_copy(m, i, rest):
         m.shared.on_write(g, me, i)
         m.shared.copying[g] = 1
         m.shared.writer[g] = me
-        m.copies.append((lanes, m.copy_groups[lanes], place, data, size, g, me))
+        g, me = g.reshape(len(lanes), -1), me.reshape(len(lanes), -1)
+        m.copies.append((lanes, m.copy_groups[lanes], place, data, g, me))
 
     return run
 
