@@ -316,6 +316,8 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch, max_cache_length) -> None:
         """The cache is made here: prefill_chunk_size asks for one, and "static" is known here alone."""
+        if model_kwargs.get("position_ids") is not None:  # transformers 4 refuses them itself
+            raise ValueError("this model has no use for position_ids; leave it out.")
         kind, cache = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if kind not in CACHES:
             raise ValueError(
@@ -355,7 +357,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
                     "was read and at least one token more (or the new tokens with an attention_mask over the whole text)."
                 )
             input_ids = input_ids[:, -new:]
-        passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions", "position_ids")
+        passed = ("use_cache", "logits_to_keep", "output_hidden_states", "output_attentions")
         return {
             "input_ids": input_ids.contiguous(),
             "past_key_values": past_key_values,
