@@ -48,14 +48,13 @@ def execute(code: Kernel, passed, grid, shared):
         findings.add("wgmma with registers that no wgmma.fence came after", i, 1)
     parameters = np.zeros(
         len(code.parameters), np.uint64
-    )  # after ours follow scratch pointers that these kernels do not use
+    )  # after ours follow pointers to scratch, of which there is none
     for k, x in enumerate(passed):
         if isinstance(x, torch.Tensor):
             x = pointers[x.untyped_storage().data_ptr()] * SPAN + x.storage_offset() * x.element_size()
         parameters[k] = x & 0xFFFFFFFFFFFFFFFF
-    widths = re.findall(
-        r"\b(?:ld|st)\.shared\S*?\.[busf](\d+)\b", " ".join(i.opcode for block in code.blocks for i in block)
-    )
+    opcodes = " ".join(i.opcode for block in code.blocks for i in block)
+    widths = re.findall(r"\b(?:ld|st)\.shared\S*?\.[busf](\d+)\b", opcodes)
     granule = min([4, *(int(x) // 8 for x in widths)])  # the narrowest access to shared memory, 4 at most
     start, instructions, batch = time.perf_counter(), 0, max(1, THREADS // code.threads)
     for first in range(0, grid, batch):

@@ -298,10 +298,8 @@ def op_wgmma(m, i, rest):
                     m.put(d, "f32", rows, to_accumulator(values[group].reshape(4, 16, -1)))
                     pending[group] = False
                 for name, before in kept.items():
-                    changed = m.register(name).reshape(-1, GROUP)[group] != before
-                    m.findings.add(
-                        "an operand of wgmma changes before it is waited for", where, np.count_nonzero(changed)
-                    )
+                    changed = np.count_nonzero(m.register(name).reshape(-1, GROUP)[group] != before)
+                    m.findings.add("an operand of wgmma changes before it is waited for", where, changed)
                 shared.multiplied[read] -= 1
                 first = np.full(len(read), group * GROUP, np.int32)
                 shared.note_read(read, first, first + GROUP - 1)
@@ -323,13 +321,12 @@ def op_wgmma(m, i, rest):
         if (bits != bits[:, :1]).any():
             raise Fault(f"threads of a warp group have different descriptors: {i}")
         bits = bits[:, 0]
-        start, leading, stride = (
-            ((bits >> np.uint64(s)) & np.uint64(0x3FFF)).astype(np.int64) * 16 for s in (0, 16, 32)
-        )
-        if ((bits >> np.uint64(49)) & np.uint64(7)).any():
+        bits = bits.astype(np.int64)
+        start, leading, stride = ((bits >> shift & 0x3FFF) * 16 for shift in (0, 16, 32))
+        if (bits >> 49 & 7).any():
             raise Fault(f"a matrix descriptor with a base offset: {i}")
-        (mode,) = np.unique(bits >> np.uint64(62))
-        swizzle = (0, 128, 64, 32)[int(mode)]
+        (mode,) = np.unique(bits >> 62 & 3)
+        swizzle = (0, 128, 64, 32)[mode]
         inside, l, s = tile(rows, swizzle, transposed)
         address = start[:, None, None] + inside + leading[:, None, None] * l + stride[:, None, None] * s
         if swizzle:  # bits 4.. meet bits 7..
