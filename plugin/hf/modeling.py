@@ -6,7 +6,6 @@ A thin layer around `interdomain.model`, which computes everything.
 import contextlib
 import copy
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from interdomain.model.state import ModelState
 from interdomain.model.transformer import Transformer
 
 from .cache import LEFT, InterdomainCache
+from .checks import check_places, check_weights, sha256
 from .configuration import InterdomainConfig
 
 # Shapes: B batch, T tokens of this pass, V vocabulary.
@@ -82,7 +82,7 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __setattr__(self, name: str, value) -> None:
         if name == "hf_device_map":  # accelerate's, which has placed the model
-            _check_places(value)
+            check_places(value)
         super().__setattr__(name, value)
 
     def _init_weights(self, module) -> None:
@@ -134,9 +134,9 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         places = kwargs.get("device_map")
         if isinstance(places, str) and places in AUTOMATIC:
             places = kwargs["device_map"] = "cuda" if torch.cuda.is_available() else "cpu"
-        _check_places(places if isinstance(places, dict) else {"": places})
+        check_places(places if isinstance(places, dict) else {"": places})
         if os.path.isdir(folder):
-            _check_weights(Path(folder) / (kwargs.get("subfolder") or ""))
+            check_weights(Path(folder) / (kwargs.get("subfolder") or ""))
         model, found = super().from_pretrained(folder, *args, output_loading_info=True, **kwargs)
         wrong = [f"{what.partition('_')[0]} {sorted(map(str, names))[0]}" for what, names in found.items() if names]
         if wrong:
@@ -174,13 +174,13 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         record = json.loads((folder / "config.json").read_text())
         if self.write_code is not None:
             record["auto_map"] = self.write_code(folder)
-        record["weights"] = {file.name: _sha256(file) for file in sorted(folder.glob("model*.safetensors"))}
+        record["weights"] = {file.name: sha256(file) for file in sorted(folder.glob("model*.safetensors"))}
         (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         # The project's own tokenizer file, which transformers does not know, from where this model was loaded; only if its
         # checksum is right, for a config.json from elsewhere could name any file.
         described = record.get("tokenizer") or {}
         file = Path(self.config.name_or_path) / Path(str(described.get("file"))).name
-        if file.is_file() and not (folder / file.name).exists() and _sha256(file) == described.get("sha256"):
+        if file.is_file() and not (folder / file.name).exists() and sha256(file) == described.get("sha256"):
             shutil.copyfile(file, folder / file.name)
 
     # Computing
@@ -415,13 +415,6 @@ class _Recorder:
             hook.remove()
 
 
-def _check_places(places: dict) -> None:
-    """Raises ValueError unless a device_map names one device, whose memory holds the model."""
-    found = sorted(set(map(str, places.values())))
-    if len(found) > 1 or "disk" in found:
-        raise ValueError(f"this model runs on one device, device_map puts it on {', '.join(found)}: name one.")
-
-
 def _padding(mask: Tensor | None, tokens: Tensor, state: ModelState | None, cached: bool) -> Tensor | None:
     """How many of the first tokens of each row are padding, [B]; None if the mask leaves none out."""
     if mask is None:
@@ -448,20 +441,3 @@ def _padding(mask: Tensor | None, tokens: Tensor, state: ModelState | None, cach
             "leave out the state (use_cache=False)."
         )
     return before.sum(1) if before.any() else None
-
-
-def _check_weights(folder: Path) -> None:
-    """Raises FileNotFoundError, ValueError unless the files of weights are those that config.json names."""
-    config = folder / "config.json"
-    weights = json.loads(config.read_text()).get("weights") if config.is_file() else None
-    for name, wanted in (weights or {}).items():
-        file = folder / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{folder} lacks {name}; copy the whole folder again.")
-        if _sha256(file) != wanted:
-            raise ValueError(f"{file} is not the file that was exported (its checksum differs). Copy the folder again.")
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
