@@ -335,14 +335,6 @@ def test_nothing_is_overwritten(tmp_path, checkpoint, output, capsys, to_checkpo
     run(source, output, *options)  # an empty folder is taken
 
 
-def test_a_name_that_is_not_utf8_is_refused_first(checkpoint, output, capsys, monkeypatch):
-    """safetensors would write to it, and not read it back."""
-    monkeypatch.setattr(convert.pretrained, "write_weights", None)
-    run(checkpoint, output.with_name("caf\udce9"), expect=2)
-    assert "is not UTF-8: safetensors cannot open it. Choose another name." in error(capsys)
-    assert nothing_written(output)
-
-
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
 def test_shard_sizes_that_are_none(checkpoint, output, capsys, value):
     run(checkpoint, output, "--max-shard-gb", value, expect=2)

@@ -1,4 +1,4 @@
-"""What an exported folder says of itself: the model card, and what transformers' `generate` starts from."""
+"""What an exported folder is called, and says of itself: the model card, and what transformers' `generate` starts from."""
 
 import json
 
@@ -60,3 +60,12 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
     assert ("softmax attention, the baseline" in card) == (condition == "softmax")
     facts = read_config(tmp_path / "measured")[1]["facts"]
     assert facts["validation"] == {"step": 100, "perplexity": 20.25}
+
+
+def test_a_name_that_is_not_utf8_is_refused_first(tmp_path, tokenizer, capsys, monkeypatch):
+    """safetensors would write to it, and not read it back."""
+    monkeypatch.setattr(convert.pretrained, "write_weights", None)
+    checkpoint = write_checkpoint(tmp_path / "run", small_model(), tokenizer)
+    assert convert.main([str(checkpoint), str(tmp_path / "caf\udce9")]) == 2
+    assert "is not UTF-8: safetensors cannot open it. Choose another name." in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
