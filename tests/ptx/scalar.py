@@ -125,6 +125,20 @@ def op_shift(m, i, rest):
     return run
 
 
+@operation("shf")
+def op_funnel(m, i, rest):
+    d, args = m.write(i.operands[0], "u32"), [m.read(x, "u32") for x in i.operands[1:]]
+    if rest not in (["l", "wrap", "b32"], ["r", "wrap", "b32"]):
+        return None
+
+    def run(w):
+        low, high, by = (np.asarray(x, np.uint64) for x in args)
+        both, n = high << np.uint64(32) | low, by & np.uint64(31)
+        np.copyto(d, ((both << n) >> np.uint64(32) if rest[0] == "l" else both >> n).astype(np.uint32), where=w)
+
+    return run
+
+
 @operation("bfe")
 def op_extract(m, i, rest):
     d, a = m.write(i.operands[0], rest[0]), m.read(i.operands[1], rest[0])
@@ -206,7 +220,7 @@ ROUND = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 def op_convert(m, i, rest):
     """Integers saturate when they come from floats."""
     *mode, kind, source = rest
-    bits = {"bf16": "b16", "bf16x2": "b32", "tf32": "b32"}
+    bits = {"bf16": "b16", "bf16x2": "b32", "f16x2": "b32", "tf32": "b32"}
     if kind not in TYPES | bits or not set(mode) <= {"rn", "rna", "ftz", *ROUND} or (kind == "tf32") != ("rna" in mode):
         return None
     d, args = (
@@ -220,6 +234,8 @@ def op_convert(m, i, rest):
         x = flush(x) if "ftz" in mode else x
         if kind == "tf32":
             return (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        if kind == "f16x2":
+            return x.astype(np.float16).view(np.uint16)
         if kind in bits:
             return to_bf16(x.astype(np.float32))
         x = rounded(x) if rounded else x
@@ -227,6 +243,6 @@ def op_convert(m, i, rest):
             x = np.nan_to_num(np.clip(x.astype(np.float64), np.iinfo(TYPES[kind]).min, np.iinfo(TYPES[kind]).max))
         return x.astype(TYPES[kind]).astype(to)
 
-    if kind == "bf16x2":  # the first goes up
+    if kind.endswith("x2"):  # the first goes up
         return lambda w: np.copyto(d, convert(args[0]).astype(np.uint32) << 16 | convert(args[1]), where=w)
     return lambda w: np.copyto(d, convert(args[0]), where=w)
