@@ -53,7 +53,9 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
     if dtype == torch.bfloat16:
         # On sm_100 and sm_103 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
         # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
-        stages = 1 if major == 10 else 2
+        # On sm_90 chunks under 64 mix `mma` and `wgmma` in a loop, and Triton (3.6, 3.9) has the next chunk loaded over what a
+        # product still reads (tests/ptx finds it).
+        stages = 1 if major == 10 or (major == 9 and chunk_size in (16, 32)) else 2
         state = (8192, 4, stages)
         plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None, None)
         if major == 9 and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most

@@ -77,6 +77,12 @@ def test_other_widths(sizes, linear):
     chunkwise.check(Case(T=150, H=1, R=R, D=D, M=M), BF16, linear)
 
 
+@pytest.mark.parametrize("chunk_size", [16, 32])
+def test_other_chunks(chunk_size):
+    """On sm_90 with more than one stage Triton loads over what wgmma still reads."""
+    chunkwise.check(Case(T=100, **WIDE), BF16, chunk_size=chunk_size)
+
+
 def test_fp32_of_other_widths():
     chunkwise.check(Case(T=40, H=1, R=96, D=96, M=64), FP32)
 

@@ -330,15 +330,15 @@ def test_w_in_a_pass_of_its_own(kernels, monkeypatch):
 def test_decay_in_a_launch_of_its_own(kernels, monkeypatch):
     """Where adjoint and decay take other stages, each goes by itself and rounds the same numbers. Query heads share states,
     two segments, programs that share channels and modes."""
-    inputs, cotangents = to_device(*problem(Case(T=40, H=1, G=2, R=16, D=20, M=32), torch.bfloat16, False)[:2])
+    inputs, cotangents = to_device(*problem(Case(T=140, H=1, G=2, R=16, D=20, M=32), torch.bfloat16, False)[:2])
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
     results, joined, make_plan = [], [], kernels.launch.make_plan
     for stages in (2, 3):
-        plan = make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 16)
+        plan = make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 64)
         plan = plan._replace(decay=(512, plan.decay[1], stages))
         joined.append(plan.joined)
         monkeypatch.setattr(kernels.launch, "make_plan", lambda *args, p=plan: p)
-        results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=16))
+        results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=64))
     assert joined == [True, False]
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 
