@@ -64,7 +64,7 @@ class InPlace:
     def __init__(self, decay: Tensor, table: Tensor, state: Tensor, q: Tensor | None, k: Tensor, v: Tensor) -> None:
         B, H, M, P, _ = state.shape
         R, D = k.shape[2], v.shape[2]
-        self.state, self.X = state, torch.view_as_complex(state)
+        self.state = state
         self.decay = torch.view_as_complex(decay.contiguous())[:, :, None]
         self.z = state.new_zeros(B, H, 1, P, 2)  # real: the imaginary parts stay zero
         channels = self.z[:, :, 0, :, 0]
@@ -73,11 +73,14 @@ class InPlace:
         pairs, self.mixing = state.view(B * H, M, 2 * P), None
         read = pairs if q is None else pairs[..., 2 * R :]
         self.values, width = read, read.shape[2] // 2
+        products = [()] * B
         if q is None:
             self.b = table.view(H, 2, M).expand(B, H, 2, M).reshape(B * H, 2, M)
         else:
-            self.keys = pairs[..., : 2 * R].mT
             self._prepare_query(B, H, M, q, table)
+            products = zip(*(x.split(H) for x in (self.q, pairs[..., : 2 * R].mT, self.a)), strict=True)
+        # A sequence after the other: its state stays in the cache from one pass to the next.
+        self.sequences = list(zip(torch.view_as_complex(state), state, self.z, products, strict=True))
         self.o = state.new_empty(B * H, self.b.shape[1], 2 * width)
         re, im = self.o.view(B, -1, 2, width, 2).unbind(2)
         self.re, self.im, self.dtype = re[..., 0], im[..., 1], v.dtype
@@ -87,12 +90,13 @@ class InPlace:
         (_, Hq, R), new = q.shape, self.state.new_empty
         G = Hq // H
         # Rows of q whose products with pairs are Re a, Im a, for W, and Im a, -Re a, with which its upper half gives the
-        # lower one.
-        rows = [(1, 0), (0, 1), (0, 1), (-1, 0)] if table.shape[1] == M else [(1, 0), (0, 1)]
-        n = len(rows)
-        self.query, self.rows = q[:, :, None, :, None], self.state.new_tensor(rows)[:, None]
-        self.mixing, self.q, self.a = table, new(B * H, G * n, 2 * R), new(B * H, G * n, M)
-        self.q_rows = self.q.view(B, Hq, n, R, 2)
+        # lower one: [q, 0], [0, q], [0, q], [-q, 0].
+        n = 4 if table.shape[1] == M else 2
+        self.query, self.mixing, self.a = q, table, new(B * H, G * n, M)
+        self.q = self.state.new_zeros(B * H, G * n, 2 * R)
+        rows = self.q.view(B, Hq, n, R, 2)
+        self.first, self.middle = rows[:, :, 0, :, 0], rows[:, :, 1:3, :, 1]
+        self.last = rows[:, :, 3, :, 0] if n == 4 else None
         # By head, for W: at one sequence, or of one head, in the same memory.
         self.a_from = self.a.view(B, H, -1).transpose(0, 1)
         self.a_t = self.a_from.reshape(H, B * G * n // 2, 2 * M).mT
@@ -109,11 +113,18 @@ class InPlace:
         """Re(b^T X) after the token, [B, Hq, D] (or [B, H, P])."""
         for channels, token in self.moves:
             channels.copy_(token)
-        self.X.mul_(self.decay)
-        self.state.add_(self.z)
         if self.mixing is not None:
-            torch.mul(self.query, self.rows, out=self.q_rows)
-            torch.bmm(self.q, self.keys, out=self.a)
+            self.first.copy_(self.query)
+            self.middle.copy_(self.query[:, :, None])
+            if self.last is not None:
+                torch.neg(self.first, out=self.last)
+        for X, pairs, z, product in self.sequences:
+            X.mul_(self.decay)
+            pairs.add_(z)
+            if product:
+                q, keys, a = product
+                torch.bmm(q, keys, out=a)
+        if self.mixing is not None:
             if self.a_into is not None:
                 self.a_into.copy_(self.a_from)
             torch.bmm(self.mixing, self.a_t, out=self.b_t)
