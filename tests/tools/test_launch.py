@@ -314,7 +314,7 @@ def test_an_interrupted_installation_is_repaired(checkout):
     shutil.copy("tools/python3.11", ".venv/bin/python")
     Path("hold").touch()
     start = checkout()
-    while not Path("log").exists():
+    while not Path("log").exists() or not installed():
         assert start.poll() is None
     os.killpg(start.pid, signal.SIGKILL)
     start.wait()
