@@ -85,9 +85,7 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
                 break
         except ImportError as e:
             raise ValueError(f"{name} needs a package that is not here: {e} It comes with: {INSTALL}") from e
-        except (
-            AssertionError
-        ) as e:  # a task that makes its own data for a tokenizer that --model_args names, as RULER's
+        except AssertionError as e:  # a task that makes its own data, for a tokenizer that --model_args names
             raise ValueError(
                 f"{name} cannot be loaded here: {e} A task that wants --model_args or --metadata is for lm_eval itself: "
                 "README.md in every model folder has its command."

@@ -204,7 +204,8 @@ def markdown(contents: dict) -> str:
     if contents["tasks"]:
         lines += ["", "## Tasks", ""]
         lines += _rows(_task_table.table({label: out["results"] for label, out in contents["tasks"].items()}))
-        lines += ["", f"lm-evaluation-harness, at most {options['max_length']:,} tokens seen, ± standard error."]
+        seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
+        lines += ["", f"lm-evaluation-harness, {seen}, ± standard error."]
         bits = _task_table.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
         lines += ["", bits] if bits else []
     if contents["perplexity"]:

@@ -181,9 +181,6 @@ class StepInPlace:
                 return self._run(x, rope)
         return self._run(x, rope)
 
-    def __deepcopy__(self, memo) -> None:
-        return None  # it would be of the past that was copied
-
 
 def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tuple) -> None:
     """given: (shape, device) of x, past, the convolution's weight and bias, the norm's scale and shift, cos, sin; or None."""

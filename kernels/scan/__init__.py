@@ -251,9 +251,6 @@ class StepInPlace:
                 return self._run()
         return self._run()
 
-    def __deepcopy__(self, memo) -> None:
-        return None  # it would be of the state that was copied
-
 
 def _step(
     forms: step.Forms,
