@@ -121,20 +121,40 @@ def _hasten(monkeypatch) -> None:
     monkeypatch.setattr(core.block_type, "__init__", block_type)
     monkeypatch.setattr(core.tensor, "__init__", tensor)
 
-    # Operands of one type need no promotion, and shapes that met before meet in the same shape again.
-    plain = {dtype.name for dtype in (tl.float32, tl.float64, tl.int32, tl.int64)}
+    # Types that met before meet in the same types again, and NumPy spreads the operands of an operation by itself. A number
+    # becomes the same tensor whenever it meets tensors of the same type.
     promote, broadcast, joint = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, {}
+    numbers = {}
 
     def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        both = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
-        if both and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in plain:
-            return self.broadcast_impl_value(lhs, rhs)
-        return promote(self, lhs, rhs, *args, **kwargs)
+        left, right = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
+        if kwargs or not (left or right):
+            return promote(self, lhs, rhs, *args, **kwargs)
+        if left and right:
+            key = lhs.type.name, rhs.type.name, *args
+            if key in joint:
+                first, second = joint[key]
+                return (
+                    lhs if first is None else self.tensor(lhs.handle, first),
+                    rhs if second is None else self.tensor(rhs.handle, second),
+                )
+            both = promote(self, lhs, rhs, *args)
+            if both[0].dtype.name == lhs.dtype.name and both[1].dtype.name == rhs.dtype.name:
+                joint[key] = [None if y is x else y.type for x, y in zip((lhs, rhs), both, strict=True)]
+            return both
+        given, number = (lhs, rhs) if left else (rhs, lhs)
+        key = given.type.name, left, type(number), repr(number), *args
+        if key not in numbers:
+            both = promote(self, lhs, rhs, *args)
+            if both[right] is not given:
+                return both
+            numbers[key] = both[left]
+        return (given, numbers[key]) if left else (numbers[key], given)
 
     def broadcast_impl_value(self, lhs, rhs):
         if lhs.shape is rhs.shape:
             return lhs, rhs
-        key = lhs.type.name, rhs.type.name
+        key = lhs.type.name, rhs.type.name, "spread"
         if key not in joint:
             joint[key] = [x.type for x in broadcast(self, lhs, rhs)]
         return tuple(
@@ -145,5 +165,55 @@ def _hasten(monkeypatch) -> None:
     def spread(handle, type):
         return TensorHandle(np.broadcast_to(handle.data, type.shape.values), handle.dtype)
 
+    cast = TritonSemantic.cast
+    monkeypatch.setattr(
+        TritonSemantic,
+        "cast",
+        lambda self, x, to, *args, **kw: x if x.dtype.name == to.scalar.name else cast(self, x, to, *args, **kw),
+    )
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)
+
+    # How every operation is called, and what each makes of its result.
+    unwrap, bare = core._unwrap_if_constexpr, {core.tensor, int, float, str, type(None)}
+
+    def unwrap_if_constexpr(o):
+        return o if type(o) in bare else unwrap(o)
+
+    monkeypatch.setattr(core, "_unwrap_if_constexpr", unwrap_if_constexpr)
+
+    def patch_attr(obj, name, member, builder, scope):
+        inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
+
+    sizes = {}
+
+    def size(dtype):
+        """The most bytes of a number."""
+        if dtype.name not in sizes:
+            sizes[dtype.name] = 8 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) // 8
+        return sizes[dtype.name]
+
+    def handle(self, data, dtype, attr=None):
+        assert data.itemsize <= size(dtype)
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    general, boolean = InterpreterBuilder.binary_op, np.dtype(bool)
+
+    def binary_op(self, lhs, rhs, op):
+        if lhs.data.dtype is boolean:
+            return general(self, lhs, rhs, op)
+        dtype, data = lhs.dtype.scalar, op(lhs.data, rhs.data)
+        if data.itemsize > size(dtype):
+            data = data.astype(get_np_dtype(dtype))
+        return TensorHandle(data, dtype)
+
+    monkeypatch.setattr(TensorHandle, "__init__", handle)
+    monkeypatch.setattr(InterpreterBuilder, "binary_op", binary_op)
