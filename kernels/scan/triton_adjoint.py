@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .triton_decay import decay_pass
-from .triton_passes import documents_of, scale_rows, state_offsets
+from .triton_passes import documents_of, identity, scale_rows, state_offsets
 
 
 @triton.jit
@@ -44,6 +44,7 @@ def adjoint_pass(
     OUTPUT: tl.constexpr,
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
 
@@ -53,7 +54,7 @@ def adjoint_pass(
     and the scores once per block of D, do once; dv once per state head.
     p_g: gradient of the state after each segment. STORE_STATE: 1, the gradient of the initial state goes to p_y
     [B, H, M, P, 2]; 2, the gradient of the state before every segment, from zero after it, to p_y [B, H, S, M, P, 2].
-    LINEAR, OUTPUT: as in `expand_kernel` (without OUTPUT p_b is still read).
+    LINEAR, OUTPUT: as in `expand_kernel` (without OUTPUT p_b is still read). HELD: T stays in registers.
     """
     DTYPE = p_tc.dtype.element_ty
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -71,6 +72,8 @@ def adjoint_pass(
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
     b_tc = tl.load(p_tc + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
+    if HELD and OUTPUT:
+        b_tc = tl.dot(identity(L, DTYPE), b_tc).to(DTYPE)
     p_f = p_step + i_h * (4 * M) + o_m
     b_cr = tl.load(p_f + 2 * M)
     b_ci = tl.load(p_f + 3 * M)
@@ -179,6 +182,7 @@ def adjoint_kernel(
     OUTPUT: tl.constexpr,
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """Pass 3 (ADJOINT), the part of the decay's gradient that the same tensors carry (DECAY), or both side by side.
 
@@ -197,7 +201,7 @@ def adjoint_kernel(
         adjoint_pass(
             i_g * NA + i_n, p_b, p_do, p_d, p_tc, p_e, p_step, p_g, p_dv, p_y, p_n, T, S, chunks, H, P, first,
             stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
-            D, G, M, L, BD, PRECISION, HAS_COSTATE, STORE_STATE, OUTPUT, LINEAR, DOCUMENTS,
+            D, G, M, L, BD, PRECISION, HAS_COSTATE, STORE_STATE, OUTPUT, LINEAR, DOCUMENTS, HELD,
         )  # fmt: skip
     elif DECAY:
         i_d = i_n - NA
@@ -205,5 +209,5 @@ def adjoint_kernel(
         decay_pass(
             (i_q * S + i_g % S) * ND + i_d % ND, p_b, p_do, p_v, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
             T, S, chunks, H * G, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,
-            D, G, M, L, BK, BM, PRECISION, HAS_STATE, HAS_COSTATE, LINEAR, DOCUMENTS,
+            D, G, M, L, BK, BM, PRECISION, HAS_STATE, HAS_COSTATE, LINEAR, DOCUMENTS, HELD,
         )  # fmt: skip

@@ -4,7 +4,7 @@ kernels/README.md."""
 import triton
 import triton.language as tl
 
-from .triton_passes import documents_of
+from .triton_passes import documents_of, identity
 
 
 @triton.jit
@@ -59,6 +59,7 @@ def decay_pass(
     HAS_COSTATE: tl.constexpr,
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    HELD: tl.constexpr,
 ):
     """g = sum_j T_j y_j + Y X, the part of dL/dtheta that (b~; do, v) carries, or (e~; q, k). Chunks in reverse.
 
@@ -74,7 +75,7 @@ def decay_pass(
 
     Tokens are columns here: costate and derivative are first operands, which stay in registers. Rows come in turns of eight:
     8 real parts, their 8 imaginary parts. A thread has rows r and r + 8 of a product, so that a complex number is in one thread
-    at any BM.
+    at any BM. HELD: so does b~^T, by a product with the identity.
     """
     DTYPE = p_tt.dtype.element_ty
     NM: tl.constexpr = M // BM
@@ -111,6 +112,8 @@ def decay_pass(
         o_x = (o_n % M)[:, None] * (2 * P) + o_i[:, None] + 2 * (first + o_d)[None, :]
         b_z = tl.where(o_i == 0, 1.0, -1.0)[:, None] * tl.load(p_g + i_x + o_x, mask=m_g[None, :], other=0.0)
     b_i = o_l.to(tl.float32)
+    if HELD:
+        b_eye = identity(L, DTYPE)
     b_y = tl.zeros([2 * BM, L], dtype=tl.float32)
 
     p_dt = p_do + i_b * stride_db + i_q.to(tl.int64) * stride_dh + o_l[:, None] * stride_dt + o_d[None, :]
@@ -146,13 +149,21 @@ def decay_pass(
         b_x = tl.dot(b_z.to(DTYPE), tl.trans(b_v), input_precision=PRECISION)
         b_y += b_x * (n - 1 - o_l).to(tl.float32)[None, :]
         b_y = tl.dot(b_t.to(DTYPE), tl.trans(b_v), b_y, input_precision=PRECISION)
-        b_y = tl.dot(tl.trans(b_b), b_p.to(DTYPE), b_y, input_precision=PRECISION)
+        # b~^T, the first operand of three products; the weight i + 1 is on it where it is held, else on do.
+        b_bt = tl.trans(b_b)
+        b_bw, b_w = b_bt, b_do
+        if HELD:
+            b_bt = tl.dot(b_bt, b_eye)
+            b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
+            b_bt = b_bt.to(DTYPE)
+        else:
+            b_w = (b_do.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
+        b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
         if DOCUMENTS:
             b_z = tl.where(n_before == n_last, b_z, 0.0)
             b_t = tl.where(n_before == n_last, b_t, 0.0)
-        b_w = (b_do.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
-        b_t = tl.dot(tl.trans(b_b), b_w, b_t + b_z * n.to(tl.float32), input_precision=PRECISION)
-        b_z = tl.dot(tl.trans(b_b), b_do, b_z, input_precision=PRECISION)
+        b_t = tl.dot(b_bw, b_w, b_t + b_z * n.to(tl.float32), input_precision=PRECISION)
+        b_z = tl.dot(b_bt, b_do, b_z, input_precision=PRECISION)
 
     o_8 = tl.reshape(o_m, [BM // 8, 8, 1])
     b_yr, b_yi = split_pairs(b_y, BM, L)

@@ -34,6 +34,7 @@ class Plan(NamedTuple):
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None  # that a thread may have; None: for ptxas to choose
+    held: bool = False  # whether adjoint and decay keep first operands of several products in registers
 
     @property
     def joined(self) -> bool:
@@ -60,6 +61,9 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None, None)
         if major == 9 and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
             plan = plan._replace(fused=(4096, 4, stages))
+        if major == 9 and chunk_size in (None, 64):
+            # Where products are `wgmma`, which reads them from shared memory every time, and where registers are left.
+            plan = plan._replace(held=16 < M < 128)
         if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
             plan = plan._replace(expand=(8192, 4, 1))
         if width > 128:
@@ -323,6 +327,7 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
         HAS_STATE=state is not None, HAS_COSTATE=costate is not None,
         STORE_STATE=0 if initial is None else (2 if out is None else 1),
         ADJOINT=adjoint, DECAY=decay, OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
+        HELD=plan.held and span.documents is None,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     if g is None:

@@ -59,6 +59,13 @@ def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
 
 
 @triton.jit
+def identity(L: tl.constexpr, DTYPE: tl.constexpr):
+    """A product with it, exact in bf16, lies as products do: `wgmma` takes that as its first operand from registers."""
+    o_l = tl.arange(0, L)
+    return tl.where(o_l[:, None] == o_l[None, :], 1.0, 0.0).to(DTYPE)
+
+
+@triton.jit
 def scale_columns(b_x, b_re, b_im, N: tl.constexpr, BM: tl.constexpr, CONJ: tl.constexpr = 0):
     """Columns (Re | Im) of b_x [N, 2 BM] times the complex numbers (b_re, b_im), [N, BM] or [1, BM].
 

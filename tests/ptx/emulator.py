@@ -31,8 +31,8 @@ def unfenced(block):
     return found
 
 
-def execute(code: Kernel, passed, grid, shared):
-    """Runs the entry on CPU tensors and numbers, in place; -> report."""
+def execute(code: Kernel, passed, grid, shared, traffic=None):
+    """Runs the entry on CPU tensors and numbers, in place; -> report. traffic: a `Traffic` to count in."""
     if shared > LARGEST:
         raise Fault(f"{code.name} asks for {shared} bytes of shared memory")
     storages, pointers = [], {}
@@ -59,7 +59,7 @@ def execute(code: Kernel, passed, grid, shared):
     start, instructions, batch = time.perf_counter(), 0, max(1, THREADS // code.threads)
     for first in range(0, grid, batch):
         programs = range(first, min(grid, first + batch))
-        machine = Machine(code, memory, parameters, programs, shared, granule, findings)
+        machine = Machine(code, memory, parameters, programs, shared, granule, findings, traffic)
         machine.run()
         instructions += machine.executed
     seconds = time.perf_counter() - start

@@ -18,6 +18,7 @@ from interdomain.scan import ops, triton_launch, triton_sequential, triton_step
 from ..scan import triton_budget
 from .emulator import execute
 from .parse import parse
+from .traffic import Traffic
 
 KERNELS = {
     triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel segment_powers_kernel chain_kernel",
@@ -33,9 +34,9 @@ class Emulated(triton_budget.Recorder):
 
     compiled: dict = {}  # noqa: RUF012 (of all kernels)
 
-    def __init__(self, kernel, capability, reports):
+    def __init__(self, kernel, capability, reports, traffic):
         super().__init__(kernel, [])
-        self.capability, self.reports = capability, reports
+        self.capability, self.reports, self.traffic = capability, reports, traffic
 
     def __getitem__(self, grid):
         return lambda *args, **constants: self.launch(grid[0], args, constants)
@@ -49,7 +50,9 @@ class Emulated(triton_budget.Recorder):
         code, shared = self.compiled[key]
         values = dict(zip(self.kernel.arg_names, args, strict=False))
         passed = [values[n] for n in launch[1]]  # what is no constant, in order
-        self.reports.append(execute(code, passed, grid, shared) | {"constants": launch[3]})
+        traffic = Traffic() if self.traffic else None
+        report = execute(code, passed, grid, shared, traffic)
+        self.reports.append(report | {"constants": launch[3], "traffic": traffic})
 
     def compile(self, launch):
         compiled = triton_budget.compile_launch(launch, self.capability)
@@ -57,7 +60,7 @@ class Emulated(triton_budget.Recorder):
 
 
 @contextlib.contextmanager
-def emulated(capability):
+def emulated(capability, traffic=False):
     """The Triton kernels run on CPU tensors, as compiled for this GPU (80, 89, 90); memory that torch.empty gives is NaN."""
     reports, undo = [], contextlib.ExitStack()
 
@@ -75,7 +78,7 @@ def emulated(capability):
     with undo:
         for module, names in KERNELS.items():
             for name in names.split():
-                patch(module, name, Emulated(getattr(module, name), capability, reports))
+                patch(module, name, Emulated(getattr(module, name), capability, reports, traffic))
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch(owner, name, poisoned(getattr(owner, name)))
         patch(triton_launch, "capability", lambda device: divmod(capability, 10))

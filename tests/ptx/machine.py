@@ -42,9 +42,12 @@ def to_bf16(x):
 class Machine:
     """A batch of programs of one launch."""
 
-    def __init__(self, kernel: Kernel, memory: Global, parameters, programs, shared, granule, findings: Findings):
-        """parameters: bits of each as uint64; programs: range of program numbers."""
+    def __init__(
+        self, kernel: Kernel, memory: Global, parameters, programs, shared, granule, findings: Findings, traffic
+    ):
+        """parameters: bits of each as uint64; programs: range of program numbers; traffic: a `Traffic`, or None."""
         self.kernel, self.memory, self.parameters, self.findings = kernel, memory, parameters, findings
+        self.traffic = traffic
         self.threads, self.count = kernel.threads, len(programs)
         self.n = n = self.count * self.threads
         self.shared = Shared(self.count, shared, self.threads, granule, findings)

@@ -93,6 +93,8 @@ def op_access(m, i, rest):
         address, data = m.at(where, lanes), None if load else np.stack([x[lanes] for x in values], axis=1)
         if space == "shared":
             place = m.shared.place(address, size, lanes, i)
+            if m.traffic is not None:
+                m.traffic.shared(i, lanes, address, size)
             if load:
                 data = m.shared.load(place, size, width, lanes, i)
             else:
@@ -101,6 +103,8 @@ def op_access(m, i, rest):
             if space == "global":
                 piece, offset = m.memory.place(address, size, i)
                 m.memory.touch(piece, offset, size, m.program[lanes], m.findings, i, write=not load)
+                if m.traffic is not None:
+                    m.traffic.device(i, lanes, address, size)
                 memory, index = m.memory.view(piece, width), offset[:, None] // width + columns
             elif space == "local":
                 memory, index = m.local.view(f"u{width}"), m.own(address, lanes, size, width, i)
@@ -149,16 +153,22 @@ def op_copy(m, i, rest):
         lanes = m.lanes(w)
         if not len(lanes):
             return
-        place = m.shared.place(m.at(to, lanes), size, lanes, i)
+        address = m.at(to, lanes)
+        place = m.shared.place(address, size, lanes, i)
         count = np.broadcast_to(given, m.n)[lanes]
         data = np.zeros((len(lanes), size), np.uint8)
         if not np.isin(count, (0, size)).all():
             raise Fault(f"cp.async of a part of its bytes: {i}")
         full = np.flatnonzero(count == size)
         if len(full):
-            piece, offset = m.memory.place(m.at(source, lanes[full]), size, i)
+            far = m.at(source, lanes[full])
+            piece, offset = m.memory.place(far, size, i)
             m.memory.touch(piece, offset, size, m.program[lanes[full]], m.findings, i, write=False)
+            if m.traffic is not None:
+                m.traffic.device(i, lanes[full], far, size)
             data[full] = m.memory.pieces[piece][offset[:, None] + np.arange(size)]
+        if m.traffic is not None:
+            m.traffic.shared(i, lanes, address, size)
         g, me = m.shared.granules(place, size, lanes)
         m.shared.on_write(g, me, i)
         m.shared.copying[g] = 1
@@ -181,7 +191,10 @@ def op_matrix(m, i, rest):
     def run(w):
         warps = m.whole(w, 32, i)
         lanes = m.all.reshape(-1, 32)[warps][:, : 8 * count].ravel()
-        place = m.shared.place(m.at(where, lanes), 16, lanes, i)
+        address = m.at(where, lanes)
+        place = m.shared.place(address, 16, lanes, i)
+        if m.traffic is not None:
+            m.traffic.shared(i, lanes, address, 16)
         if load:
             rows = m.shared.load(place, 16, 2, lanes, i).reshape(-1, count, 8, 8)
             rows = np.ascontiguousarray(rows.swapaxes(2, 3) if trans else rows).view(np.uint32)
@@ -335,6 +348,8 @@ def op_wgmma(m, i, rest):
         read = [np.unique(x // shared.granule) for x in place]
         for g, thread in zip(read, threads, strict=True):
             shared.on_read(g, np.full(len(g), thread), i, proxy=True)
+        if m.traffic is not None:
+            m.traffic.operands(i, len(groups), rows * 16)
         return from_bf16(shared.views[2][place // 2]), read
 
     def run(w):
