@@ -13,6 +13,8 @@ CASES = {
 }
 KINDS = ("interdomain", "softmax", "s4d", "all")  # one of each kind of state
 
+EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version is to begin with, where that is given
+
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens
 # Random models of random weights: whatever the logits' rounding, the largest of 420 stands out.
 CLOSE = dict(rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ from interdomain.tools import convert
 
 from ..common import small_tokenizer
 from ..tools.checkpoints import small_model, write_checkpoint
-from .common import CASES
+from .common import CASES, EXPECTED
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -25,6 +25,8 @@ def modules_cache(tmp_path_factory):
     dynamic = pytest.importorskip(
         "transformers.dynamic_module_utils", reason="the extra `hf` (or `dev`) is not installed", exc_type=ImportError
     )
+    transformers = importlib.import_module("transformers")
+    assert transformers.__version__.startswith(os.environ.get(EXPECTED, ""))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         patch.setattr(sys, "path", [*sys.path])
