@@ -2,9 +2,9 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
 `sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
-`:training` those without a state in or out; more
-may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be
-unset. The launches are recorded, not described a second time: what is compiled is what runs.
+`:training` those without a state in or out, `:most` of each kernel the launch that does most; more may follow, `80 fp32 ...`
+for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be unset. The launches are
+recorded, not described a second time: what is compiled is what runs.
 """
 
 import json
@@ -124,6 +124,16 @@ def launches_step(capability, dtype, R, D, M, G=1, linear=False):
     return found
 
 
+def most(launches):
+    """Of each kernel, the launch with the most of what it can do; the first of several."""
+    found = {}
+    for launch in launches:
+        name, does = launch[0].__name__, sum(value is True for value in launch[3].values())
+        if does > found.get(name, (-1,))[0]:
+            found[name] = does, launch
+    return [launch for _, launch in found.values()]
+
+
 FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": launches_step}
 
 
@@ -176,7 +186,8 @@ def main(argv=None) -> int:
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
             options = {name: True for name in ("documents", "training") if name in kinds}
-            for launch in find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options):
+            found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
+            for launch in most(found) if "most" in kinds else found:
                 if (capability, dtype, launch) not in done:
                     done.append((capability, dtype, launch))
                     what = {"capability": capability, "dtype": dtype, "shape": argument}
