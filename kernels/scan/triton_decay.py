@@ -157,7 +157,11 @@ def decay_pass(
             b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
             b_bt = b_bt.to(DTYPE)
         else:
-            b_w = (b_do.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
+            if L < 64 and not DOCUMENTS:
+                # `mma.sync`: what meets products and other arithmetic, too, would lie in shared memory with eight rows in a
+                # bank. So do is read once more, at an address that the compiler cannot know to be the same (i_c // T is 0).
+                b_w = tl.load(p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0)
+            b_w = (b_w.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
         b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
         if DOCUMENTS:
             b_z = tl.where(n_before == n_last, b_z, 0.0)

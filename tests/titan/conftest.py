@@ -187,7 +187,6 @@ def two(tmp_path_factory, corpus, short, launch):
     whole, once = {"data__corpus": short}, {"training__steps": 1}
     apart = {**whole, "data__reset_state_at_documents": True}
     runs.add("documents", **local, **apart, **SHORT)
-    runs.add("documents compiled", **local, **apart, **COMPILED, **SHORT, compile__backend="aot_eager")
     runs.add("documents softmax", **local, **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
         runs.add(f"through documents {condition}", **local, **whole, mixer__condition=condition, **once)
@@ -210,7 +209,7 @@ def half(runs, folder, step=3, whole=True):
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory, corpus, launch, two):
+def one(tmp_path_factory, corpus, short, launch, two):
     """On one rank."""
     runs = Runs(1, tmp_path_factory.mktemp("one"), corpus, launch)
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
@@ -229,6 +228,8 @@ def one(tmp_path_factory, corpus, launch, two):
     runs.add("bfloat16", **BFLOAT16, probes=["scan"])
     # As a GPU runs it, down to generated code; that takes half a minute, and twice as long on two ranks.
     runs.add("compiled", **COMPILED, compile__backend="inductor", training__steps=3, probes=["scan"])
+    apart = {"data__corpus": short, "data__reset_state_at_documents": True, "validation__local_batch_size": 8}
+    runs.add("documents compiled", **apart, **COMPILED, **SHORT, compile__backend="aot_eager")
     for condition in ("interdomain", "s4d"):
         for mode in ("none", "selective", "full"):
             name = f"{condition} {mode}"

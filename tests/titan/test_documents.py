@@ -40,8 +40,9 @@ def test_first_loss(two, short, condition):
     assert abs(through - expected) > 2e-5 * expected  # the batch has documents that end within a window
 
 
-def test_compiled_and_checkpointed(two):
-    eager, compiled = two.seen("documents"), two.seen("documents compiled")
+def test_compiled_and_checkpointed(one, two):
+    """On one rank, against two."""
+    eager, compiled = two.seen("documents"), one.seen("documents compiled")
     for kind in ("log", "validation"):
         assert eager[kind].keys() == compiled[kind].keys() != set()
         for step, seen in eager[kind].items():

@@ -50,7 +50,7 @@ def story(tmp_path_factory, corpus):
         (folder / f"plan{i}.json").write_text(json.dumps(plan))
         log = folder / f"log{i}.txt"
         settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
-        settings |= {"validation__enable": True, "validation__freq": 1}
+        settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
         program = [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         program += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
         torchrun = torchrun_command(2, *program, forked=True)
