@@ -15,6 +15,7 @@ import torch
 from .emulator import execute
 from .memory import Fault
 from .parse import parse
+from .traffic import Traffic
 
 REPOSITORY = Path(__file__).parents[2]
 ENTRY = """
@@ -34,10 +35,10 @@ ENTRY = """
 """
 
 
-def run(body, threads=64, shared=4096, numbers=64, n=0):
+def run(body, threads=64, shared=4096, numbers=64, n=0, traffic=None):
     """The tensor `out` of int32, and what was found. %r1 thread, %r4 its word in shared memory, %rd2 in out."""
     out = torch.full((numbers,), -7, dtype=torch.int32)
-    report = execute(parse(ENTRY.format(threads=threads, body=body)), [out, n], 1, shared)
+    report = execute(parse(ENTRY.format(threads=threads, body=body)), [out, n], 1, shared, traffic)
     return out, {kind for kind, _ in report["findings"]}
 
 
@@ -154,6 +155,28 @@ def test_shared_memory_that_nothing_has_written():
     out, kinds = run("ld.shared.b32 %r7, [%r4]; st.global.b32 [%rd2], %r7;")
     assert kinds == {"shared memory that nothing has written is read"}
     assert (out == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("access", "stride", "memory", "expected"),
+    [
+        ("st.shared.b32 [%r6], %r1;", 4, "shared", (2, 2, 2)),  # accesses of two warps, cycles, fewest
+        ("st.shared.b32 [%r6], %r1;", 8, "shared", (2, 4, 2)),
+        ("st.shared.b32 [%r6], %r1;", 128, "shared", (2, 64, 2)),
+        ("st.shared.b32 [%r6], 7;", 0, "shared", (2, 2, 2)),
+        ("st.shared.v4.b32 [%r6], {%r1,%r1,%r1,%r1};", 16, "shared", (2, 8, 8)),
+        ("st.shared.v4.b32 [%r6], {%r1,%r1,%r1,%r1};", 64, "shared", (2, 32, 8)),
+        ("st.global.b32 [%rd3], %r1;", 4, "global", (2, 8, 8)),  # sectors
+        ("st.global.b32 [%rd3], %r1;", 64, "global", (2, 64, 8)),
+    ],
+)
+def test_traffic(access, stride, memory, expected):
+    """Threads access places `stride` bytes apart."""
+    traffic = Traffic()
+    place = f"mul.lo.u32 %r5, %r1, {stride}; add.s32 %r6, %r2, %r5; cvt.u64.u32 %rd4, %r5; add.s64 %rd3, %rd1, %rd4;"
+    run(place + access, shared=8192, numbers=1024, traffic=traffic)
+    (request,) = (r for (m, _), r in traffic.items() if m == memory)
+    assert request == expected
 
 
 @pytest.mark.parametrize(
