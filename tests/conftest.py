@@ -14,9 +14,12 @@ TITAN = "tests/titan/"
 LONGEST = (
     TITAN,
     "tests/scan/test_triton_compile",
+    "tests/hf/test_alone",
     "tests/tools/test_launch",
     "tests/scan/test_triton_chunkwise",
-    "tests/hf/test_alone",
+    "tests/scan/test_triton_sequential",
+    "tests/scan/test_triton_budget",
+    "tests/features/test_triton",
     "tests/model/test_compile",
 )
 

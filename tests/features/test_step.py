@@ -1,7 +1,7 @@
 """One token of all projections against `input_features` part by part, and token by token against whole sequences.
 
-The plain form is checked here. On a machine with a GPU the kernel is, too; elsewhere the last test runs this file again in a
-process of its own, under Triton's interpreter, which has to be chosen before triton is imported.
+The plain form is checked here. On a machine with a GPU the kernel is, too; elsewhere test_triton.py runs its tests in a process
+of its own under Triton's interpreter, which has to be chosen before triton is imported.
 """
 
 import json
@@ -318,17 +318,6 @@ def test_the_kernel_is_chosen_on_cuda(monkeypatch):
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         input_features_step(**{"x": X, "head_dim": 8, **options})
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "triton or opcheck"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
 
 
 REGISTERS = 64  # of a thread, and no spills: a thousand threads and more on every multiprocessor

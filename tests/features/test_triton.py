@@ -1,7 +1,7 @@
 """The Triton kernels against the literal float64 reference.
 
-On a machine with a GPU these tests run there. Elsewhere one test runs this file again in a process of its own, under
-Triton's interpreter, which has to be chosen before triton is imported; the budgets are compiled in processes, too.
+On a machine with a GPU these tests run there. Elsewhere one test runs this file and test_step.py in a process of their own,
+under Triton's interpreter, which has to be chosen before triton is imported; the budgets are compiled in processes, too.
 """
 
 import json
@@ -206,8 +206,9 @@ def test_offsets_beyond_int32():
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-k", "not interpreter and not budget"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-k", "(triton or opcheck) and not interpreter and not budget"]
+    command += [__file__, __file__.replace("test_triton", "test_step")]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout

@@ -1,7 +1,7 @@
 """backend="sequential" against the loop over time: values, final state and every gradient.
 
-On a machine with a GPU these tests run there. Elsewhere the last one runs this file again in a process of its own, under
-Triton's interpreter, which has to be chosen before triton is imported.
+On a machine with a GPU these tests run there. Elsewhere the last one runs this file, and that of the step, in a process of
+their own under Triton's interpreter, which has to be chosen before triton is imported.
 """
 
 import functools
@@ -282,7 +282,8 @@ def test_refusals(monkeypatch):
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [__file__, __file__.replace("sequential", "step")]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "2 skipped" in done.stdout  # this test and the refusals
+    assert "4 skipped" in done.stdout  # this test, the refusals, and what a step does on a GPU alone (twice)
