@@ -86,28 +86,31 @@ class InPlace:
         self.re, self.im, self.dtype = re[..., 0], im[..., 1], v.dtype
 
     def _prepare_query(self, B: int, H: int, M: int, q: Tensor, table: Tensor) -> None:
-        """Buffers q, a = q X_k^T and b^T = W a^T: a matrix that stands on the left is read faster than its transpose."""
+        """Buffers q, a = q X_k^T and b = a W^T: as rows where W lies in memory by columns, else as W times columns."""
         (_, Hq, R), new = q.shape, self.state.new_empty
         G = Hq // H
         # Rows of q whose products with pairs are Re a, Im a, for W, and Im a, -Re a, with which its upper half gives the
         # lower one: [q, 0], [0, q], [0, q], [-q, 0].
         n = 4 if table.shape[1] == M else 2
-        self.query, self.mixing, self.a = q, table, new(B * H, G * n, M)
+        self.query, self.a = q, new(B * H, G * n, M)
         self.q = self.state.new_zeros(B * H, G * n, 2 * R)
         rows = self.q.view(B, Hq, n, R, 2)
         self.first, self.middle = rows[:, :, 0, :, 0], rows[:, :, 1:3, :, 1]
         self.last = rows[:, :, 3, :, 0] if n == 4 else None
         # By head, for W: at one sequence, or of one head, in the same memory.
         self.a_from = self.a.view(B, H, -1).transpose(0, 1)
-        self.a_t = self.a_from.reshape(H, B * G * n // 2, 2 * M).mT
-        self.b_t = new(H, table.shape[1], B * G * n // 2)
-        self.b_from = self.b_t.mT.view(H, B, G * n // 2, -1, M).transpose(0, 1)  # [B, H, G or 2 G, 2 or 1, M]
+        rows, N = B * G * n // 2, table.shape[1]
+        a = self.a_from.reshape(H, rows, 2 * M)
+        if table.mT.is_contiguous():
+            b = new(H, rows, N)
+            self.mixing = a, table.mT, b
+        else:
+            b = new(H, N, rows).mT
+            self.mixing = table, a.mT, b.mT
+        self.b_from = b.view(H, B, G * n // 2, -1, M).transpose(0, 1)  # [B, H, G or 2 G, 2 or 1, M]
         self.b = self.b_from.reshape(B * H, 2 * G, M)
-        self.a_into = self.b_into = None
-        if self.a_t.data_ptr() != self.a.data_ptr():
-            self.a_into = self.a_t.mT.view(self.a_from.shape)
-        if self.b.data_ptr() != self.b_t.data_ptr():
-            self.b_into = self.b.view(self.b_from.shape)
+        self.a_into = None if a.data_ptr() == self.a.data_ptr() else a.view(self.a_from.shape)
+        self.b_into = None if b.data_ptr() == self.b.data_ptr() else self.b.view(self.b_from.shape)
 
     def __call__(self) -> Tensor:
         """Re(b^T X) after the token, [B, Hq, D] (or [B, H, P])."""
@@ -127,7 +130,8 @@ class InPlace:
         if self.mixing is not None:
             if self.a_into is not None:
                 self.a_into.copy_(self.a_from)
-            torch.bmm(self.mixing, self.a_t, out=self.b_t)
+            left, right, out = self.mixing
+            torch.bmm(left, right, out=out)
             if self.b_into is not None:
                 self.b_into.copy_(self.b_from)
         torch.bmm(self.b, self.values, out=self.o)

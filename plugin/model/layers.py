@@ -21,7 +21,7 @@ def _amd() -> bool:
         return False
 
 
-BATCHED = _amd()
+AMD = _amd()
 
 
 def _one_token(x: Tensor) -> bool:
@@ -34,7 +34,7 @@ def _one_token(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K], weight [N, K] -> [..., N]: `F.linear`."""
     N, K = weight.shape
-    if not BATCHED or not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
+    if not AMD or not _one_token(x) or weight.dtype != x.dtype or N % 4 or not x.numel():
         return F.linear(x, weight)
     # Four products in a batch, each of a quarter of the weight: another routine, which keeps up with the memory.
     rows = x.numel() // K

@@ -12,7 +12,7 @@ from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, l
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .joined import JoinedProjections
-from .layers import Linear
+from .layers import AMD, Linear
 from .ssm import SSMDynamics, fold
 from .state import MixerState, ModelState, PreparedStep, writable
 
@@ -23,7 +23,8 @@ from .state import MixerState, ModelState, PreparedStep, writable
 class StepTables(NamedTuple):
     """What a step reads of a mixer's parameters, as it reads them (`input_features_step`, `interdomain_step`).
 
-    readout: W, its upper half where that is all of it, or w. conv: ([W, E], [E]). norm: ([2 G, R], [2 G, R]), or None.
+    readout: W, its upper half where that is all of it, or w; W by columns where that is faster (on a CPU but AMD's).
+    conv: ([W, E], [E]). norm: ([2 G, R], [2 G, R]), or None.
     """
 
     log_decay: Tensor
@@ -102,6 +103,8 @@ class InterdomainMixer(JoinedProjections):
         log_decay, readout = log_decay.detach(), readout.detach()
         if self.config.query_readout and self.config.readout == "complex":
             readout = readout[:, : self.config.n_basis].contiguous()
+        if self.config.query_readout and readout.device.type == "cpu" and not AMD:
+            readout = readout.mT.contiguous().mT  # by columns
         convs = self._convolutions().values()
         norm = None
         if self.k_norm is not None:

@@ -34,7 +34,7 @@ def drawn(module, dtype=torch.float32):
 @pytest.fixture(params=[True, False], ids=["amd", ""])
 def batched(request, monkeypatch):
     """On a CPU of AMD's, and on others."""
-    monkeypatch.setattr(layers, "BATCHED", request.param)
+    monkeypatch.setattr(layers, "AMD", request.param)
     return request.param
 
 
@@ -77,7 +77,7 @@ def test_rms_norm_is_rms_norm(size):
 
 def test_every_product_of_a_decode_step(monkeypatch):
     """The layers' four and the logits; none is left to the slow routine, and none takes it where gradients are recorded."""
-    monkeypatch.setattr(layers, "BATCHED", True)
+    monkeypatch.setattr(layers, "AMD", True)
     model = lively(small_config("interdomain", vocab_size=64), torch.float32)
     state = model.init_state(1)
     tokens = torch.tensor([3])

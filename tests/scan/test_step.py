@@ -118,11 +118,11 @@ def test_decay_is_rounded_once():
     torch.testing.assert_close(scan.decay_factor(theta).double(), torch.view_as_real(exact), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("readout", ["whole W", "half of W", "linear"])
+@pytest.mark.parametrize("readout", ["whole W", "half of W", "whole W by columns", "half of W by columns", "linear"])
 @pytest.mark.parametrize(("B", "H", "G"), [(1, 2, 1), (1, 2, 2), (3, 2, 2), (3, 1, 1)])
 def test_prepared_steps_are_the_scan(readout, B, H, G):
     """Token after token over one state; also where it was prepared in inference mode, and under autocast."""
-    linear, half = readout == "linear", readout == "half of W"
+    linear, half = readout == "linear", readout.startswith("half")
     case = Case(T=6, B=B, H=H, G=G, R=7, D=9, M=5, readout="complex" if half else "hermitian")
     inputs = {n: x.detach() for n, x in op_inputs(case, torch.float32, linear=linear)[0].items()}
     whole, final = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs)
@@ -134,6 +134,7 @@ def test_prepared_steps_are_the_scan(readout, B, H, G):
     here = {n: None if x is None else torch.zeros_like(x[:, 0]) for n, x in tokens.items()}
     with torch.inference_mode():
         table = table[:, : case.M] if half else table
+        table = table.mT.contiguous().mT if "columns" in readout else table
         step = scan.StepInPlace(scan.decay_factor(inputs["log_decay"]), table, state, **here)
     assert step.state is state
     outputs = []
