@@ -170,11 +170,11 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
 
     shards = [path.stat().st_size for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp")]
     assert min(shards) > limit
-    settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
+    settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
     done = train(2, tmp_path / "plan.json", *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
     assert "Training starts at step 4" in done.stdout + done.stderr
     assert_one_paragraph(
-        done, "The disk is full: saving", "step-6 failed (File too large)", "whole checkpoint is step 3"
+        done, "The disk is full: saving", "step-4 failed (File too large)", "whole checkpoint is step 3"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-5"]
     kept, original = (folder / "checkpoint" / "step-3" for folder in (tmp_path, stock[1]))
