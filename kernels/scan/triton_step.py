@@ -188,6 +188,8 @@ def scan_step(
             *(*q.stride()[:2], *k.stride()[:2]),
             **dict(G=G, R=R, P=P, M=M, UPPER=mixing.shape[1] == M),
             **tiles,
+            # Threads that hold the same sum must round it alike: fused, a product that is rounded meets one that is not.
+            enable_fp_fusion=False,
         )
         o = _expand(v, decay, b, b.stride()[:2], before, after, R)
     return o.flatten(1, 2), after

@@ -159,11 +159,7 @@ class Shared:
         self.views[width][at] = data
         # Copies of one number in several threads may be stored by all of them; different numbers may not.
         lost = (self.views[width][at] != data).any(1)
-        near = self.writer[place // self.granule] >> 5 == thread >> 5
-        self.findings.add("threads store different numbers at once", where, np.count_nonzero(lost & ~near))
-        self.findings.add(
-            "note: within a warp, threads store different numbers at once", where, np.count_nonzero(lost & near)
-        )
+        self.findings.add("threads store different numbers at once", where, np.count_nonzero(lost))
 
     def load(self, place, size, width, thread, where):
         g, me = self.granules(place, size, thread)

@@ -43,7 +43,7 @@ class Recorder:
     def __getitem__(self, grid):
         return self.record
 
-    def record(self, *args, num_warps, num_stages=3, maxnreg=None, **constants):
+    def record(self, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
         signature, divisible = {}, []
         for parameter, value in zip(self.kernel.params, args, strict=False):
             if isinstance(value, torch.Tensor):
@@ -60,7 +60,7 @@ class Recorder:
                 if value % 16:
                     continue
             divisible.append(parameter.name)
-        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg)
+        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
         launch = (self.kernel, signature, divisible, constants, options)
         if launch not in self.launches:
             self.launches.append(launch)
