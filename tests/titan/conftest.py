@@ -183,9 +183,8 @@ def two(tmp_path_factory, corpus, short, launch):
     long = {"lr_scheduler__total_steps": 200, "metrics__enable_tensorboard": True}
     runs.add("machine", **local, **long)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
-    alike = {
-        "validation__local_batch_size": 4
-    }  # one shape to compile; a last batch that is smaller: documents, on one rank
+    # One shape to compile. A last batch that is smaller: the documents on one rank.
+    alike = {"validation__local_batch_size": 4}
     runs.add("compiled", **local, **COMPILED, **SHORT, **alike, compile__backend="aot_eager", probes=["scan"])
     whole, once = {"data__corpus": short}, {"training__steps": 1}
     apart = {**whole, "data__reset_state_at_documents": True}
