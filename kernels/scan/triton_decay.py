@@ -149,23 +149,24 @@ def decay_pass(
         b_x = tl.dot(b_z.to(DTYPE), tl.trans(b_v), input_precision=PRECISION)
         b_y += b_x * (n - 1 - o_l).to(tl.float32)[None, :]
         b_y = tl.dot(b_t.to(DTYPE), tl.trans(b_v), b_y, input_precision=PRECISION)
-        # b~^T, the first operand of three products; the weight i + 1 is on it where it is held, else on do.
+        # b~^T is the first operand of three products; the weight i + 1 is on it where it is held, else on do.
         b_bt = tl.trans(b_b)
-        b_bw, b_w = b_bt, b_do
+        b_bw = b_bt
         if HELD:
             b_bt = tl.dot(b_bt, b_eye)
             b_bw = (b_bt * (b_i + 1.0)[None, :]).to(DTYPE)
             b_bt = b_bt.to(DTYPE)
-        else:
+        b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
+        if DOCUMENTS:
+            b_z = tl.where(n_before == n_last, b_z, 0.0)
+            b_t = tl.where(n_before == n_last, b_t, 0.0)
+        b_w = b_do
+        if not HELD:
             if L < 64 and not DOCUMENTS:
                 # `mma.sync`: what meets products and other arithmetic, too, would lie in shared memory with eight rows in a
                 # bank. So do is read once more, at an address that the compiler cannot know to be the same (i_c // T is 0).
                 b_w = tl.load(p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_w = (b_w.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
-        b_y = tl.dot(b_bt, b_p.to(DTYPE), b_y, input_precision=PRECISION)
-        if DOCUMENTS:
-            b_z = tl.where(n_before == n_last, b_z, 0.0)
-            b_t = tl.where(n_before == n_last, b_t, 0.0)
         b_t = tl.dot(b_bw, b_w, b_t + b_z * n.to(tl.float32), input_precision=PRECISION)
         b_z = tl.dot(b_bt, b_do, b_z, input_precision=PRECISION)
 
