@@ -77,7 +77,7 @@ TINY = Mode(
     **dict(steps=2, rounds=3, seconds=0.05),
 )
 CPU = Mode(
-    parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=8, rounds=40, seconds=20, eager_only=True
+    parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=8, rounds=40, seconds=80, eager_only=True
 )
 
 
