@@ -36,13 +36,17 @@ if [ -z "$python" ]; then
   if [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; else python=$(command -v python3 || true); fi
 fi
 [ -n "$python" ] || fail "no Python was found; set INTERDOMAIN_PYTHON to one that has PyTorch."
-"$python" -c 'import sys, torch; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+
+# origin PACKAGE: the file that it would be imported from.
+origin() {
+  "$python" -c 'import importlib.util, os, sys; print(os.path.realpath(importlib.util.find_spec(sys.argv[1]).origin))' "$1" 2>/dev/null
+}
+{ "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && origin torch >/dev/null; } ||
   fail "$python has no PyTorch, or is older than Python 3.11; set INTERDOMAIN_PYTHON to one that has it."
 cd "$root" || exit 2
 
 # The clone under its import name, for interpreters that it is not installed in: links after pyproject.toml's package-dir.
-where=$("$python" -c 'import os, interdomain; print(os.path.realpath(os.path.dirname(interdomain.__file__)))' 2>/dev/null || true)
-if [ "$where" != "$(cd plugin && pwd -P)" ]; then
+if [ "$(origin interdomain)" != "$(cd plugin && pwd -P)/__init__.py" ]; then
   links=$(mktemp -d)
   trap 'rm -rf "$links"' EXIT
   "$python" - "$root" "$links" <<'PY' || fail "the clone could not be linked under its import name."
