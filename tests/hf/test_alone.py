@@ -75,7 +75,7 @@ VERSION_4 = "INTERDOMAIN_TRANSFORMERS4"
 
 
 @pytest.mark.skipif(not os.environ.get(VERSION_4), reason=f"{VERSION_4} names no folder with transformers 4")
-def test_all_of_this_on_transformers_4():
+def test_the_others_on_transformers_4():
     """With one condition of each kind of state: the others differ in the model alone, and run on transformers 5.
 
     The folder: pip install --target DIR --no-deps transformers==4.57.6 'huggingface_hub==0.36.*' 'tokenizers==0.22.*'.
