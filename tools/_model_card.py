@@ -1,12 +1,15 @@
 """README.md of an exported folder: a model card as the Hugging Face hub reads it, of what the run recorded."""
 
+import contextlib
+import json
 from pathlib import Path
 
 from interdomain.model import ModelConfig, count_parameters, meta_model
+from interdomain.model.distributed_checkpoint import VALIDATION, step_of
 
 from ._curves import EVENTS, FOLDER, read_curves
 
-VALIDATION = "validation_metrics/perplexity"
+PERPLEXITY = "validation_metrics/perplexity"
 KINDS = {
     True: "softmax attention, the baseline: its cache grows with every token read",
     False: "a recurrent state of fixed size: a token costs the same after ten tokens and after a million",
@@ -123,13 +126,29 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
 
 
 def last_validation(checkpoint: Path, step: int) -> dict | None:
-    """The newest validation of the run up to `step`: {"step", "perplexity"}; None where there is none to be read."""
-    folder = checkpoint.resolve().parent.parent / FOLDER
-    if not any(folder.glob(EVENTS)):
-        return None
-    try:
-        measured = read_curves(folder).get(VALIDATION, {})
-    except ImportError:  # no tensorboard here
-        return None
+    """The newest validation of the run up to `step`: {"step", "perplexity"}; None where there is none to be read.
+
+    From beside the run's checkpoints, and from its TensorBoard folder.
+    """
+    measured = {**_drawn(checkpoint.resolve().parent.parent / FOLDER), **_noted(checkpoint.resolve().parent)}
     seen = [at for at in measured if at <= step]
     return {"step": max(seen), "perplexity": measured[max(seen)]} if seen else None
+
+
+def _drawn(folder: Path) -> dict[int, float]:
+    if not any(folder.glob(EVENTS)):
+        return {}
+    try:
+        return read_curves(folder).get(PERPLEXITY, {})
+    except ImportError:  # no tensorboard here
+        return {}
+
+
+def _noted(checkpoints: Path) -> dict[int, float]:
+    found = {}
+    for file in checkpoints.glob(f"step-*/{VALIDATION}"):
+        step = step_of(file.parent)
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # damaged: of no worth
+            if step is not None:
+                found[step] = float(json.loads(file.read_text())["perplexity"])
+    return found

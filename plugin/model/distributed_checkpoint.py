@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from .config import ModelConfig
 
 SIDECAR = "interdomain.json"
+VALIDATION = "validation.json"  # {"step", "loss", "perplexity"}, where the run validated after the step
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1

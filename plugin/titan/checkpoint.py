@@ -2,6 +2,7 @@
 
 step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
 step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
+step-N/validation.json    loss and perplexity, where the run validated after this step
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it
@@ -32,7 +33,14 @@ from torchtitan.tools.logging import logger
 import interdomain
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, condition_of
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SIDECAR_VERSION, altered_entry, step_of
+from interdomain.model.distributed_checkpoint import (
+    METADATA,
+    SIDECAR,
+    SIDECAR_VERSION,
+    VALIDATION,
+    altered_entry,
+    step_of,
+)
 
 from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
@@ -87,6 +95,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     saving = ""  # the folder being written, or written last
     asked_without: tuple = ()  # checkpoint.exclude_from_loading
     branched_from: int | None = None  # the step that the run last went back to
+    measured: dict | None = None  # the last validation of this process: {"step", "loss", "perplexity"}
     kept: frozenset = frozenset()  # steps that retention knows to be whole, the one being saved included
 
     def __init__(self, *args, checkpoint_config, **kwargs) -> None:
@@ -154,10 +163,36 @@ class SelfDescribingCheckpoints(CheckpointManager):
         # What every restart of the same command asks for again (see choice.py).
         record |= {"branched_from": self.branched_from, "started_without": list(self.asked_without)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+        if self.measured and self.measured["step"] == step:  # a run that leaves saves after its validation
+            self._write_validation(folder)
+
+    def note_validation(self, step: int, loss: float, perplexity: float) -> None:
+        """Write beside the checkpoint of this step what the model was measured at: now, or when it is saved."""
+        self.measured = {"step": step, "loss": loss, "perplexity": perplexity}
+        if dist.get_rank() == 0 and self._keeps() and self._folder_of(step).is_dir():
+            try:
+                self._write_validation(self._folder_of(step))
+            except OSError as e:  # no reason to end a run
+                logger.warning("%s", e)
+
+    def _write_validation(self, folder: Path) -> None:
+        write_whole(folder / VALIDATION, (json.dumps(self.measured) + "\n").encode())
+
+    def lacks_validation(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step and no validation beside it. Collective; the same on all ranks."""
+        return self._keeps() and _on_rank_0(
+            lambda: self._folder_of(step).is_dir() and not (self._folder_of(step) / VALIDATION).exists()
+        )
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self._create_checkpoint_id(step))
+
+    def _keeps(self) -> bool:
+        return self.enable and not self.load_only
 
     def save_now(self, step: int) -> bool:
         """Have a whole checkpoint of this step on the disk before this returns. False: the run saves none."""
-        if not self.enable or self.load_only:
+        if not self._keeps():
             return False
         failed = self._save_under_way_failed()
         if failed or step_of(self.saving) != step:
@@ -213,7 +248,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         return steps_in(Path(self.folder))
 
     def _is_whole(self, step: int) -> bool:
-        return fault(Path(self._create_checkpoint_id(step))) is None
+        return fault(self._folder_of(step)) is None
 
     # Loading
 
@@ -236,7 +271,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     def _pass_over(self, choice: Choice, skipped: dict[int, str]) -> None:
         for other in skipped:
-            set_damaged_aside(Path(self._create_checkpoint_id(other)))
+            set_damaged_aside(self._folder_of(other))
         if choice.named and not self.load_only:
             set_later_aside(Path(self.folder), choice.step)
 

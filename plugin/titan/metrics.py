@@ -52,11 +52,14 @@ class InterdomainMetrics(MetricsProcessor):
         self.life_signs_at: int | None = None
 
     def should_log(self, step: int) -> bool:
-        if self.first_step is None:  # the trainer asks after every step: here the checkpoint has been loaded
-            self.first_step, self.clock_since = step, step - 1
-            if self.run_log:
-                self.run_log.begin(step, self.tokens_at)
+        self._begin(step)  # the trainer asks after every step: here the checkpoint has been loaded
         return super().should_log(step)
+
+    def _begin(self, first_step: int) -> None:
+        if self.first_step is None:
+            self.first_step, self.clock_since = first_step, first_step - 1
+            if self.run_log:
+                self.run_log.begin(first_step, self.tokens_at)
 
     def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
         config = self.job_config.metrics
@@ -87,6 +90,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
+        self._begin(step + 1)  # where a start begins with making up for a validation
         extra = {
             "validation_metrics/perplexity": perplexity(loss),
             **(extra_metrics or {}),

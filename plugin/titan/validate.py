@@ -1,6 +1,7 @@
 """Validation loss and perplexity over the same fixed tokens every time, whatever the topology."""
 
 import math
+import time
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -10,15 +11,20 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from .checkpoint import SelfDescribingCheckpoints
 from .corpora import open_dataset
 from .errors import one_paragraph
+from .metrics import perplexity
 
 
 class FixedValidator(BaseValidator):
     """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
 
-    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step.
+    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. A run that ended
+    between a save and its validation makes up for it when it is started again.
     """
+
+    checkpoints: SelfDescribingCheckpoints | None = None  # beside which results are noted, from `make_up` on
 
     def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, loss_fn, metrics_processor, **_) -> None:
         super().__init__(job_config)
@@ -41,6 +47,22 @@ class FixedValidator(BaseValidator):
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps
+
+    def make_up(self, trainer) -> None:
+        """Validate the step that the run continues from, if that was due and never came to its end. Collective."""
+        self.checkpoints, step = trainer.checkpointer, trainer.step
+        due = step and self.should_validate(step) and self._as_in_between(step)
+        if due and self.checkpoints.lacks_validation(step):
+            logger.info("step %d was saved and not validated: validating it now", step)
+            self.metrics_processor.time_last_log = time.perf_counter()
+            self.validate(trainer.model_parts, step)
+
+    def _as_in_between(self, step: int) -> bool:
+        """Whether validation first leaves the steps after it as they are. torch.compile makes general code for the second
+        shape that it meets: the training step must not be that, or its sums are in another order than without the restart."""
+        config = self.job_config
+        shapes = [(part.local_batch_size, part.seq_len) for part in (config.training, config.validation)]
+        return not config.compile.enable or shapes[0] == shapes[1] or step == config.training.steps
 
     def _batches(self):
         """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
@@ -76,6 +98,8 @@ class FixedValidator(BaseValidator):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         mean = dist_utils.dist_sum(loss, mesh) / dist_utils.dist_sum(tokens, mesh)
         self.metrics_processor.log_validation(mean, step, extra_metrics=self._readout_rms(model))
+        if self.checkpoints:
+            self.checkpoints.note_validation(step, mean, perplexity(mean))
         _reshard(model)
         model.train()
 

@@ -1,11 +1,11 @@
 """TorchTitan's entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json TORCHTITAN'S FLAGS
 
 PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
-{"flags": more of them, "rank": who, "at": ["step" | "write" | "finish", N], "signal": "SIGKILL", "times": 1,
+{"flags": more of them, "rank": who, "at": ["step" | "write" | "finish" | "validate", N], "signal": "SIGKILL", "times": 1,
 "to": "rank" | "agent" | "launcher", "lock": {constants of interdomain.titan.lock}}
 
 step: in training step N. write: before this rank writes its shard of checkpoint N. finish: when all shards of checkpoint N
-are written and its index is not (rank 0). No "at": nothing happens.
+are written and its index is not (rank 0). validate: before the validation of step N. No "at": nothing happens.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torchtitan.config import ConfigManager
 
 from interdomain.titan import lock
+from interdomain.titan.validate import FixedValidator
 
 ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 sys.argv += ENTRY.get("flags", [])
@@ -40,7 +41,7 @@ def before(place, name, condition):
     original = getattr(place, name)
 
     def disturbed(self, *args, **kwargs):
-        if condition(self):
+        if condition(self, *args):
             disturb(self)
         return original(self, *args, **kwargs)
 
@@ -50,10 +51,12 @@ def before(place, name, condition):
 def main():
     kind, step = ENTRY.get("at", (None, None))
     if kind == "step":
-        before(torchtitan.train.Trainer, "train_step", lambda trainer: trainer.step == step)
+        before(torchtitan.train.Trainer, "train_step", lambda trainer, *_: trainer.step == step)
+    elif kind == "validate":
+        before(FixedValidator, "validate", lambda validator, models, at: at == step)
     elif kind is not None:
         method = {"write": "write_data", "finish": "finish"}[kind]
-        before(FileSystemWriter, method, lambda writer: str(writer.path).endswith(f"step-{step}"))
+        before(FileSystemWriter, method, lambda writer, *_: str(writer.path).endswith(f"step-{step}"))
     for name, value in ENTRY.get("lock", {}).items():
         setattr(lock, name, value)
     # At the end the trainer waits two seconds for other ranks' last lines.

@@ -1,7 +1,7 @@
 """One run of two ranks, disturbed six times and never lost: real processes, real signals (disturbed.py).
 
-It validates after every step, so that it also leaves right after a validation, and ends with the same bits as the run that
-nobody disturbed.
+It validates after every step, so that it also leaves right after a validation and is killed right before one, and ends with
+the same bits as the run that nobody disturbed, and with no validation missing.
 """
 
 import json
@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.model.distributed_checkpoint import read_sidecar, read_tensors, tensor_index
+from interdomain.model.distributed_checkpoint import VALIDATION, read_sidecar, read_tensors, tensor_index
 from interdomain.titan.lock import NAME
+from interdomain.tools._curves import read_curves
 from interdomain.tools._supervise import CONTINUE, supervise
 
 from .conftest import HERE, TIMEOUT, environment, flags, torchrun_command
@@ -32,7 +33,8 @@ STARTS = [
     ],
     # What a scheduler sends before the time limit, more than once; torchrun gets SIGTERM for it, once.
     [{"at": ["step", 4], "rank": 0, "signal": "SIGUSR1", "times": 3, "to": "launcher"}],
-    [{"at": ["step", 6], "rank": 0, "signal": "SIGKILL", "to": "agent"}],
+    # After the save of the last step.
+    [{"at": ["validate", 6], "rank": 0, "signal": "SIGKILL", "to": "agent"}],
     [{}],
 ]
 
@@ -49,7 +51,7 @@ def story(tmp_path_factory, corpus):
             os.truncate(shard, shard.stat().st_size - 1)
         (folder / f"plan{i}.json").write_text(json.dumps(plan))
         log = folder / f"log{i}.txt"
-        settings = {"training__local_batch_size": 4, "checkpoint__enable": True}
+        settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "metrics__enable_tensorboard": True}
         settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
         program = [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         program += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
@@ -59,8 +61,9 @@ def story(tmp_path_factory, corpus):
         status = supervise([*map(str, to_log), *torchrun], environment() | launcher)
         orphans = remaining(folder / f"plan{i}.json")
         found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
-        held = (folder / "run" / NAME).exists()
-        chapters.append(SimpleNamespace(status=status, said=log.read_text(), found=found, orphans=orphans, held=held))
+        measured = {path.parent.name for path in checkpoints.glob(f"*/{VALIDATION}")}
+        seen = {"found": found, "measured": measured, "held": (folder / "run" / NAME).exists()}
+        chapters.append(SimpleNamespace(status=status, said=log.read_text(), orphans=orphans, **seen))
     return SimpleNamespace(chapters=chapters, checkpoints=checkpoints)
 
 
@@ -124,7 +127,6 @@ def test_ranks_do_not_outlive_torchrun(story):
     chapter = story.chapters[2]
     assert loaded(chapter.said) == [f"step-{left(story)}"]
     assert chapter.status not in (0, CONTINUE)
-    assert "step-6" not in chapter.found
     assert [c.orphans for c in story.chapters] == [[]] * 4
 
 
@@ -135,8 +137,24 @@ def test_the_folder_is_held_while_the_run_lasts_and_never_waited_for(story):
 
 def test_the_same_command_brings_it_to_its_end(story):
     chapter = story.chapters[3]
-    assert (chapter.status, loaded(chapter.said)) == (0, [f"step-{left(story)}"])
+    assert (chapter.status, loaded(chapter.said)) == (0, ["step-6"])
     assert chapter.found["step-6"]
+
+
+def test_no_validation_is_missing(story):
+    """Of the last step, which was saved, the last start makes up for it; once more is not needed."""
+    before, after = story.chapters[2:]
+    assert before.found["step-6"]
+    assert "step-6" not in before.measured
+    assert "step 6 was saved and not validated: validating it now" in after.said
+    assert after.measured == {*after.found}
+    curves = read_curves(story.checkpoints.parent / "tb")
+    drawn = curves["validation_metrics/loss"]
+    assert sorted(drawn) == sorted(curves["grad_norm"]) == [1, 2, 3, 4, 5, 6]
+    last = json.loads((story.checkpoints / "step-6" / VALIDATION).read_text())
+    assert last["step"] == 6
+    assert last["loss"] == pytest.approx(drawn[6], rel=1e-6)
+    assert last["perplexity"] == pytest.approx(curves["validation_metrics/perplexity"][6], rel=1e-6)
 
 
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, two):

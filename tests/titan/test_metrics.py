@@ -64,7 +64,7 @@ def test_the_rank_that_waits_longest_for_data_is_shown(monkeypatch):
 def test_waits_are_counted_from_the_last_validation_as_time_is(monkeypatch):
     monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_: None)  # sets the clock
     metrics = InterdomainMetrics.__new__(InterdomainMetrics)
-    metrics.run_log, metrics.life_signs_at, metrics.data_loading_times = None, 5, [1.0]
+    metrics.first_step, metrics.run_log, metrics.life_signs_at, metrics.data_loading_times = 1, None, 5, [1.0]
     metrics.log_validation(2.0, 5)
     assert metrics.data_loading_times == []
 

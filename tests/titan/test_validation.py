@@ -1,5 +1,6 @@
 """The validator in one process, against the plainest computation of the same number."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -98,3 +99,28 @@ def test_all_of_the_split_where_it_holds_less_than_is_asked(corpus, model):
 def test_the_steps_that_validate(corpus, freq, expected):
     validating = validator(corpus, validation__freq=freq)
     assert [step for step in range(1, 7) if validating.should_validate(step)] == expected
+
+
+DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; training's batches
+
+
+@pytest.mark.parametrize(
+    ("step", "lacking", "settings", "made_up"),
+    [
+        (3, True, DUE, True),
+        (3, False, DUE, False),
+        (2, True, DUE, False),
+        (0, True, DUE, False),
+        (3, True, {**DUE, "compile__enable": True}, True),
+        # Compiled for one shape first, and then for any: the steps that follow would not be those without the restart.
+        (3, True, {**DUE, "compile__enable": True, "validation__local_batch_size": 4}, False),
+        (6, True, {**DUE, "compile__enable": True, "validation__local_batch_size": 4}, True),
+    ],
+)
+def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up):
+    validating, noted = validator(corpus, validation__tokens=64, **settings), []
+    checkpoints = SimpleNamespace(lacks_validation=lambda at: lacking, note_validation=lambda *seen: noted.append(seen))
+    validating.make_up(SimpleNamespace(checkpointer=checkpoints, step=step, model_parts=[model]))
+    losses = validating.metrics_processor.losses
+    assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
+    assert len(losses) == made_up

@@ -7,6 +7,7 @@ import pytest
 from interdomain.model import count_parameters
 from interdomain.model.pretrained import read_config
 from interdomain.tools import convert
+from interdomain.tools._model_card import last_validation
 
 from .checkpoints import small_model, write_checkpoint
 
@@ -60,6 +61,24 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
     assert ("softmax attention, the baseline" in card) == (condition == "softmax")
     facts = read_config(tmp_path / "measured")[1]["facts"]
     assert facts["validation"] == {"step": 100, "perplexity": 20.25}
+
+
+def test_what_stands_beside_the_run_s_checkpoints_needs_no_tensorboard(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoint"
+    for name, text in (
+        ("step-50", '{"step": 50, "loss": 3.0, "perplexity": 20.1}'),
+        ("step-80", '{"step": 80, "lo'),  # cut off
+        ("step-90.superseded", '{"step": 90, "loss": 1.0, "perplexity": 2.7}'),  # of another course
+        ("step-100", None),
+        ("step-150", '{"step": 150, "loss": 2.0, "perplexity": 7.4}'),
+    ):
+        (checkpoints / name).mkdir(parents=True)
+        if text:
+            (checkpoints / name / "validation.json").write_text(text)
+    measured = {step: last_validation(checkpoints / f"step-{step}", step) for step in (20, 50, 100, 150)}
+    assert measured[20] is None
+    assert measured[50] == measured[100] == {"step": 50, "perplexity": 20.1}
+    assert measured[150] == {"step": 150, "perplexity": 7.4}
 
 
 def test_a_name_that_is_not_utf8_is_refused_first(tmp_path, tokenizer, capsys, monkeypatch):
