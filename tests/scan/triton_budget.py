@@ -182,9 +182,9 @@ def main(argv=None) -> int:
             family, _, rest = argument.rpartition("/")
             sizes, _, kind = rest.partition(":")
             R, D, M = map(int, sizes.split("x"))
-            G = int(kind[1:]) if kind.startswith("G") else 1
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
+            G = next((int(k[1:]) for k in kinds if k.startswith("G")), 1)
             options = {name: True for name in ("documents", "training") if name in kinds}
             found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
             for launch in most(found) if "most" in kinds else found:
