@@ -187,6 +187,12 @@ def markdown(contents: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def markdown_rows(cells: list[list[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
+
+
 def show(value) -> str:
     """A figure in three or four digits; what does not exist is a dash."""
     if value is None:

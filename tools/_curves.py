@@ -50,3 +50,14 @@ def configuration_of(events) -> dict:
         return {}
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
     return json.loads(text.strip("`\n"))  # fenced, for TensorBoard draws Markdown
+
+
+def hyperparameters_of(events) -> dict:
+    """A run's row in TensorBoard's table of runs: model, condition, parameters, tokens, ...; empty if it was not written."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found = events.summary_metadata.get("_hparams_/session_start_info")
+    if found is None:
+        return {}
+    values = HParamsPluginData.FromString(found.plugin_data.content).session_start_info.hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}

@@ -5,10 +5,12 @@ The protocol:
 1. A document is its tokens and the end-of-text token behind them, as in training. `packed` joins all documents of a corpus into
    one, in order, which is what training reads; it is for corpora whose documents are shorter than the lengths.
 2. A span is as many consecutive tokens as the longest length has. Spans tile each document from its start; what is left of it,
-   and documents shorter than one span, are not used. So every length is measured on the same text.
-3. For a length L each span is cut into windows of L tokens, without overlap (what remains of a span that L does not divide is
-   not scored). A window is read after an end-of-text token and from an empty state, as a document in training. All its L
-   tokens are scored, token p with p tokens of the window before it; the state is carried over pieces of `chunk` tokens.
+   and documents shorter than one span, are not used. Where documents are joined, all that the spans hold is one.
+3. For a length L each span is cut into windows of L tokens, without overlap. A window is read after an end-of-text token and
+   from an empty state, as a document in training. All its L tokens are scored, token p with p tokens of the window before it;
+   the state is carried over pieces of `chunk` tokens. What remains of a span that L does not divide is not scored: nothing
+   where each length divides the longest; less than one window of a joined corpus; of documents apart, with the paper's
+   lengths, the last seventh of every span at 4 K and its last three at 8 K, so that there lengths differ in text as well.
 4. Perplexity is exp of the negative log-likelihood (NLL) in nats per scored token, of a corpus as a whole; bits per byte is
    its NLL / ln 2 per byte of the scored tokens' text. Means over corpora are arithmetic means of perplexities.
 
@@ -95,7 +97,7 @@ def text_sizes(tokenizer, ids: np.ndarray) -> list[int]:
 
 
 def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None) -> Spans:
-    """Cut a corpus into spans of `size` tokens (see above), at most `limit` of them.
+    """Cut a corpus into spans of `size` tokens (see above), at most `limit` of them; packed: one span of as many tokens.
 
     Raises: ValueError if there is none.
     """
@@ -118,6 +120,8 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
         advice = "shorter --lengths or more text" if packed else "shorter --lengths, or --packed to join documents"
         raise ValueError(f"{corpus} is too short for a length of {size:,} tokens: {what} {longest:,}. Give {advice}.")
     ids, sizes = np.stack(spans[:limit], axis=1)
+    if packed:
+        ids, sizes = ids.reshape(1, -1), sizes.reshape(1, -1)
     return Spans(ids, sizes, read, skipped)
 
 

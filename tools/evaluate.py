@@ -99,6 +99,7 @@ class Folder:
             "stored as": self.record.get("dtype"),
             "step": facts.get("step"),
             "trained tokens": facts.get("tokens"),
+            "validation perplexity": (facts.get("validation") or {}).get("perplexity"),
             "trained at length": self.config.max_seq_len,
             "tokenizer": self.tokenizer.sha256[:16],
             # config.json holds the checksums of the weights.
@@ -196,31 +197,28 @@ def markdown(contents: dict) -> str:
     lines += [f"- {name}: {value}" for name, value in contents["environment"].items()]
     lines += ["", "## Folders", ""]
     facts = list(next(iter(folders.values())))
-    lines += _rows(
+    lines += _bench.markdown_rows(
         [["", *facts]] + [[label, *(_bench.show(f[name]) for name in facts)] for label, f in folders.items()]
     )
     if options["limit"]:
         lines += ["", f"**A trial: only the first {options['limit']} samples of each task and spans of each corpus.**"]
     if contents["tasks"]:
         lines += ["", "## Tasks", ""]
-        lines += _rows(_task_table.table({label: out["results"] for label, out in contents["tasks"].items()}))
+        lines += _bench.markdown_rows(
+            _task_table.table({label: out["results"] for label, out in contents["tasks"].items()})
+        )
         seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
         lines += ["", f"lm-evaluation-harness, {seen}, ± standard error."]
         bits = _task_table.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
         lines += ["", bits] if bits else []
     if contents["perplexity"]:
         lines += ["", "## Perplexity by context length", ""]
-        lines += _rows(perplexity_table(contents["perplexity"], list(folders)))
+        lines += _bench.markdown_rows(perplexity_table(contents["perplexity"], list(folders)))
         joined = "documents joined" if options["packed"] else "documents apart"
         lines += ["", f"Windows without overlap, {joined}, each from an empty state (protocol: tools/_perplexity.py)."]
         if len({f["tokenizer"] for f in folders.values()}) > 1:
             lines += ["", "The folders have different tokenizers: compare bits per byte, not perplexities."]
     return "\n".join(lines) + "\n"
-
-
-def _rows(cells: list[list[str]]) -> list[str]:
-    rows = ["| " + " | ".join(row) + " |" for row in cells]
-    return [rows[0], "|---" * len(cells[0]) + "|", *rows[1:]]
 
 
 def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:

@@ -56,6 +56,17 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 3 * sum(forward_flops_per_token(config, seq_len).values())
 
 
+def state_size(config: ModelConfig) -> int:
+    """Numbers of one layer's state per sequence, a complex one as two (the paper's state budget); of softmax, per token too.
+
+    Without the convolutions' last inputs.
+    """
+    m = config.mixer
+    if m.kind == "softmax":
+        return 2 * config.n_kv_heads * config.head_dim
+    return config.n_kv_heads * m.n_basis * (2 * config.head_dim + m.normalize) * 2
+
+
 def memory_estimate(
     config: ModelConfig,
     n_params: int,

@@ -18,7 +18,7 @@ from interdomain.model import (
     count_parameters,
     meta_model,
 )
-from interdomain.model.flops import memory_estimate, train_flops_per_token
+from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 from interdomain.scan import BACKENDS
 
 from .device import refuse_for_device
@@ -65,8 +65,10 @@ class RunPlan:
         """The dry run's table."""
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        softmax = self.config.mixer.kind == "softmax"
         rows = {
             "model": f"{self.size}, {condition_of(self.config)} ({self.n_params:,} parameters)",
+            "state": f"{state_size(self.config):,} numbers per layer{', token' * softmax} and sequence",
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
@@ -101,10 +103,14 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
     if global_batch % (local * data_ranks):
+        each, rest = divmod(global_batch, data_ranks)
+        fits = max((n for n in range(1, local + 1) if each and each % n == 0), default=None)
+        choose = "another local batch size, global batch size or number of ranks"
+        if fits and not rest:
+            choose = f"training.local_batch_size = {fits}, which makes the same steps, or another global batch size"
         raise ValueError(
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
-            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. Choose "
-            "another local batch size, global batch size or number of ranks."
+            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. Choose {choose}."
         )
     steps, warmup = _schedule(job_config, tokens_per_step=global_batch * seq_len)
     n_params = count_parameters(meta_model(config))

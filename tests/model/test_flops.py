@@ -8,7 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from interdomain.model import CONDITIONS, Transformer, build_config, count_parameters, meta_model
-from interdomain.model.flops import CHUNK, forward_flops_per_token, memory_estimate, train_flops_per_token
+from interdomain.model.flops import (
+    CHUNK,
+    forward_flops_per_token,
+    memory_estimate,
+    state_size,
+    train_flops_per_token,
+)
 from interdomain.scan import interdomain_scan, linear_scan
 
 from .common import OPTIONS, VARIANTS, small_config
@@ -161,6 +167,23 @@ def test_convolutions():
         config = small_config(condition)
         conv = forward_flops_per_token(config, 128)["conv"]
         assert conv == 2 * config.n_layers * convolved * config.dim * 4
+
+
+def test_the_paper_s_state_budget():
+    """Its table at 1.3B: as many numbers for all recurrent conditions, and 4,096 for every token of softmax."""
+    sizes = {condition: state_size(build_config("1.3B", condition)) for condition in CONDITIONS}
+    assert sizes.pop("softmax") == 4096
+    assert set(sizes.values()) == {524_288}
+
+
+@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+def test_states_are_as_large_as_said(condition, option):
+    config = small_config(condition, **OPTIONS[option])
+    (state, *_) = Transformer(config).init_state(3, 7).layers
+    if config.mixer.kind == "softmax":
+        assert sum(x.numel() for x in (state.k, state.v)) == 3 * 7 * state_size(config)
+    else:
+        assert state.ssm.numel() == 3 * state_size(config)
 
 
 def test_no_condition_borrows_another_s_count():

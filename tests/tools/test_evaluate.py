@@ -73,8 +73,26 @@ def test_spans_tile_each_document(corpus, tokenizer):
 def test_packed_spans_are_the_training_stream(corpus, tokenizer):
     stream = [token for ids in documents(tokenizer) for token in ids]
     spans = read_spans(str(corpus), tokenizer, 700, text_field="body", packed=True)
-    assert spans.ids.reshape(-1).tolist() == stream[: len(stream) // 700 * 700]
-    assert len(spans.ids) > 1
+    assert len(stream) // 700 > 1
+    assert spans.ids.tolist() == [stream[: len(stream) // 700 * 700]]
+    few = read_spans(str(corpus), tokenizer, 700, text_field="body", packed=True, limit=1)
+    assert few.ids.tolist() == [stream[:700]]
+
+
+def test_joined_every_length_is_of_the_same_text(corpus, tokenizer):
+    """But for the end of it: with documents apart, what a length does not divide is left out of every span."""
+    lengths, total = (40, 80, 140), sum(map(len, documents(tokenizer)))
+    model = small_model("s4d")
+    for packed in (True, False):
+        spans = read_spans(str(corpus), tokenizer, max(lengths), text_field="body", packed=packed)
+        rows = [measure(model, spans, length, tokenizer.eos_id, batch=8, chunk=64) for length in lengths]
+        unscored = [spans.ids.size - row["tokens"] for row in rows]
+        assert rows[-1]["tokens"] == spans.ids.size
+        if packed:
+            assert total - max(lengths) < spans.ids.size <= total
+            assert all(left < length for left, length in zip(unscored, lengths, strict=True))
+        else:
+            assert unscored == [20 * len(spans.ids), 60 * len(spans.ids), 0]
 
 
 def test_bytes_are_those_of_the_text(corpus, tmp_path):

@@ -1,0 +1,106 @@
+"""study: the table of a study's runs, from what the plugin writes into their TensorBoard folders."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+from torchtitan.config import ConfigManager
+
+from interdomain.titan.plan import make_plan
+from interdomain.titan.run_log import RunLog
+from interdomain.tools import study
+
+from ..common import REPOSITORY
+
+# By step: the lowest is not the last.
+LOSSES = {
+    "softmax": {1: 10.5, 2384: 3.0, 4768: 2.9},
+    "interdomain": {1: 10.5, 2384: 2.75, 4768: 2.8},
+    "s4d-rope": {1: 10.5, 2384: 2.5 + math.log(2), 4768: math.nan},
+}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, condition, losses, size=, flags): the folder of a run that logged these validation losses."""
+
+    def write(name, condition, losses, *flags, size="125M", last=None):
+        given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
+        job = ConfigManager().parse_args([*given, "--data.corpus", "data/edu", *flags])
+        plan = make_plan(job, 8)
+        log = RunLog(tmp_path / name / "tb", plan, job)
+        log.begin(1, lambda step: plan.tokens_per_step * step)
+        for step in {*losses, last or max(losses)}:
+            log.log({"n_tokens_seen": plan.tokens_per_step * step}, step)
+        for step, loss in losses.items():
+            log.log({"validation_metrics/loss": loss}, step)
+        log.close()
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_table_of_the_study(write, tmp_path, capsys):
+    runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
+    runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
+    assert study.main([*runs, "--out", str(tmp_path / "out")]) == 0
+    rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
+    assert [(row["size"], row["condition"]) for row in rows] == [
+        ("125M", "interdomain"),
+        ("125M", "softmax"),
+        ("125M", "s4d-rope"),
+        ("350M", "interdomain"),
+    ]
+    ours, softmax, other, large = rows
+    assert (ours["best step"], ours["best loss"], ours["last loss"]) == (2384, 2.75, pytest.approx(2.8))
+    assert (softmax["best step"], softmax["vs softmax"]) == (4768, 0)
+    assert ours["vs softmax"] == pytest.approx(math.exp(2.75 - 2.9) - 1)
+    assert (ours["parameters"], ours["tokens"]) == (135_416_208, 4768 * 524_288)
+    # The paper's figures: 6ND at 125M is its scaling figure's, and vs Softmax its mechanism cube's.
+    assert ours["6ND"] == pytest.approx(2.031e18, rel=1e-3)
+    assert (ours["paper: perplexity"], round(100 * ours["paper: vs softmax"], 2)) == (16.48, -1.02)
+    assert round(100 * other["paper: vs softmax"], 1) == 18.7  # it has 18.79, from losses with more digits
+    assert other["perplexity"] == pytest.approx(2 * math.exp(2.5))  # what is not finite is no best
+    assert large["vs softmax"] is None
+    assert large["of planned"] < 0.05
+    said = capsys.readouterr().out
+    table = (tmp_path / "out" / "study.md").read_text()
+    assert said.startswith(table)
+    assert "| 125M | interdomain | 135,416,208 | 2,499,805,184 |" in table
+    assert "differs" not in table
+    assert "study.png" in {path.name for path in (tmp_path / "out").iterdir()} or "without a figure" in said
+
+
+def test_runs_that_cannot_stand_beside_each_other(write, capsys):
+    whole = write("whole", "interdomain", LOSSES["interdomain"])
+    elsewhere = write("elsewhere", "softmax", {1: 10.0, 100: 5.0}, "--validation.tokens", "4096")
+    assert study.main([whole, elsewhere]) == 0
+    said = capsys.readouterr().out
+    assert "- 125M: validation.tokens differs (" in said
+    assert "- 125M: trained on 52,428,800 to 2,499,805,184 tokens." in said
+
+
+def test_what_is_refused(write, tmp_path, capsys):
+    run = write("run", "interdomain", {1: 10.0})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "study.json").write_text("mine")
+    for argv, words in (
+        ([run, run], "a run was given twice"),
+        ([run, "--out", str(tmp_path / "out")], "study.json is there already. Give another --out."),
+        ([str(tmp_path / "nowhere")], "nowhere is no folder. Give a run's folder"),
+        ([write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable = true"),
+    ):
+        assert study.main(argv) == 2
+        assert words in capsys.readouterr().err
+    assert (tmp_path / "out" / "study.json").read_text() == "mine"
+
+
+def test_events_of_something_else(tmp_path, capsys):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        writer.add_scalar("loss", 1.0, 1)
+    assert study.main([str(tmp_path)]) == 2
+    assert "holds no run of this project's plugin" in capsys.readouterr().err
