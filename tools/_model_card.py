@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from interdomain.model import ModelConfig, count_parameters, meta_model
-from interdomain.model.distributed_checkpoint import VALIDATION, step_of
+from interdomain.model.distributed_checkpoint import VALIDATION, finished_steps, step_of
 
 from ._curves import EVENTS, FOLDER, read_curves
 
@@ -128,9 +128,13 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
 def last_validation(checkpoint: Path, step: int) -> dict | None:
     """The newest validation of the run up to `step`: {"step", "perplexity"}; None where there is none to be read.
 
-    From beside the run's checkpoints, and from its TensorBoard folder.
+    What stands in the checkpoint itself; else what stands in those before it, or in the run's TensorBoard folder. Of a
+    checkpoint that was moved or set aside (its name is not step-N), those beside it may be of another course.
     """
-    measured = {**_drawn(checkpoint.resolve().parent.parent / FOLDER), **_noted(checkpoint.resolve().parent)}
+    checkpoint = checkpoint.resolve()
+    measured = _noted({step: checkpoint})
+    if not measured and step_of(checkpoint) == step:
+        measured = _drawn(checkpoint.parent.parent / FOLDER) | _noted(finished_steps(checkpoint.parent))
     seen = [at for at in measured if at <= step]
     return {"step": max(seen), "perplexity": measured[max(seen)]} if seen else None
 
@@ -144,11 +148,9 @@ def _drawn(folder: Path) -> dict[int, float]:
         return {}
 
 
-def _noted(checkpoints: Path) -> dict[int, float]:
+def _noted(checkpoints: dict[int, Path]) -> dict[int, float]:
     found = {}
-    for file in checkpoints.glob(f"step-*/{VALIDATION}"):
-        step = step_of(file.parent)
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # damaged: of no worth
-            if step is not None:
-                found[step] = float(json.loads(file.read_text())["perplexity"])
+    for step, folder in checkpoints.items():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, being removed, or damaged
+            found[step] = float(json.loads((folder / VALIDATION).read_text())["perplexity"])
     return found

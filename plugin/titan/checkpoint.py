@@ -169,7 +169,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def note_validation(self, step: int, loss: float, perplexity: float) -> None:
         """Write beside the checkpoint of this step what the model was measured at: now, or when it is saved."""
         self.measured = {"step": step, "loss": loss, "perplexity": perplexity}
-        if dist.get_rank() == 0 and self._keeps() and self._folder_of(step).is_dir():
+        ours = self._keeps() and not (self.lock and self.lock.lost)
+        if dist.get_rank() == 0 and ours and self._folder_of(step).is_dir():
             try:
                 self._write_validation(self._folder_of(step))
             except OSError as e:  # no reason to end a run
@@ -178,11 +179,18 @@ class SelfDescribingCheckpoints(CheckpointManager):
     def _write_validation(self, folder: Path) -> None:
         write_whole(folder / VALIDATION, (json.dumps(self.measured) + "\n").encode())
 
-    def lacks_validation(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step and no validation beside it. Collective; the same on all ranks."""
-        return self._keeps() and _on_rank_0(
-            lambda: self._folder_of(step).is_dir() and not (self._folder_of(step) / VALIDATION).exists()
-        )
+    def claim_validation(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step and no validation beside it; True once, for a validation that fails is no
+        reason for every start to end in it. Collective; the same on all ranks."""
+        return self._keeps() and _on_rank_0(lambda: self._claim_validation(self._folder_of(step)))
+
+    def _claim_validation(self, folder: Path) -> bool:
+        begun = folder / f"{VALIDATION}.begun"
+        lacking = folder.is_dir() and not (begun.exists() or (folder / VALIDATION).exists())
+        if lacking:
+            with contextlib.suppress(OSError):
+                begun.touch()
+        return lacking
 
     def _folder_of(self, step: int) -> Path:
         return Path(self._create_checkpoint_id(step))

@@ -49,13 +49,11 @@ class Preemption:
         # torchrun gives up waiting at its third signal: the save must not end with it.
         _die_with_torchrun(0)
 
-    def agreed(self, comm) -> bool:
-        """Whether any rank had been asked at the boundary before this one: the same answer on all ranks. Collective.
+    def agreed(self) -> bool:
+        """Whether any rank had been asked at the boundary before this one: the same answer on all. After `listen`. Collective.
 
         A boundary's votes are counted while the next step runs, so that no step waits for them.
         """
-        if self.votes is None:  # the first boundary, before the first step: from here on there is something to save
-            self.listen(comm)
         before = self.settle()
         ballot = torch.tensor([self.asked is not None], dtype=torch.int32)
         self.vote = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.votes, async_op=True), ballot

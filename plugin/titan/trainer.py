@@ -67,13 +67,17 @@ def _unless_asked(should_continue_training, model_name: str):
         config = trainer.job_config
         # Its fake modes have one process and no other to agree with.
         if config.model.name == model_name and config.comm.mode == "default":
-            if config.validation.enable and trainer.validator.checkpoints is None:  # the first time, before any step
-                trainer.validator.make_up(trainer)
+            if (
+                trainer.preemption.votes is None
+            ):  # the first boundary, before any step: from here on there is something to save
+                trainer.preemption.listen(config.comm)
+                if config.validation.enable:
+                    trainer.validator.make_up(trainer)
             if not should_continue_training(trainer):
                 trainer.preemption.settle()  # asked or not, the run is at its end
                 return False
             trainer.checkpointer.require_folder()
-            if trainer.preemption.agreed(config.comm):
+            if trainer.preemption.agreed():
                 trainer.preemption.leave(trainer)
         return should_continue_training(trainer)
 

@@ -21,7 +21,7 @@ class FixedValidator(BaseValidator):
     """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
 
     Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. A run that ended
-    between a save and its validation makes up for it when it is started again.
+    between a save and its validation makes up for it when it is started again (`make_up`).
     """
 
     checkpoints: SelfDescribingCheckpoints | None = None  # beside which results are noted, from `make_up` on
@@ -49,20 +49,27 @@ class FixedValidator(BaseValidator):
         return super().should_validate(step) or step == self.job_config.training.steps
 
     def make_up(self, trainer) -> None:
-        """Validate the step that the run continues from, if that was due and never came to its end. Collective."""
+        """Validate the step that the run continues from, if that was due and never came to its end. Tried once. Collective."""
         self.checkpoints, step = trainer.checkpointer, trainer.step
-        due = step and self.should_validate(step) and self._as_in_between(step)
-        if due and self.checkpoints.lacks_validation(step):
-            logger.info("step %d was saved and not validated: validating it now", step)
-            self.metrics_processor.time_last_log = time.perf_counter()
-            self.validate(trainer.model_parts, step)
+        if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
+            return
+        if self._changes_the_steps_after(step):
+            logger.warning(
+                "step %d was saved and not validated, and is not now: with compile.enable, validation of another batch size or "
+                "length than training's cannot come first.",
+                step,
+            )
+            return
+        logger.info("step %d was saved and not validated: validating it now", step)
+        self.metrics_processor.time_last_log = time.perf_counter()
+        self.validate(trainer.model_parts, step)
 
-    def _as_in_between(self, step: int) -> bool:
-        """Whether validation first leaves the steps after it as they are. torch.compile makes general code for the second
-        shape that it meets: the training step must not be that, or its sums are in another order than without the restart."""
+    def _changes_the_steps_after(self, step: int) -> bool:
+        """torch.compile makes general code for the second shape that it meets: were that the training step's, its sums would be
+        in another order than without the restart."""
         config = self.job_config
-        shapes = [(part.local_batch_size, part.seq_len) for part in (config.training, config.validation)]
-        return not config.compile.enable or shapes[0] == shapes[1] or step == config.training.steps
+        shapes = {(part.local_batch_size, part.seq_len) for part in (config.training, config.validation)}
+        return config.compile.enable and len(shapes) > 1 and step < config.training.steps
 
     def _batches(self):
         """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with

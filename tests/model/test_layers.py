@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interdomain.model import layers
+from interdomain.model import layers, mixer
 from interdomain.model.generation import decode
 from interdomain.model.layers import IN_CACHE, Linear, RMSNorm
 
-from .common import lively, small_config
+from .common import lively, random_tokens, small_config, variant
 
 
 class Operations(TorchDispatchMode):
@@ -89,3 +89,17 @@ def test_every_product_of_a_decode_step(monkeypatch):
     with Operations() as ran:
         model(tokens[None])
     assert ran.names.count("mm") == 2 * 7 + 1
+
+
+@pytest.mark.parametrize("option", ["plain", "hermitian", "kv2"])
+def test_a_step_whichever_way_w_lies(monkeypatch, batched, option):
+    """As a CPU of AMD's reads it fastest, and as others do: the same logits as from the whole text."""
+    monkeypatch.setattr(mixer, "AMD", batched)
+    model = variant("interdomain", option)
+    tokens = random_tokens(model.config, 2, 6)
+    state = model.init_state(2)
+    logits = torch.stack([decode(model, token, state) for token in tokens.mT], dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-10)
+    for layer in state.layers:
+        assert (layer.step.readout.is_contiguous(), layer.step.readout.mT.is_contiguous()) == (batched, not batched)

@@ -128,7 +128,8 @@ def most(launches):
     """Of each kernel, the launch with the most of what it can do; the first of several."""
     found = {}
     for launch in launches:
-        name, does = launch[0].__name__, sum(value is True for value in launch[3].values())
+        switches = {name: value for name, value in launch[3].items() if value is True or name.startswith("STORE_")}
+        name, does = launch[0].__name__, sum(map(bool, switches.values()))
         if does > found.get(name, (-1,))[0]:
             found[name] = does, launch
     return [launch for _, launch in found.values()]

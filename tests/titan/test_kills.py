@@ -1,4 +1,4 @@
-"""One run of two ranks, disturbed six times and never lost: real processes, real signals (disturbed.py).
+"""One run of two ranks, disturbed seven times and never lost: real processes, real signals (disturbed.py).
 
 It validates after every step, so that it also leaves right after a validation and is killed right before one, and ends with
 the same bits as the run that nobody disturbed, and with no validation missing.
@@ -25,10 +25,11 @@ pytestmark = pytest.mark.e2e
 
 EVERY = ["--checkpoint.interval", "1"]
 STARTS = [
-    # One torchrun, which restarts the ranks twice.
+    # One torchrun, which restarts the ranks three times.
     [
         {"flags": [*EVERY, "--checkpoint.async_mode", "async"], "at": ["finish", 2], "rank": 0, "signal": "SIGKILL"},
         {"flags": EVERY, "at": ["write", 3], "rank": 1, "signal": "SIGKILL"},
+        {"at": ["validate", 3], "rank": 0, "signal": "SIGKILL"},
         {"at": ["step", 4], "rank": 1, "signal": "SIGTERM", "times": 2},
     ],
     # What a scheduler sends before the time limit, more than once; torchrun gets SIGTERM for it, once.
@@ -97,7 +98,7 @@ def left(story):
 
 def test_killed_ranks_come_back_by_themselves_from_the_last_whole_checkpoint(story):
     said = story.chapters[0].said
-    assert loaded(said) == ["step-1", "step-2"]  # of 2, then of 3, only shards were written
+    assert loaded(said) == ["step-1", "step-2", "step-3"]  # of 2, then of 3, only shards were written at first
     for step in (2, 3):
         assert f"step-{step} has no .metadata: the save of it was cut short." in said
 
@@ -142,7 +143,8 @@ def test_the_same_command_brings_it_to_its_end(story):
 
 
 def test_no_validation_is_missing(story):
-    """Of the last step, which was saved, the last start makes up for it; once more is not needed."""
+    """The next start makes up for it: of step 3, and training goes on; and of the last, when nothing is left to train."""
+    assert "step 3 was saved and not validated: validating it now" in story.chapters[0].said
     before, after = story.chapters[2:]
     assert before.found["step-6"]
     assert "step-6" not in before.measured

@@ -4,6 +4,7 @@
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,3 +151,29 @@ def test_a_run_that_would_be_over_at_once(new, folder, caplog, capsys):
     assert "nothing is left" not in caplog.text
     assert of_tokens(new(), 512, planned=3).load() == 3  # finished: started again by a scheduler
     assert "nothing is left to train: the checkpoint is of step 3, and the run of 3 steps" in caplog.text
+
+
+def test_a_validation_that_fails_is_made_up_for_once(new, folder):
+    """Else no start would get beyond it."""
+    claims = []
+    for _ in range(2):
+        run = new()
+        run.manager.load()
+        claims.append(run.manager.claim_validation(3))
+        run.manager.close()
+    assert claims == [True, False]
+    run.manager.note_validation(2, 2.0, 7.39)
+    assert json.loads((folder / "step-2" / "validation.json").read_text()) == {
+        "step": 2,
+        "loss": 2.0,
+        "perplexity": 7.39,
+    }
+    assert [new().manager.claim_validation(step) for step in (2, 1, 7)] == [False, True, False]  # 7: there is none
+    assert not new(load_only=True).manager.claim_validation(1)
+
+
+def test_a_run_that_lost_its_folder_notes_nothing(new, folder):
+    run = new()
+    run.manager.lock = SimpleNamespace(lost="another run's", release=lambda: None)
+    run.manager.note_validation(3, 2.0, 7.39)
+    assert not (folder / "step-3" / "validation.json").exists()

@@ -10,6 +10,7 @@ from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
+from interdomain.titan import trainer
 from interdomain.titan.corpora import open_dataset
 from interdomain.titan.validate import build_validator
 
@@ -117,10 +118,24 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
         (6, True, {**DUE, "compile__enable": True, "validation__local_batch_size": 4}, True),
     ],
 )
-def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up):
+def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up, caplog):
     validating, noted = validator(corpus, validation__tokens=64, **settings), []
-    checkpoints = SimpleNamespace(lacks_validation=lambda at: lacking, note_validation=lambda *seen: noted.append(seen))
+    checkpoints = SimpleNamespace(claim_validation=lambda at: lacking, note_validation=lambda *seen: noted.append(seen))
     validating.make_up(SimpleNamespace(checkpointer=checkpoints, step=step, model_parts=[model]))
     losses = validating.metrics_processor.losses
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
     assert len(losses) == made_up
+    shape_forbids = (step, settings["validation__local_batch_size"]) == (3, 4)
+    assert ("step 3 was saved and not validated, and is not now: with compile.enable" in caplog.text) == shape_forbids
+
+
+def test_a_signal_meanwhile_is_noted():
+    """Not what ends the rank: all ranks leave together at the next boundary."""
+    happened = []
+    config = SimpleNamespace(model=SimpleNamespace(name="interdomain"), comm=SimpleNamespace(mode="default"))
+    config.validation = SimpleNamespace(enable=True)
+    this = SimpleNamespace(job_config=config, checkpointer=SimpleNamespace(require_folder=lambda: None))
+    this.preemption = SimpleNamespace(votes=None, listen=lambda comm: happened.append("listen"), agreed=lambda: False)
+    this.validator = SimpleNamespace(make_up=lambda trainer: happened.append("make up"))
+    assert trainer._unless_asked(lambda trainer: True, "interdomain")(this)
+    assert happened == ["listen", "make up"]

@@ -68,23 +68,24 @@ def test_what_stands_beside_the_run_s_checkpoints_needs_no_tensorboard(tmp_path)
     for name, text in (
         ("step-50", '{"step": 50, "loss": 3.0, "perplexity": 20.1}'),
         ("step-80", '{"step": 80, "lo'),  # cut off
-        ("step-90.superseded", '{"step": 90, "loss": 1.0, "perplexity": 2.7}'),  # of another course
+        ("step-85", '{"step": 85, "loss": 1.0, "perplexity": 2.7}'),  # its save was cut short
+        ("step-90.superseded", '{"step": 90, "loss": 1.1, "perplexity": 3.0}'),  # of another course
+        ("step-95.superseded", None),
         ("step-100", None),
         ("step-150", '{"step": 150, "loss": 2.0, "perplexity": 7.4}'),
     ):
         (checkpoints / name).mkdir(parents=True)
+        if name != "step-85":
+            (checkpoints / name / ".metadata").touch()
         if text:
             (checkpoints / name / "validation.json").write_text(text)
+    (checkpoints / "step-70" / "validation.json").mkdir(parents=True)  # not to be read
+    (checkpoints / "step-70" / ".metadata").touch()
     measured = {step: last_validation(checkpoints / f"step-{step}", step) for step in (20, 50, 100, 150)}
     assert measured[20] is None
     assert measured[50] == measured[100] == {"step": 50, "perplexity": 20.1}
     assert measured[150] == {"step": 150, "perplexity": 7.4}
-
-
-def test_a_name_that_is_not_utf8_is_refused_first(tmp_path, tokenizer, capsys, monkeypatch):
-    """safetensors would write to it, and not read it back."""
-    monkeypatch.setattr(convert.pretrained, "write_weights", None)
-    checkpoint = write_checkpoint(tmp_path / "run", small_model(), tokenizer)
-    assert convert.main([str(checkpoint), str(tmp_path / "caf\udce9")]) == 2
-    assert "is not UTF-8: safetensors cannot open it. Choose another name." in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert last_validation(checkpoints / "step-90.superseded", 90) == {"step": 90, "perplexity": 3.0}
+    assert last_validation(checkpoints / "step-95.superseded", 95) is None
+    moved = (checkpoints / "step-150").rename(tmp_path / "best")
+    assert last_validation(moved, 150) == {"step": 150, "perplexity": 7.4}
