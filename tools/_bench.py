@@ -176,10 +176,8 @@ def markdown(contents: dict) -> str:
     lines += [f"| options | {', '.join(f'{k} {show(v)}' for k, v in contents['options'].items())} |"]
     for name, table in contents["tables"].items():
         columns = table["columns"]
-        lines += ["", f"## {name}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [
-            "| " + " | ".join(show(row.get(c)).replace("|", "/") for c in columns) + " |" for row in table["rows"]
-        ]
+        cells = [[show(row.get(c)).replace("|", "/") for c in columns] for row in table["rows"]]
+        lines += ["", f"## {name}", "", *markdown_rows([columns, *cells])]
         if not table["rows"]:
             lines += ["", "no row yet"]
     if contents["notes"]:

@@ -137,7 +137,7 @@ SHOWN = {
 
 
 def remarks(runs: list[Run]) -> list[str]:
-    """What keeps runs of one size from standing beside each other, and runs from standing beside the paper's."""
+    """What keeps runs of one size from standing beside each other."""
     said = []
     for size in dict.fromkeys(run.size for run in runs):
         same_size = [run for run in runs if run.size == size]

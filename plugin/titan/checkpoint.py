@@ -2,7 +2,7 @@
 
 step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
 step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
-step-N/validation.json    loss and perplexity, where the run validated after this step
+step-N/validation.json    loss and perplexity, where the run validated after this step (.begun: where it is to make up for it)
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
 step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it

@@ -104,9 +104,9 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
     if global_batch % (local * data_ranks):
         each, rest = divmod(global_batch, data_ranks)
-        fits = max((n for n in range(1, local + 1) if each and each % n == 0), default=None)
         choose = "another local batch size, global batch size or number of ranks"
-        if fits and not rest:
+        if each and not rest:
+            fits = max(n for n in range(1, local + 1) if each % n == 0)
             choose = f"training.local_batch_size = {fits}, which makes the same steps, or another global batch size"
         raise ValueError(
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "

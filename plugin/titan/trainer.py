@@ -67,9 +67,8 @@ def _unless_asked(should_continue_training, model_name: str):
         config = trainer.job_config
         # Its fake modes have one process and no other to agree with.
         if config.model.name == model_name and config.comm.mode == "default":
-            if (
-                trainer.preemption.votes is None
-            ):  # the first boundary, before any step: from here on there is something to save
+            # The first boundary, before any step: from here on there is something to save.
+            if trainer.preemption.votes is None:
                 trainer.preemption.listen(config.comm)
                 if config.validation.enable:
                     trainer.validator.make_up(trainer)
