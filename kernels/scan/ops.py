@@ -134,9 +134,10 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
 def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None, need_final=True):
     """-> o, final state, and what `save` keeps for the backward: a. chunk_size 0: the implementation's own."""
     run = implementation(backend, q.device)
+    forward = functools.partial(run.scan_forward, save=save) if run.saves else run.scan_forward
     with _without_autocast(q):
         o, final, *kept = _forward(
-            run, run.scan_forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents, need_final
+            run, forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents, need_final
         )
     return o, _or_empty(final, log_decay), kept[0] if save else log_decay.new_empty(0)
 

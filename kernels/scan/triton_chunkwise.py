@@ -34,8 +34,9 @@ def scan_forward(
     documents: Tensor | None = None,
     need_final: bool = True,
     parallel: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M] for the backward)."""
+    save: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M] for the backward if `save`)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
@@ -43,6 +44,12 @@ def scan_forward(
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2) if need_final else None
+        if plan.one_forward and documents is None:
+            from . import gluon_launch
+
+            if gluon_launch.fits(log_decay.shape[1], plan.chunk, q, k, v):
+                a = gluon_launch.forward(tab, span, q, k, v, mixing.contiguous(), states, o, final, save)
+                return o.contiguous(), final, a
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
         if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
             launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)

@@ -35,6 +35,8 @@ class Plan(NamedTuple):
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None  # that a thread may have; None: for ptxas to choose
     held: bool = False  # whether adjoint and decay keep first operands of several products in registers
+    one_forward: bool = False  # the forward in one program (gluon_forward.py), where it has the shape
+    one_reverse: bool = False  # pass 3 and the decay in one program (gluon_reverse.py), where it has the shape
 
     @property
     def joined(self) -> bool:
@@ -309,6 +311,13 @@ def adjoint_decay(
 def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial, *, adjoint=True, decay=True):
     B, T, Hq, D = d_o.shape
     G, N = Hq // H, tab.E.shape[2]
+    if plan.one_reverse and adjoint and decay and isinstance(b, Tensor) and span.documents is None:
+        from . import gluon_launch
+
+        if gluon_launch.fits(N // 2, plan.chunk, d_o, v):
+            g = gluon_launch.reverse(tab, span, b, d_o, v, state, costate, channels, out, initial)
+            g_re, g_im = g.sum((0, 2)).unflatten(1, (2, -1)).unbind(1)
+            return torch.stack((g_re, -g_im), dim=-1)
     rows, scores, linear = _split(b, tab)
     _, warps, stages = plan.expand if adjoint else plan.decay
     BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)

@@ -13,7 +13,7 @@ import torch
 from interdomain.features import support
 from interdomain.features import triton_launch as features_launch
 from interdomain.features import triton_step as features_step
-from interdomain.scan import ops, triton_launch, triton_sequential, triton_step
+from interdomain.scan import gluon_launch, ops, triton_launch, triton_sequential, triton_step
 
 from ..scan import triton_budget
 from .emulator import execute
@@ -22,6 +22,7 @@ from .traffic import Traffic
 
 KERNELS = {
     triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel segment_powers_kernel chain_kernel",
+    gluon_launch: "forward_kernel reverse_kernel",
     triton_sequential: "contract_scan_kernel expand_scan_kernel reverse_scan_kernel",
     triton_step: "contract_step_kernel expand_step_kernel",
     features_launch: "forward_kernel backward_kernel",

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from interdomain.scan import triton_chunkwise, triton_launch, triton_sequential, triton_step
 
@@ -141,7 +142,8 @@ FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": la
 def compile_launch(launch, capability):
     kernel, signature, divisible, constants, options = launch
     names = kernel.arg_names
-    source = ASTSource(
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = make(
         fn=kernel,
         signature={n: signature.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},

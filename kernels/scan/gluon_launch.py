@@ -1,0 +1,55 @@
+"""How the Gluon kernels are launched: the alternatives of `Plan.one_forward` and `Plan.one_reverse`, for Hopper.
+
+Imported where a plan asks for them: `TRITON_INTERPRET` has no Gluon.
+"""
+
+import torch
+from torch import Tensor
+
+from .gluon_forward import forward_kernel
+from .gluon_reverse import reverse_kernel
+from .gluon_tiles import WARPS
+
+SIZE = 64  # M, the width of a head and the tokens of a chunk
+
+
+def fits(M: int, chunk: int, *tokens: Tensor) -> bool:
+    """Whether the kernels have this shape: M, chunks and heads of 64, bf16, one query head for each state head."""
+    heads = {x.shape[2] for x in tokens}
+    return M == chunk == SIZE and len(heads) == 1 and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
+
+
+def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor | None:
+    """o into `out` and the last state into `final`, if there is one to fill; -> a [B, H, T, 2M] for the backward, if `save`.
+
+    mixing: W [H, 2M, 2M] fp32. state: before every segment, [B, H, S, M, 2 SIZE, 2], or None.
+    """
+    from .triton_launch import _or_dummy, _strides
+
+    B, T, H, _ = q.shape
+    a = torch.empty(B, H, T, 2 * SIZE, dtype=torch.bfloat16, device=q.device) if save else None
+    forward_kernel[(B * H * span.segments,)](
+        q, k, v, tab.t_conj_T, tab.E, tab.step, mixing, _or_dummy(state, tab), out, q if a is None else a,
+        _or_dummy(final, tab), T, span.segments, span.chunks, H, *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+        HAS_STATE=state is not None, STORE_STATE=final is not None, STORE_A=save, EVEN=T % SIZE == 0, num_warps=WARPS,
+    )  # fmt: skip
+    return a
+
+
+def reverse(tab, span, b, d_o, v, state, costate, channels, out, initial) -> Tensor:
+    """Pass 3 into `out` and `initial`, and the gradient of the decay, [B, H, S, 2M] fp32 as (Re g | Im g), to be summed.
+
+    Arguments as in `triton_launch.adjoint_decay`.
+    """
+    from .triton_launch import _or_dummy, _strides
+
+    B, T, H, _ = d_o.shape
+    g = tab.E.new_empty(B, H, span.segments, 2 * SIZE)
+    reverse_kernel[(B * H * span.segments,)](
+        b, d_o, v, tab.t_conj, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab),
+        out, _or_dummy(initial, tab), g, T, span.segments, span.chunks, H, channels[1], channels[0],
+        *_strides(d_o), *_strides(v), *_strides(out),
+        HAS_STATE=state is not None, HAS_COSTATE=costate is not None, STORE_STATE=initial is not None,
+        EVEN=T % SIZE == 0, num_warps=WARPS,
+    )  # fmt: skip
+    return g
