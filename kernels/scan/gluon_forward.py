@@ -1,4 +1,4 @@
-"""The forward of the chunkwise scan in one program, for Hopper: the alternative to contract and expand with W between them. a and b~ stay on
+"""The forward of the chunkwise scan in one program, for Hopper: the alternative to contract, W and expand. a and b~ stay on
 chip. Notation as in triton_passes.py, tiles as in gluon_tiles.py, derivation in kernels/README.md."""
 
 from triton.experimental import gluon
@@ -6,7 +6,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .gluon_tiles import BLOCKED, COLUMNS, ROWS, ROWS_FIRST, SHARED, WIDTH, L, M, copy_rows, join_pairs, scale_rows, split_pairs, turned
+from .gluon_tiles import (
+    BLOCKED,
+    COLUMNS,
+    ROWS,
+    ROWS_FIRST,
+    SHARED,
+    WIDTH,
+    L,
+    M,
+    copy_rows,
+    join_pairs,
+    scale_rows,
+    split_pairs,
+    turned,
+)
 
 
 @gluon.jit(do_not_specialize=["T", "S", "chunks", "H"])
@@ -45,10 +59,11 @@ def forward_kernel(
 ):
     """o_i = Re((W a_i)^T X^v_i) with a_i = X^k_i q_i, for one query head per state head.
 
-    Grid: B H S programs of two warp groups. State on chip: X^k and X^v, [128, 64] fp32 each, modes as rows in turns of eight. a and b~ have
-    tokens as columns, so that both states and T are first operands from registers. Bytes per token: q, k and v read and o written
-    once. p_w is W [H, 2M, 2M]; STORE_A: a goes to p_a [B, H, T, 2M], for the backward; STORE_STATE: the last state goes to p_y
-    [B, H, M, 2 WIDTH, 2]. p_x: states before every segment, [B, H, S, M, 2 WIDTH, 2].
+    Grid: B H S programs of two warp groups, each over the chunks of its segment. On chip: the states X^k (b_x) and X^v
+    (b_z), [128, 64] fp32 with modes as rows. a and b~ have tokens as columns, so that X^k and T are first operands, from
+    registers. Bytes per token: q, k and v in, o out, each once. Barriers: see `reverse_kernel`.
+    p_w: W [H, 2M, 2M] fp32. p_x: states before every segment, [B, H, S, M, 2 WIDTH, 2]. STORE_STATE: the last state goes
+    to p_y [B, H, M, 2 WIDTH, 2]. STORE_A: a goes to p_a [B, H, T, 2M], for the backward.
     """
     P: gl.constexpr = 2 * WIDTH
     o_l = gl.arange(0, L, gl.SliceLayout(1, BLOCKED))
@@ -168,7 +183,7 @@ def forward_kernel(
         else:
             gl.store(p_ot_c, b_g, mask=(i_c * L + o_l < T)[:, None])
 
-    if STORE_STATE:
+    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if i_s == S - 1:
             p_l = p_e + (i_h * L + T - 1 - (stop - 1) * L) * (2 * M) + o_m
             b_re = gl.load(p_l)

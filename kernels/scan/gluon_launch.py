@@ -16,7 +16,9 @@ SIZE = 64  # M, the width of a head and the tokens of a chunk
 def fits(M: int, chunk: int, *tokens: Tensor) -> bool:
     """Whether the kernels have this shape: M, chunks and heads of 64, bf16, one query head for each state head."""
     heads = {x.shape[2] for x in tokens}
-    return M == chunk == SIZE and len(heads) == 1 and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
+    return (
+        M == chunk == SIZE and len(heads) == 1 and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
+    )
 
 
 def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor | None:

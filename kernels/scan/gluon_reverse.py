@@ -56,12 +56,15 @@ def reverse_kernel(
     STORE_STATE: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """dv as in `adjoint_pass` and g as in `decay_pass`, for one query head per state head; dk and g likewise from (e~, q, k).
+    """dv as in `adjoint_pass` and g as in `decay_pass`, for one query head per state head; dk and g from (e~, q, k).
 
-    Grid: B H S programs of two warp groups. State on chip: the costate Z, its derivative Y, and y, [128, 64] fp32 each, with rows in
-    turns of eight. b~, do and v are read once and lie in shared memory for all their products. The next chunk is fetched meanwhile.
-    Z is a first operand from registers (for y) and a second one from shared memory (for dv); b~^T is read into registers once for three
-    products. Multiply-adds per token: 10 L M ... see `pass_costs`.
+    Grid: B H S programs of two warp groups, each over the chunks of its segment in reverse. On chip: the costate Z (b_z),
+    its derivative Y (b_t) and y (b_y), [128, 64] fp32 with modes as rows. b~, do and v are read from memory once and lie in
+    shared memory for all their products; the next chunk is copied meanwhile. Z is the first operand of one product, from
+    registers, and the second of another, from shared memory. b~^T goes to registers once, for three products.
+
+    A buffer in shared memory is written once per chunk, after the barrier at the start of the chunk. So no warp group writes
+    what the other still multiplies: `warpgroup_mma_wait` waits for the own group only (triton-lang/triton #11047).
     """
     o_l = gl.arange(0, L, gl.SliceLayout(1, BLOCKED))
     o_d = gl.arange(0, WIDTH, gl.SliceLayout(0, BLOCKED))
@@ -191,7 +194,7 @@ def reverse_kernel(
     p_o = p_out + (i_bh * S + i_s) * (2 * M) + o_g
     gl.store(p_o, b_gr)
     gl.store(p_o + M, b_gi)
-    if STORE_STATE:
+    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if i_s == 0:
             b_z = scale_rows(b_z, b_re, b_im)
             gl.store(p_y + i_bh * M * P * 2 + o_x, gl.where(o_n < M, 1.0, -1.0)[:, None] * b_z)

@@ -1,11 +1,11 @@
 """What the Gluon kernels share: layouts of registers and of shared memory, copies, and complex arithmetic on rows.
 
-Gluon is Triton with its layouts written out (Triton 3.6 and later). These kernels are for Hopper's `wgmma`, bf16, M = 64, heads of 64
-numbers and chunks of L = 64 tokens. A program is two warp groups. Tiles of 2M = 128 rows, one for each real and each imaginary part of a
-mode, are divided between the groups by rows. Tiles of 64 rows are divided by columns.
+Gluon is Triton with its layouts written out (Triton 3.6 and later). These kernels are for Hopper's `wgmma`: bf16, M = 64, heads
+of 64 numbers and chunks of L = 64 tokens. A program is two warp groups. Tiles of 2M = 128 rows, one for each real and each
+imaginary part of a mode, are divided between the groups by rows. Tiles of 64 rows are divided by columns.
 
-Rows of complex numbers come in turns of eight: 8 real parts, then the imaginary parts of the same 8 modes. A thread has rows r and
-r + 8 of a product, which are then both parts of one complex number.
+Rows of complex numbers come in turns of eight: 8 real parts, then the imaginary parts of the same 8 modes. A thread has rows
+r and r + 8 of a product, which are then both parts of one complex number.
 """
 
 from triton.experimental import gluon
