@@ -9,16 +9,16 @@ from torch import Tensor
 from .gluon_forward import forward_kernel
 from .gluon_reverse import reverse_kernel
 from .gluon_tiles import WARPS
+from .triton_launch import _or_dummy, _strides, capability
 
 SIZE = 64  # M, the width of a head and the tokens of a chunk
 
 
-def fits(M: int, chunk: int, *tokens: Tensor) -> bool:
-    """Whether the kernels have this shape: M, chunks and heads of 64, bf16, one query head for each state head."""
-    heads = {x.shape[2] for x in tokens}
-    return (
-        M == chunk == SIZE and len(heads) == 1 and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
-    )
+def fits(plan, M: int, *tokens: Tensor) -> bool:
+    """Whether the kernels have this shape: Hopper, M, chunks and heads of 64, bf16, a query head for each state head."""
+    if capability(tokens[0].device)[0] != 9 or len({x.shape[2] for x in tokens}) > 1:
+        return False
+    return M == plan.chunk == SIZE and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
 
 
 def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor | None:
@@ -26,8 +26,6 @@ def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor
 
     mixing: W [H, 2M, 2M] fp32. state: before every segment, [B, H, S, M, 2 SIZE, 2], or None.
     """
-    from .triton_launch import _or_dummy, _strides
-
     B, T, H, _ = q.shape
     a = torch.empty(B, H, T, 2 * SIZE, dtype=torch.bfloat16, device=q.device) if save else None
     forward_kernel[(B * H * span.segments,)](
@@ -43,8 +41,6 @@ def reverse(tab, span, b, d_o, v, state, costate, channels, out, initial) -> Ten
 
     Arguments as in `triton_launch.adjoint_decay`.
     """
-    from .triton_launch import _or_dummy, _strides
-
     B, T, H, _ = d_o.shape
     g = tab.E.new_empty(B, H, span.segments, 2 * SIZE)
     reverse_kernel[(B * H * span.segments,)](

@@ -47,7 +47,7 @@ def scan_forward(
         if plan.one_forward and documents is None:
             from . import gluon_launch
 
-            if gluon_launch.fits(log_decay.shape[1], plan.chunk, q, k, v):
+            if gluon_launch.fits(plan, log_decay.shape[1], q, k, v):
                 a = gluon_launch.forward(tab, span, q, k, v, mixing.contiguous(), states, o, final, save)
                 return o.contiguous(), final, a
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)

@@ -4,6 +4,7 @@ Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last di
 allocates what it returns and nothing else.
 """
 
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,23 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
         tiles = (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1)
         plan = Plan(16, dtype, "tf32x3", *tiles, None, 255)
+    plan = plan._replace(**_alternatives)
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
+
+
+_alternatives = {}
+
+
+@contextmanager
+def alternatives(**fields):
+    """Plans that are made inside have these fields of `Plan`: for checks and benchmarks of what is no default."""
+    before = dict(_alternatives)
+    _alternatives.update(fields)
+    try:
+        yield
+    finally:
+        _alternatives.clear()
+        _alternatives.update(before)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -314,7 +331,7 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
     if plan.one_reverse and adjoint and decay and isinstance(b, Tensor) and span.documents is None:
         from . import gluon_launch
 
-        if gluon_launch.fits(N // 2, plan.chunk, d_o, v):
+        if gluon_launch.fits(plan, N // 2, d_o, v):
             g = gluon_launch.reverse(tab, span, b, d_o, v, state, costate, channels, out, initial)
             g_re, g_im = g.sum((0, 2)).unflatten(1, (2, -1)).unbind(1)
             return torch.stack((g_re, -g_im), dim=-1)

@@ -82,7 +82,8 @@ def emulated(capability, traffic=False):
                 patch(module, name, Emulated(getattr(module, name), capability, reports, traffic))
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch(owner, name, poisoned(getattr(owner, name)))
-        patch(triton_launch, "capability", lambda device: divmod(capability, 10))
+        for module in (triton_launch, gluon_launch):
+            patch(module, "capability", lambda device: divmod(capability, 10))
         patch(support, "unsupported", lambda *args: None)
         undo.callback(ops.IMPLEMENTATIONS.pop, "parallel", None)
         undo.callback(ops.IMPLEMENTATIONS.update, {"chunkwise": ops.IMPLEMENTATIONS["chunkwise"]})
