@@ -213,13 +213,20 @@ def test_loops_of_different_length():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_compiled_kernels(tmp_path):
-    """A forward of three chunks (sm_80) and of two, with wgmma (sm_90); this process must not see Triton changed."""
+@pytest.mark.parametrize(
+    ("capabilities", "tests", "launches"),
+    [
+        # A forward of three chunks (sm_80), where W has a pass of its own, and of two, with wgmma (sm_90).
+        ("80,90", "test_small", [4, 3]),
+        ("90", "test_one_program and T70 and recomputed", [9]),  # forward and backward of the Gluon kernels
+    ],
+)
+def test_compiled_kernels(capabilities, tests, launches, tmp_path):
+    """This process must not see Triton changed."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.ptx.run", "80,90", "-q", "tests/ptx/tiles.py", "-k", "test_small"]
+    command = [sys.executable, "-m", "tests.ptx.run", capabilities, "-q", "tests/ptx/tiles.py", "-k", tests]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("1 passed") == 2
-    assert "emulated 4 launches" in done.stdout  # sm_80: W in a pass of its own
-    assert "emulated 3 launches" in done.stdout
+    assert done.stdout.count("1 passed") == len(launches)
+    assert all(f"emulated {n} launches" in done.stdout for n in launches)

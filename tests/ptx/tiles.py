@@ -32,7 +32,7 @@ def test_small():
     assert all(e < chunkwise.TOLERANCES[BF16] for e in errors), errors
 
 
-@pytest.mark.parametrize("save", [False, True], ids=["", "kept"])
+@pytest.mark.parametrize("save", [False, True], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("case", [Case(T=70, state=False, **WIDE), Case(T=257, decay="strong", **WIDE)], ids=str)
 def test_one_program(case, save, kernels, monkeypatch):
     """The Gluon kernels of Hopper, which Triton's interpreter does not have."""
