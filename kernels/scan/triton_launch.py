@@ -1,7 +1,7 @@
 """How the Triton passes are launched: tile sizes per shape and device, tables of powers, grids.
 
-Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`). A launcher
-allocates what it returns and nothing else.
+Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all else contiguous
+(`dense`); every pointer is a multiple of 16 bytes. A launcher allocates what it returns and nothing else.
 """
 
 from typing import NamedTuple
@@ -94,7 +94,7 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
 class Span(NamedTuple):
     """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter.
 
-    documents: numbers of packed documents, [B, T] int32, or None.
+    documents: numbers of packed documents, [B, T] int32, dense, or None.
     """
 
     T: int
@@ -122,7 +122,7 @@ class Tables(NamedTuple):
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
-            log_decay.contiguous(), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
+            dense(log_decay), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
         )  # fmt: skip
         return cls(t, t_conj, t_conj_T, E, step)
 
@@ -347,13 +347,13 @@ def chain(
     length = span.chunks * chunk
     steps = log_decay.new_empty(2, H, M, 2)
     segment_powers_kernel[(triton.cdiv(2 * H * M, 128),)](
-        log_decay.contiguous(), steps, H * M, length, span.T - (S - 1) * length,
+        dense(log_decay), steps, H * M, length, span.T - (S - 1) * length,
         BLOCK=128, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(local)
     BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else start.contiguous(), steps, out,
+        local, out if start is None else dense(start), steps, out,
         steps if span.documents is None else span.documents, S, H, P, span.T, length,
         M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse,
         DOCUMENTS=span.documents is not None, num_warps=4,
@@ -364,12 +364,20 @@ def chain(
 def aligned(x: Tensor) -> Tensor:
     """x, if its rows can be read 16 bytes at a time, as those of a projection can; else a copy with padded rows.
 
-    Only widths that are no multiple of 16 come to the copy, such as values with a column of ones. Without it every number
-    is an access of its own, with its own address (measured by compilation: 580 to 2,488 bytes of spills at D = 65).
+    Only widths that are no multiple of 16, such as values with a column of ones, and views that start between two 16-byte
+    words come to the copy. Without it every number is an access of its own, with its own address (measured by compilation:
+    580 to 2,488 bytes of spills at D = 65; 136 to 168 in contract at R = 64, and 955 instructions a chunk in place of 742,
+    if q and k start one element in).
     """
-    if x.stride(-1) == 1 and all(s % 16 == 0 for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1):
+    strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
         return x
     return padded_empty(x).copy_(x)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, if it is contiguous and starts at a 16-byte word; else a copy that does."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def padded_empty(x: Tensor) -> Tensor:

@@ -276,6 +276,44 @@ def test_a_strided_state_of_the_linear_readout():
 
 
 @on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_views_one_element_in(linear, kernels, monkeypatch):
+    """Triton compiles for pointers that are multiples of 16 bytes, or for slow loads: no launch may meet others."""
+    launches = []
+
+    class Watched:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                launches.append([x.data_ptr() % 16 for x in args if isinstance(x, torch.Tensor)])
+                return self.kernel[grid](*args, **constants)
+
+            return launch
+
+    for name, kernel in vars(kernels.launch).copy().items():
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(kernels.launch, name, Watched(kernel))
+    case, documents = Case(T=40, B=2, H=2, R=16, D=16), packed(40).to(torch.int32).to(DEVICE)
+    inputs, cotangents = to_device(*problem(case, torch.bfloat16, linear)[:2])
+
+    def moved(x):
+        return torch.cat((x.new_zeros(1), x.detach().flatten()))[1:].view(x.shape)
+
+    views = {n: moved(x).requires_grad_() for n, x in inputs.items()}
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in views.values())
+    expected = run_op(inputs, cotangents, linear, backend="chunkwise", documents=documents)
+    tokens, state = map(moved, cotangents)
+    out = (scan.linear_scan if linear else scan.interdomain_scan)(**views, backend="chunkwise", documents=moved(documents))
+    got = torch.autograd.grad(out, list(views.values()), (tokens, state))
+    expected = list(expected.values())
+    assert all(torch.equal(x, y) for x, y in zip((*out, *got), expected, strict=True))
+    assert launches
+    assert not any(map(any, launches))
+
+
+@on_kernels
 def test_offsets_beyond_32_bits():
     """Tokens 2^24 numbers apart: the last one lies beyond 2^31."""
     T, stride = 140, 1 << 24
