@@ -102,6 +102,11 @@ class Span(NamedTuple):
     chunks: int
     documents: Tensor | None = None
 
+    def even(self, chunk: int) -> bool:
+        """Whether the passes leave out the masks of a short last chunk. Not with documents: `adjoint` beside `decay` would
+        spill 296 bytes (Triton 3.9)."""
+        return self.T % chunk == 0 and self.documents is None
+
 
 class Tables(NamedTuple):
     """Powers of Lambda, rounded once from fp64. r = L // 2 balances the range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
@@ -178,7 +183,7 @@ def contract(
         *_strides(q), *_strides(k),
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
-        DOCUMENTS=span.documents is not None,
+        DOCUMENTS=span.documents is not None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return out.sum((0, 2, 3)) if total else out
@@ -205,7 +210,7 @@ def _mix(plan, tab, a, mixing, blocks, c=None):
     e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
     mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
         a, a if c is None else c, _operand(mixing, plan), tab.E, b, e, gradient, T, blocks, Hq, Hq // H,
-        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None,
+        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None, EVEN=T % plan.chunk == 0,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return b, e, None if c is None else gradient.sum((0, 2))
@@ -243,6 +248,7 @@ def expand(
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
         OUTPUT=out is not None, MIX=mixing is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
+        EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
 
@@ -327,7 +333,7 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
         HAS_STATE=state is not None, HAS_COSTATE=costate is not None,
         STORE_STATE=0 if initial is None else (2 if out is None else 1),
         ADJOINT=adjoint, DECAY=decay, OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        HELD=plan.held and span.documents is None,
+        HELD=plan.held and span.documents is None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     if g is None:

@@ -2,9 +2,10 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
 `sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
-`:training` those without a state in or out, `:L32` those of chunks of 32, `:most` of each kernel the launch that does most.
-More may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must
-be unset. The launches are recorded, not described a second time: what is compiled is what runs.
+`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:most`
+of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the
+same is listed once. TRITON_INTERPRET must be unset. The launches are recorded, not described a second time: what is compiled
+is what runs.
 
 `python -m tests.scan.triton_budget all` compiles every shipped tile (`every`, twenty minutes on one core) and fails if ptxas
 serialises a wgmma in one of them.
@@ -69,7 +70,7 @@ class Recorder:
             self.launches.append(launch)
 
 
-def launches(capability, dtype, R, D, M, G=1, linear=False, **kw):
+def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
@@ -77,7 +78,7 @@ def launches(capability, dtype, R, D, M, G=1, linear=False, **kw):
         _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
     T = 64 if kw.get("training") else 1024  # two segments, which have states between them
-    _forward_and_backward(triton_chunkwise, T, dtype, R, D, M, G, linear, **kw)
+    _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
     return found
 
 
@@ -210,15 +211,17 @@ def loops(sass):
 def every():
     """Arguments that name every shipped tile. Only sm_90 in bf16 has wgmma; elsewhere fewer launches are enough."""
     widths = ("64x64", "64x65", "96x96", "128x128", "256x256")
-    kinds = ("training", "most", "documents+most", "linear+most", "linear+training+most", "L32+training+most")
+    kinds = ("training", "training+ragged", "most", "documents+most", "linear+most", "linear+training+ragged+most")
     yield from ("90", "bf16")
     for M in triton_support.BASIS_SIZES:
         yield from (f"{width}x{M}:{kind}" for width in widths for kind in kinds)
-        yield f"64x64x{M}:L16+training+most"
+        yield from (f"64x64x{M}:{kind}" for kind in ("L16+training+most", "L32+training+most", "ragged+most"))
     for capability, dtype in (("80", "bf16"), ("89", "bf16"), ("80", "fp32"), ("90", "fp32")):
         yield from (capability, dtype)
         for M in triton_support.BASIS_SIZES:
-            yield from (f"{width}x{M}:{kind}" for width in ("64x64", "96x97") for kind in ("training+most", "most"))
+            yield from (
+                f"{width}x{M}:{kind}" for width in ("64x64", "96x97") for kind in ("training+most", "ragged+most")
+            )
 
 
 def main(argv=None) -> int:
@@ -236,12 +239,12 @@ def main(argv=None) -> int:
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
             G = next((int(k[1:]) for k in kinds if k.startswith("G")), 1)
-            options = {name: True for name in ("documents", "training") if name in kinds}
+            options = {name: True for name in ("documents", "training", "ragged") if name in kinds}
             options["chunk"] = next((int(k[1:]) for k in kinds if k.startswith("L")), None)
             found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
             for launch in most(found) if "most" in kinds else found:
-                if (capability, launch) not in done:
-                    done.append((capability, launch))
+                if (capability, dtype, launch) not in done:
+                    done.append((capability, dtype, launch))
                     what = {"capability": capability, "dtype": dtype, "shape": argument} | report(launch, capability)
                     serialized += what["serialized"]
                     print(json.dumps(what), flush=True)
