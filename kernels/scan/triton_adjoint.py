@@ -45,6 +45,7 @@ def adjoint_pass(
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     HELD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Pass 3, chunks in reverse: dv_j = sum_(i>=j) Re(T_j^T b~_i) do_i + Re(T_j^T Z); dk likewise from (e~, q).
 
@@ -67,7 +68,7 @@ def adjoint_pass(
     o_d = i_d * BD + tl.arange(0, BD)
     o_m = tl.arange(0, M)
     o_n = tl.arange(0, 2 * M)
-    m_d = o_d < D
+    m_d = (o_d < D) | (EVEN and D % BD == 0)
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
@@ -96,7 +97,7 @@ def adjoint_pass(
     for i in range(0, stop - start):
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
-        m_t = i_c * L + o_l < T
+        m_t = (i_c * L + o_l < T) | EVEN
         b_re = tl.where(i == 0, b_lr, b_cr)[:, None]
         b_im = tl.where(i == 0, b_li, b_ci)[:, None]
         b_z = scale_rows(b_z, b_re, b_im, M, BD)
@@ -183,6 +184,7 @@ def adjoint_kernel(
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     HELD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Pass 3 (ADJOINT), the part of the decay's gradient that the same tensors carry (DECAY), or both side by side.
 
@@ -201,7 +203,7 @@ def adjoint_kernel(
         adjoint_pass(
             i_g * NA + i_n, p_b, p_do, p_d, p_tc, p_e, p_step, p_g, p_dv, p_y, p_n, T, S, chunks, H, P, first,
             stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
-            D, G, M, L, BD, PRECISION, HAS_COSTATE, STORE_STATE, OUTPUT, LINEAR, DOCUMENTS, HELD,
+            D, G, M, L, BD, PRECISION, HAS_COSTATE, STORE_STATE, OUTPUT, LINEAR, DOCUMENTS, HELD, EVEN,
         )  # fmt: skip
     elif DECAY:
         i_d = i_n - NA
@@ -209,5 +211,5 @@ def adjoint_kernel(
         decay_pass(
             (i_q * S + i_g % S) * ND + i_d % ND, p_b, p_do, p_v, p_tt, p_e, p_step, p_x, p_g, p_out, p_n,
             T, S, chunks, H * G, P, first, stride_db, stride_dt, stride_dh, stride_vb, stride_vt, stride_vh,
-            D, G, M, L, BK, BM, PRECISION, HAS_STATE, HAS_COSTATE, LINEAR, DOCUMENTS, HELD,
+            D, G, M, L, BK, BM, PRECISION, HAS_STATE, HAS_COSTATE, LINEAR, DOCUMENTS, HELD, EVEN,
         )  # fmt: skip

@@ -84,8 +84,7 @@ def scan_backward(
         keys, values = (0, R + D), (R, R + D)
         plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
-        if a is None:
-            a = launch.contract(plan, tab, span, q, k, states, keys)
+        a = launch.contract(plan, tab, span, q, k, states, keys) if a is None else launch.dense(a)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
         c = launch.contract(plan, tab, span, d_o, v, states, values, conj=True)
         b, e, d_mixing = launch.mix_backward(plan, tab, a, c, mixing)
@@ -169,6 +168,7 @@ def _prepare(
     plan = launch.make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
+    documents = None if documents is None else launch.dense(documents)
     return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks, documents)
 
 
@@ -177,7 +177,7 @@ def _states(
 ) -> Tensor | None:
     """States before every segment, [B, H, S, M, P, 2]; None for one segment from zero."""
     if span.segments == 1:
-        return None if initial_state is None else initial_state.contiguous()
+        return None if initial_state is None else launch.dense(initial_state)
     B, _, H, _ = parts[0].shape
     P = sum(x.shape[3] for x in parts)
     local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
@@ -199,7 +199,7 @@ def _costates(
 ) -> Tensor | None:
     """Gradients of the states after every segment, [B, H, S, M, P, 2]; None for one segment and no d_final."""
     if span.segments == 1:
-        return None if d_final is None else d_final.contiguous()
+        return None if d_final is None else launch.dense(d_final)
     B, P = pairs[0][1].shape[0], pairs[0][2][1]
     local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
     for b, rows, channels in pairs:

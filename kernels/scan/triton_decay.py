@@ -60,6 +60,7 @@ def decay_pass(
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     HELD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """g = sum_j T_j y_j + Y X, the part of dL/dtheta that (b~; do, v) carries, or (e~; q, k). Chunks in reverse.
 
@@ -92,7 +93,7 @@ def decay_pass(
     o_2 = tl.arange(0, 2 * BM)
     o_i = o_2 // 8 % 2  # 1 where a row holds an imaginary part
     o_n = i_m * BM + o_2 // 16 * 8 + o_2 % 8 + o_i * M  # a row's place in (Re | Im)
-    m_d = o_d < D
+    m_d = (o_d < D) | (EVEN and D % BD == 0)
     start = i_s * chunks
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
 
@@ -125,8 +126,8 @@ def decay_pass(
     for i in range(0, stop - start):
         i_c = stop - 1 - i
         i_t = tl.cast(i_c, tl.int64) * L
-        m_t = i_c * L + o_l < T
-        n = tl.minimum(L, T - i_c * L)
+        m_t = (i_c * L + o_l < T) | EVEN
+        n = L if EVEN else tl.minimum(L, T - i_c * L)
         b_b = tl.load(p_bt if LINEAR else p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
         b_do = tl.load(p_dt + i_t * stride_dt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
         b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
@@ -167,7 +168,7 @@ def decay_pass(
                 # bank. So do is read once more, at an address that the compiler cannot know to be the same (i_c // T is 0).
                 b_w = tl.load(p_dt + (i_t * stride_dt + i_c // T), mask=m_t[:, None] & m_d[None, :], other=0.0)
             b_w = (b_w.to(tl.float32) * (b_i + 1.0)[:, None]).to(DTYPE)
-        b_t = tl.dot(b_bw, b_w, b_t + b_z * n.to(tl.float32), input_precision=PRECISION)
+        b_t = tl.dot(b_bw, b_w, b_t + b_z * tl.cast(n, tl.float32), input_precision=PRECISION)
         b_z = tl.dot(b_bt, b_do, b_z, input_precision=PRECISION)
 
     o_8 = tl.reshape(o_m, [BM // 8, 8, 1])

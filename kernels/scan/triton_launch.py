@@ -1,7 +1,7 @@
 """How the Triton passes are launched: tile sizes per shape and device, tables of powers, grids.
 
-Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`). A launcher
-allocates what it returns and nothing else.
+Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all else contiguous
+(`dense`); every pointer is a multiple of 16 bytes. A launcher allocates what it returns and nothing else.
 """
 
 from contextlib import contextmanager
@@ -113,13 +113,18 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
 class Span(NamedTuple):
     """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter.
 
-    documents: numbers of packed documents, [B, T] int32, or None.
+    documents: numbers of packed documents, [B, T] int32, dense, or None.
     """
 
     T: int
     segments: int
     chunks: int
     documents: Tensor | None = None
+
+    def even(self, chunk: int) -> bool:
+        """Whether the passes leave out the masks of a short last chunk. Not with documents: `adjoint` beside `decay` would
+        spill 296 bytes (Triton 3.9)."""
+        return self.T % chunk == 0 and self.documents is None
 
 
 class Tables(NamedTuple):
@@ -141,7 +146,7 @@ class Tables(NamedTuple):
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
-            log_decay.contiguous(), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
+            dense(log_decay), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
         )  # fmt: skip
         return cls(t, t_conj, t_conj_T, E, step)
 
@@ -197,7 +202,7 @@ def contract(
         *_strides(q), *_strides(k),
         R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
-        DOCUMENTS=span.documents is not None,
+        DOCUMENTS=span.documents is not None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return out.sum((0, 2, 3)) if total else out
@@ -224,7 +229,7 @@ def _mix(plan, tab, a, mixing, blocks, c=None):
     e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
     mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
         a, a if c is None else c, _operand(mixing, plan), tab.E, b, e, gradient, T, blocks, Hq, Hq // H,
-        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None,
+        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None, EVEN=T % plan.chunk == 0,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return b, e, None if c is None else gradient.sum((0, 2))
@@ -262,6 +267,7 @@ def expand(
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
         HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
         OUTPUT=out is not None, MIX=mixing is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
+        EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
 
@@ -353,7 +359,7 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
         HAS_STATE=state is not None, HAS_COSTATE=costate is not None,
         STORE_STATE=0 if initial is None else (2 if out is None else 1),
         ADJOINT=adjoint, DECAY=decay, OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        HELD=plan.held and span.documents is None,
+        HELD=plan.held and span.documents is None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     if g is None:
@@ -373,13 +379,13 @@ def chain(
     length = span.chunks * chunk
     steps = log_decay.new_empty(2, H, M, 2)
     segment_powers_kernel[(triton.cdiv(2 * H * M, 128),)](
-        log_decay.contiguous(), steps, H * M, length, span.T - (S - 1) * length,
+        dense(log_decay), steps, H * M, length, span.T - (S - 1) * length,
         BLOCK=128, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
     out = torch.empty_like(local)
     BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else start.contiguous(), steps, out,
+        local, out if start is None else dense(start), steps, out,
         steps if span.documents is None else span.documents, S, H, P, span.T, length,
         M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse,
         DOCUMENTS=span.documents is not None, num_warps=4,
@@ -390,12 +396,20 @@ def chain(
 def aligned(x: Tensor) -> Tensor:
     """x, if its rows can be read 16 bytes at a time, as those of a projection can; else a copy with padded rows.
 
-    Only widths that are no multiple of 16 come to the copy, such as values with a column of ones. Without it every number
-    is an access of its own, with its own address (measured by compilation: 580 to 2,488 bytes of spills at D = 65).
+    Only widths that are no multiple of 16, such as values with a column of ones, and views that start between two 16-byte
+    words come to the copy. Without it every number is an access of its own, with its own address (measured by compilation:
+    580 to 2,488 bytes of spills at D = 65; 136 to 168 in contract at R = 64, and 955 instructions a chunk in place of 742,
+    if q and k start one element in).
     """
-    if x.stride(-1) == 1 and all(s % 16 == 0 for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1):
+    strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
         return x
     return padded_empty(x).copy_(x)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, if it is contiguous and starts at a 16-byte word; else a copy that does."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def padded_empty(x: Tensor) -> Tensor:

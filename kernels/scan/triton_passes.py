@@ -22,6 +22,7 @@ A state enters a chunk as `step * what the last chunk left`, where step is enter
 No product takes a transposed accumulator as an operand: Triton 3.4 to 3.7.0 miscompile that on Hopper. What is needed
 transposed is computed transposed; `tl.trans` is applied to tiles as they were loaded.
 Operands are bf16 with fp32 accumulation, or fp32 with `PRECISION` (never plain TF32).
+EVEN: every chunk has L tokens. A mask that ends in `| EVEN` the compiler then knows to be true, and leaves out.
 """
 
 import triton
@@ -124,6 +125,7 @@ def contract_kernel(
     SUM: tl.constexpr,
     CONJ: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Pass 1: a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), for (q, k) and, backwards, (do, v).
 
@@ -148,7 +150,7 @@ def contract_kernel(
     o_r = i_r * BR + tl.arange(0, BR)
     o_m = i_m * BM + tl.arange(0, BM)
     o_n = stacked_index(i_m, M, BM)
-    m_r = o_r < R
+    m_r = (o_r < R) | (EVEN and R % BR == 0)
 
     b_t = tl.load(p_t + (i_h * L + o_l)[:, None] * (2 * M) + o_n[None, :])
     p_em = p_e + (i_h * L + o_l)[:, None] * (2 * M) + o_m[None, :]
@@ -168,7 +170,7 @@ def contract_kernel(
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
     for i_c in range(start, stop):
         i_t = tl.cast(i_c, tl.int64) * L
-        m_t = i_c * L + o_l < T
+        m_t = (i_c * L + o_l < T) | EVEN
         b_q = tl.load(p_qt + i_t * stride_qt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
         b_k = tl.load(p_kt + i_t * stride_kt, mask=m_t[:, None] & m_r[None, :], other=0.0).to(DTYPE)
         # Loaded here, not before the loop: 64 numbers that would otherwise hold a quarter of the registers.
@@ -227,6 +229,7 @@ def mix_kernel(
     BM: tl.constexpr,
     PRECISION: tl.constexpr,
     BACKWARD: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """b~ = E (W a) for every token, with p_w [H, 2M, 2M] W.
 
@@ -267,19 +270,21 @@ def mix_kernel(
         b_dw = tl.zeros([2 * BM, 2 * M], dtype=tl.float32)
     for i_c in range(i_s * blocks, tl.minimum((i_s + 1) * blocks, tl.cdiv(T, L))):
         i_t = tl.cast(i_c, tl.int64) * (L * 2 * M)
-        m_t = (i_c * L + o_l < T)[:, None]
+        m_t = ((i_c * L + o_l < T) | EVEN)[:, None]
         b_a = tl.load(p_a + o_x + i_t, mask=m_t, other=0.0)
-        b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
-        tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
         if BACKWARD:
             b_c = tl.load(p_c + o_y + i_t, mask=m_t, other=0.0)
+            # First of the products: Triton leaves one in flight over the loop's end if nothing but itself takes its result, and
+            # ptxas then waits for every wgmma before the next.
+            b_dw = tl.dot(tl.trans(b_c), b_a, b_dw, input_precision=PRECISION)
             b_r = tl.load(p_c + o_z + i_t, mask=m_t, other=0.0)
             b_y = tl.dot(b_r, b_wr, input_precision=PRECISION)
             if HALVES:
                 b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
             b_y = scale_columns(b_y, b_er, b_ei, L, BM, 1)
             tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
-            b_dw = tl.dot(tl.trans(b_c), b_a, b_dw, input_precision=PRECISION)
+        b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
+        tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
     if BACKWARD:
         p_dwt = p_dw + (i_p // NM).to(tl.int64) * (4 * M * M)
         tl.store(p_dwt + o_n[:, None] * (2 * M) + o_k[None, :], b_dw)
@@ -322,6 +327,7 @@ def expand_kernel(
     MIX: tl.constexpr,
     LINEAR: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Pass 2: o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S); dq likewise from (e~, k).
 
@@ -346,7 +352,7 @@ def expand_kernel(
     o_d = i_d * BD + tl.arange(0, BD)
     o_m = tl.arange(0, M)
     o_n = tl.arange(0, 2 * M)
-    m_d = o_d < D
+    m_d = (o_d < D) | (EVEN and D % BD == 0)
 
     b_tt = tl.load(p_tt + (i_h * 2 * M + o_n)[:, None] * L + o_l[None, :])
     p_f = p_step + i_h * (4 * M) + o_m
@@ -375,7 +381,7 @@ def expand_kernel(
     stop = tl.minimum(start + chunks, tl.cdiv(T, L))
     for i_c in range(start, stop):
         i_t = tl.cast(i_c, tl.int64) * L
-        m_t = i_c * L + o_l < T
+        m_t = (i_c * L + o_l < T) | EVEN
         b_v = tl.load(p_vt + i_t * stride_vt, mask=m_t[:, None] & m_d[None, :], other=0.0).to(DTYPE)
         b_re = tl.where(i_c == start, b_fr, b_cr)[:, None]
         b_im = tl.where(i_c == start, b_fi, b_ci)[:, None]

@@ -230,4 +230,5 @@ def test_budget(tmp_path):
     assert [r["kernel"] for r in reports] == ["forward_kernel", "backward_kernel"] * len(SPILL)
     # Shared memory: none, since sums over R stay inside a warp; Triton 3.6 turns the weights around in it, before the loop.
     over = [r for r in reports if r["registers"] > REGISTERS or r["spill"] > SPILL[r["shape"]] or r["shared"] > 2048]
+    over += [r for r in reports if any("HGMMA" in loop for loop in r["loops"])]  # nothing that ptxas could serialise
     assert not over, "\n".join(map(str, over))

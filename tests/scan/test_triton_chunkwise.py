@@ -96,6 +96,7 @@ QUERY = (
     Case(T=17, H=2, G=2, R=16, D=16),
     Case(T=63, H=1, R=16, D=17, readout="hermitian", state=False),
     Case(T=65, B=2, H=1, G=2, R=16, D=17, readout="real"),
+    Case(T=128, H=1, G=2, R=16, D=16),  # whole chunks, and widths that fill their tiles
     Case(T=130, H=2, R=16, D=16, decay="weak"),
     Case(T=20, H=1, R=96, D=96),
     Case(T=70, H=1, R=40, D=70, M=64, decay="s4d"),
@@ -144,9 +145,9 @@ def test_chunk_size_does_not_change_the_function(chunk_size):
 @pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 @pytest.mark.parametrize("segments", [2, 3])
 def test_segments(segments, linear, state, kernels, monkeypatch):
-    """Segments of equal length, and a last one that is shorter and ragged."""
+    """Two segments of whole chunks, which take no masks along time; three, the last one shorter and ragged."""
     monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
-    case = Case(T=70, H=1, G=1 if linear else 2, R=16, D=17, state=state)
+    case = Case(T=64 if segments == 2 else 70, H=1, G=1 if linear else 2, R=16, D=17, state=state)
     for dtype in DTYPES if segments == 3 else DTYPES[:1]:
         check(case, dtype, linear, chunk_size=16)
 
@@ -273,6 +274,46 @@ def test_a_strided_state_of_the_linear_readout():
     state = inputs["initial_state"].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     got = run_op({**inputs, "initial_state": state}, cotangents, linear=True, backend="chunkwise")
     assert all(error(got[n].cpu(), expected[n], "rms") < TOLERANCES[torch.float32] for n in expected)
+
+
+@on_kernels
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_views_one_element_in(linear, kernels, monkeypatch):
+    """Triton compiles for pointers that are multiples of 16 bytes, or for slow loads: no launch may meet others."""
+    launches = []
+
+    class Watched:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                launches.append([x.data_ptr() % 16 for x in args if isinstance(x, torch.Tensor)])
+                return self.kernel[grid](*args, **constants)
+
+            return launch
+
+    for name, kernel in vars(kernels.launch).copy().items():
+        if name.endswith("_kernel"):
+            monkeypatch.setattr(kernels.launch, name, Watched(kernel))
+    case, documents = Case(T=40, B=2, H=2, R=16, D=16), packed(40).to(torch.int32).to(DEVICE)
+    inputs, cotangents = to_device(*problem(case, torch.bfloat16, linear)[:2])
+
+    def moved(x):
+        return torch.cat((x.new_zeros(1), x.detach().flatten()))[1:].view(x.shape)
+
+    views = {n: moved(x).requires_grad_() for n, x in inputs.items()}
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in views.values())
+    expected = run_op(inputs, cotangents, linear, backend="chunkwise", documents=documents)
+    tokens, state = map(moved, cotangents)
+    out = (scan.linear_scan if linear else scan.interdomain_scan)(
+        **views, backend="chunkwise", documents=moved(documents)
+    )
+    got = torch.autograd.grad(out, list(views.values()), (tokens, state))
+    expected = list(expected.values())
+    assert all(torch.equal(x, y) for x, y in zip((*out, *got), expected, strict=True))
+    assert launches
+    assert not any(map(any, launches))
 
 
 @on_kernels
