@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 # Bytes of shared memory per program. sm_90 has 227 KB for two programs; sm_89 99 KB, and what fits there fits sm_80.
 SHARED = {90: 113 * 1024, 89: 99 * 1024, 80: 99 * 1024}
+ONE_PROGRAM = 227 * 1024  # the kernels in Gluon, of which a multiprocessor has one program
 REGISTERS = 255  # of a thread, at 128 threads and two programs per multiprocessor
 # Bytes per thread: a few loads per chunk of 800 instructions. fp32 is there to check with; 3xTF32 holds operands twice.
 SPILL = {"bf16": 256, "fp32": 512}
@@ -23,6 +24,7 @@ ROWS = {
     # R x D x M: all launches that train on sm_90 in bf16; beside them, of each kernel the one that does most.
     (90, "bf16"): [
         "64x64x64:training",
+        "64x64x64:training+one",
         "64x64x64:ragged+most",
         "64x64x64:linear+most",
         "64x64x64:documents+most",
@@ -70,7 +72,7 @@ def test_budget(capability, dtype, reports):
         for r in reports
         if r["registers"] > REGISTERS
         or r["spill"] > SPILL[dtype]
-        or r["shared"] > SHARED[capability]
+        or r["shared"] > (ONE_PROGRAM if r["kernel"] in ("forward_kernel", "reverse_kernel") else SHARED[capability])
         or (hopper and r["transposed"])
         or r["serialized"]
     ]
