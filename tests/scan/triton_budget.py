@@ -74,7 +74,7 @@ def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
-    for name in (*passes, "tables_kernel", "segment_powers_kernel", "chain_kernel"):
+    for name in (*passes, "tables_kernel", "sum_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
     triton_launch.capability = lambda device: divmod(capability, 10)
     T = 64 if kw.get("training") else 1024  # two segments, which have states between them
