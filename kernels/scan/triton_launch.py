@@ -4,6 +4,7 @@ Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last di
 (`dense`); every pointer is a multiple of 16 bytes. A launcher allocates what it returns and nothing else.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_tables import sum_kernel, tables_kernel
 
 _MIN_SEGMENT = 8  # chunks; shorter ones pay more for the extra sweep than they gain
+_SWEEPS = 0.25  # what the sweeps for the states between segments add: 1,280 bytes to 4,864 per token at 64 x 64 x 64
 _MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpreter
 
 
@@ -82,12 +84,25 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """Two programs per multiprocessor, but no segment under 8 chunks. `sequences` is B H."""
+    """How many parts to cut time into. `sequences` is B H; no part is shorter than 8 chunks."""
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
         multiprocessors = _MULTIPROCESSORS
-    return max(1, min(2 * multiprocessors // sequences, chunks // _MIN_SEGMENT))
+    return _segments(sequences, chunks, 2 * multiprocessors)
+
+
+@functools.lru_cache
+def _segments(sequences: int, chunks: int, slots: int) -> int:
+    """By the chunks that a slot walks, one wave of programs after the other: a last wave that is nearly empty takes as long as
+    a full one. Of the counts within a twentieth of the best, the smallest."""
+    walked = {}
+    for count in range(1, max(1, chunks // _MIN_SEGMENT) + 1):
+        length = -(-chunks // count)
+        waves = -(-sequences * -(-chunks // length) // slots)
+        walked[count] = waves * length * (1 if count == 1 else 1 + _SWEEPS)
+    best = min(walked.values())
+    return next(count for count, cost in walked.items() if cost <= 1.05 * best)
 
 
 class Span(NamedTuple):
@@ -196,15 +211,16 @@ def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
 
 def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From a and conj(c): b~ = E (W a), e~ = E conj(W^T conj(c)) and the gradient of W, [H, 2M, 2M] fp32."""
-    sequences, chunks = a.shape[0] * a.shape[1], triton.cdiv(a.shape[2], plan.chunk)
-    # Every program adds up a gradient of its own, 16 M^2 bytes: as few as fill the GPU.
+    chunks, M = triton.cdiv(a.shape[2], plan.chunk), a.shape[3] // 2
+    sequences = a.shape[0] * a.shape[1] * (M // _mix_block(plan, M))
+    # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
     return _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
 
 
 def _mix(plan, tab, a, mixing, blocks, c=None):
     (B, Hq, T, N), H = a.shape, mixing.shape[0]
-    numbers, warps, stages = plan.mix
-    BM = min(N // 2, max(8, numbers // (2 * N)))
+    _, warps, stages = plan.mix
+    BM = _mix_block(plan, N // 2)
     spans = triton.cdiv(T, plan.chunk * blocks)
     b = torch.empty_like(a)
     e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
@@ -390,6 +406,11 @@ def padded_empty(x: Tensor) -> Tensor:
     """Uninitialised, in x's shape, rows padded to a multiple of 16."""
     width = x.shape[-1]
     return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
+
+
+def _mix_block(plan: Plan, M: int) -> int:
+    """Basis functions of a program of `mix`."""
+    return min(M, max(8, plan.mix[0] // (4 * M)))
 
 
 def _operand(mixing: Tensor, plan: Plan) -> Tensor:
