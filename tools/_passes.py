@@ -48,8 +48,8 @@ class Setup:
         from interdomain.scan import triton_launch as launch
 
         s, device = self.shape, self.device
-        tab = launch.Tables.build(self.log_decay, plan)
         span = self.span(plan)
+        tab = launch.Tables.build(self.log_decay, plan, span)
         keys, values = (0, 2 * s.d), (s.d, 2 * s.d)
         states = None
         if span.segments > 1:
@@ -85,7 +85,7 @@ class Setup:
                 launch.adjoint(plan, tab, span, b, x, None, channels, s.H, None, local)
 
         def chain():
-            return launch.chain(states, None, self.log_decay, span, plan.chunk)
+            return launch.chain(tab, states, None, span, plan.chunk)
 
         return calls | {"states": sweep, "costates": back, "chain": chain}
 

@@ -9,16 +9,17 @@ from torch import Tensor
 from .gluon_forward import forward_kernel
 from .gluon_reverse import reverse_kernel
 from .gluon_tiles import WARPS
-from .triton_launch import _or_dummy, _strides, capability
+from .triton_launch import _or_dummy, _strides, capability, dense
 
 SIZE = 64  # M, the width of a head and the tokens of a chunk
 
 
-def fits(plan, M: int, *tokens: Tensor) -> bool:
-    """Whether the kernels have this shape: Hopper, M, chunks and heads of 64, bf16, a query head for each state head."""
-    if capability(tokens[0].device)[0] != 9 or len({x.shape[2] for x in tokens}) > 1:
+def fits(plan, tab, span, *tokens: Tensor) -> bool:
+    """Whether the kernels run this: Hopper, M, chunks and heads of 64, bf16, a query head for each state head, no documents."""
+    if capability(tokens[0].device)[0] != 9 or len({x.shape[2] for x in tokens}) > 1 or span.documents is not None:
         return False
-    return M == plan.chunk == SIZE and all(x.shape[3] == SIZE and x.dtype == torch.bfloat16 for x in tokens)
+    sizes = {plan.chunk, tab.E.shape[2] // 2, *(x.shape[3] for x in tokens)}
+    return sizes == {SIZE} and all(x.dtype == torch.bfloat16 for x in tokens)
 
 
 def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor | None:
@@ -29,7 +30,7 @@ def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor
     B, T, H, _ = q.shape
     a = torch.empty(B, H, T, 2 * SIZE, dtype=torch.bfloat16, device=q.device) if save else None
     forward_kernel[(B * H * span.segments,)](
-        q, k, v, tab.t_conj_T, tab.E, tab.step, mixing, _or_dummy(state, tab), out, q if a is None else a,
+        q, k, v, tab.t_conj_T, tab.E, tab.step, dense(mixing), _or_dummy(state, tab), out, q if a is None else a,
         _or_dummy(final, tab), T, span.segments, span.chunks, H, *_strides(q), *_strides(k), *_strides(v), *_strides(out),
         HAS_STATE=state is not None, STORE_STATE=final is not None, STORE_A=save, EVEN=T % SIZE == 0, num_warps=WARPS,
     )  # fmt: skip
@@ -37,7 +38,7 @@ def forward(tab, span, q, k, v, mixing, state, out, final, save: bool) -> Tensor
 
 
 def reverse(tab, span, b, d_o, v, state, costate, channels, out, initial) -> Tensor:
-    """Pass 3 into `out` and `initial`, and the gradient of the decay, [B, H, S, 2M] fp32 as (Re g | Im g), to be summed.
+    """Pass 3 into `out` and `initial`; -> parts of the decay's gradient, [B, H, S, 2M] fp32 as (Re g | Im g), to be summed.
 
     Arguments as in `triton_launch.adjoint_decay`.
     """

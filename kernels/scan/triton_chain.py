@@ -18,22 +18,6 @@ def compose(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
     )
 
 
-@triton.jit(do_not_specialize=["N", "length", "last"])
-def segment_powers_kernel(p_theta, p_powers, N, length, last, BLOCK: tl.constexpr, REVERSE: tl.constexpr):
-    """Lambda^length and Lambda^last (their conjugates if REVERSE), [2, H, M, 2] from theta [H, M, 2], through fp64.
-
-    A launch of its own: in the scan, every thread would compute these for all the numbers of a state that it holds.
-    """
-    o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_n = o_n < 2 * N
-    b_j = tl.where(o_n < N, length, last).to(tl.float64)
-    b_re = tl.exp(tl.load(p_theta + 2 * (o_n % N), mask=m_n, other=0.0).to(tl.float64) * b_j)
-    b_im = tl.load(p_theta + 2 * (o_n % N) + 1, mask=m_n, other=0.0).to(tl.float64) * b_j
-    b_im = -b_im if REVERSE else b_im
-    tl.store(p_powers + 2 * o_n, (b_re * tl.cos(b_im)).to(tl.float32), mask=m_n)
-    tl.store(p_powers + 2 * o_n + 1, (b_re * tl.sin(b_im)).to(tl.float32), mask=m_n)
-
-
 @triton.jit(do_not_specialize=["S", "H", "P", "T", "length"])
 def chain_kernel(
     p_local,
@@ -60,7 +44,8 @@ def chain_kernel(
     DOCUMENTS: p_n [B, T] holds numbers of documents; a segment in which one ends passes nothing on from before it.
     Grid: B H ceil(M P / BE) programs; each takes BE numbers of the state through time, BS segments at once: log2(BS)
     steps instead of BS. Tiles: powers and states [BS, BE], complex. Bytes per segment: its state read once, written once.
-    p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_powers [2, H, M, 2], from the kernel above.
+    p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_powers [2, H, M, 2], from
+    `tables_kernel`: Lambda^length and Lambda^last. Computed here, every thread would do so for all the numbers that it holds.
     """
     NE = tl.cdiv(M * P, BE)
     i_bh = tl.cast(tl.program_id(0) // NE, tl.int64)
@@ -70,8 +55,9 @@ def chain_kernel(
     b_fr = tl.load(p_f, mask=m_e, other=0.0)
     b_fi = tl.load(p_f + 1, mask=m_e, other=0.0)
     if REVERSE:
+        b_fi = -b_fi
         b_lr = tl.load(p_f + H * M * 2, mask=m_e, other=0.0)
-        b_li = tl.load(p_f + H * M * 2 + 1, mask=m_e, other=0.0)
+        b_li = -tl.load(p_f + H * M * 2 + 1, mask=m_e, other=0.0)
 
     b_xr = tl.zeros([BE], dtype=tl.float32)
     b_xi = tl.zeros([BE], dtype=tl.float32)

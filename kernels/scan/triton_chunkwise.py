@@ -44,11 +44,11 @@ def scan_forward(
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2) if need_final else None
-        if plan.one_forward and documents is None:
+        if plan.one_forward:
             from . import gluon_launch
 
-            if gluon_launch.fits(plan, log_decay.shape[1], q, k, v):
-                a = gluon_launch.forward(tab, span, q, k, v, mixing.contiguous(), states, o, final, save)
+            if gluon_launch.fits(plan, tab, span, q, k, v):
+                a = gluon_launch.forward(tab, span, q, k, v, mixing, states, o, final, save)
                 return o.contiguous(), final, a
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
         if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
@@ -96,8 +96,9 @@ def scan_backward(
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
         if need_decay:
-            d_log_decay = launch.adjoint_decay(plan, tab, span, e, q, k, states, costates, keys, dk, d_initial)
-            d_log_decay += launch.adjoint_decay(plan, tab, span, b, d_o, v, states, costates, values, dv, d_initial)
+            parts_k = launch.adjoint_decay(plan, tab, span, e, q, k, states, costates, keys, dk, d_initial)
+            parts_v = launch.adjoint_decay(plan, tab, span, b, d_o, v, states, costates, values, dv, d_initial)
+            d_log_decay = launch.conj_sum(parts_k, parts_v)
         else:
             d_log_decay = None
             launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial)
@@ -120,11 +121,11 @@ def linear_forward(
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
         B, _, H, P = z.shape
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         y = launch.padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
-        launch.expand(plan, tab, span, Constant.build(readout, log_decay, plan, tab), z, states, (0, P), y, final)
+        launch.expand(plan, tab, span, tab.constant, z, states, (0, P), y, final)
         return y.contiguous(), final
 
 
@@ -145,23 +146,29 @@ def linear_backward(
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
         H, P = z.shape[2:]
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel)
+        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
-        b = Constant.build(readout, log_decay, plan, tab)
+        b = tab.constant
         dz = launch.padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
         if need_decay:
-            d_log_decay = launch.adjoint_decay(plan, tab, span, b, d_y, z, states, costates, (0, P), dz, d_initial)
+            parts = launch.adjoint_decay(plan, tab, span, b, d_y, z, states, costates, (0, P), dz, d_initial)
+            d_log_decay = launch.conj_sum(parts)
         else:
             d_log_decay = None
             launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
-        c_re, c_im = launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True).chunk(2, dim=-1)
-        return dz.contiguous(), d_log_decay, torch.cat((c_re, -c_im), dim=-1), d_initial
+        d_readout = launch.conj_sum(launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True), pairs=False)
+        return dz.contiguous(), d_log_decay, d_readout, d_initial
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, documents: Tensor | None, parallel: bool
+    inputs: tuple[Tensor, ...],
+    log_decay: Tensor,
+    chunk_size: int | None,
+    documents: Tensor | None,
+    parallel: bool,
+    readout: Tensor | None = None,
 ) -> tuple[Plan, Tables, Span]:
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
@@ -169,7 +176,8 @@ def _prepare(
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
     documents = None if documents is None else launch.dense(documents)
-    return plan, Tables.build(log_decay, plan), Span(T, -(-total // chunks), chunks, documents)
+    span = Span(T, -(-total // chunks), chunks, documents)
+    return plan, Tables.build(log_decay, plan, span, readout), span
 
 
 def _states(
@@ -185,7 +193,7 @@ def _states(
     for x in parts:
         launch.expand(plan, tab, span, None, x, None, (first, P), None, local)
         first += x.shape[3]
-    return launch.chain(local, initial_state, log_decay, span, plan.chunk)
+    return launch.chain(tab, local, initial_state, span, plan.chunk)
 
 
 def _costates(
@@ -204,4 +212,4 @@ def _costates(
     local = log_decay.new_empty(B, H, span.segments, log_decay.shape[1], P, 2)
     for b, rows, channels in pairs:
         launch.adjoint(plan, tab, span, b, rows, None, channels, H, None, local)
-    return launch.chain(local, d_final, log_decay, span, plan.chunk, reverse=True)
+    return launch.chain(tab, local, d_final, span, plan.chunk, reverse=True)

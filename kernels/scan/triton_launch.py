@@ -4,6 +4,7 @@ Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last di
 (`dense`); every pointer is a multiple of 16 bytes. A launcher allocates what it returns and nothing else.
 """
 
+import functools
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,13 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from .tables import powers
 from .triton_adjoint import adjoint_kernel
-from .triton_chain import chain_kernel, segment_powers_kernel
+from .triton_chain import chain_kernel
 from .triton_passes import contract_kernel, expand_kernel, mix_kernel
-from .triton_tables import tables_kernel
+from .triton_tables import sum_kernel, tables_kernel
 
 _MIN_SEGMENT = 8  # chunks; shorter ones pay more for the extra sweep than they gain
+_SWEEPS = 0.25  # what the sweeps for the states between segments add: 1,280 bytes to 4,864 per token at 64 x 64 x 64
 _MULTIPROCESSORS = 132  # assumed where there is no GPU to ask: Triton's interpreter
 
 
@@ -102,12 +103,25 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """Two programs per multiprocessor, but no segment under 8 chunks. `sequences` is B H."""
+    """How many parts to cut time into. `sequences` is B H; no part is shorter than 8 chunks."""
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
         multiprocessors = _MULTIPROCESSORS
-    return max(1, min(2 * multiprocessors // sequences, chunks // _MIN_SEGMENT))
+    return _segments(sequences, chunks, 2 * multiprocessors)
+
+
+@functools.lru_cache
+def _segments(sequences: int, chunks: int, slots: int) -> int:
+    """By the chunks that a slot walks, one wave of programs after the other: a last wave that is nearly empty takes as long as
+    a full one. Of the counts within a twentieth of the best, the smallest."""
+    walked = {}
+    for count in range(1, max(1, chunks // _MIN_SEGMENT) + 1):
+        length = -(-chunks // count)
+        waves = -(-sequences * -(-chunks // length) // slots)
+        walked[count] = waves * length * (1 if count == 1 else 1 + _SWEEPS)
+    best = min(walked.values())
+    return next(count for count, cost in walked.items() if cost <= 1.05 * best)
 
 
 class Span(NamedTuple):
@@ -127,6 +141,13 @@ class Span(NamedTuple):
         return self.T % chunk == 0 and self.documents is None
 
 
+class Constant(NamedTuple):
+    """What stands for b~ in the linear readout, the same in every chunk."""
+
+    rows: Tensor  # E w, [H, L, 2M] in the operands' dtype
+    scores: Tensor  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
+
+
 class Tables(NamedTuple):
     """Powers of Lambda, rounded once from fp64. r = L // 2 balances the range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
 
@@ -135,38 +156,31 @@ class Tables(NamedTuple):
     t_conj_T: Tensor  # the same, [H, 2M, L]
     E: Tensor  # Lambda^(i-r), [H, L, 2M] fp32
     step: Tensor  # Lambda^(r+1) and Lambda^L, [H, 2, 2M] fp32
+    segment: Tensor | None = None  # Lambda^n, n the tokens of a segment and of the last one, [2, H, M, 2] fp32
+    constant: Constant | None = None
 
     @classmethod
-    def build(cls, log_decay: Tensor, plan: Plan) -> "Tables":
+    def build(cls, log_decay: Tensor, plan: Plan, span: Span | None = None, readout: Tensor | None = None) -> "Tables":
+        """`segment` is there if `span` cuts time, `constant` with a linear readout, [H, 2M]."""
         (H, M, _), L = log_decay.shape, plan.chunk
         t, t_conj, t_conj_T = (
             torch.empty(shape, dtype=plan.dtype, device=log_decay.device)
             for shape in ((H, L, 2 * M), (H, L, 2 * M), (H, 2 * M, L))
         )
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
+        segment = log_decay.new_empty(2, H, M, 2) if span and span.segments > 1 else None
+        length = span.chunks * L if span else 0
+        last = span.T - (span.segments - 1) * length if span else 0
+        constant = None
+        if readout is not None:
+            constant = Constant(torch.empty_like(t), t.new_empty(H, L, L))
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
-            dense(log_decay), t, t_conj, t_conj_T, E, step, M=M, L=L, BL=BL, num_warps=4
+            dense(log_decay), t, t_conj, t_conj_T, E, step, step if segment is None else segment,
+            *((step, t, t) if readout is None else (dense(readout), *constant)), length, last,
+            M=M, L=L, BL=BL, SEGMENTS=segment is not None, LINEAR=readout is not None, num_warps=4,
         )  # fmt: skip
-        return cls(t, t_conj, t_conj_T, E, step)
-
-
-class Constant(NamedTuple):
-    """What stands for b~ in the linear readout, the same in every chunk."""
-
-    rows: Tensor  # E w, [H, L, 2M] in the operands' dtype
-    scores: Tensor  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
-
-    @classmethod
-    def build(cls, readout: Tensor, log_decay: Tensor, plan: Plan, tab: Tables) -> "Constant":
-        w_re, w_im = readout[:, None].chunk(2, dim=-1)
-        E_re, E_im = tab.E.chunk(2, dim=-1)
-        rows = torch.cat((E_re * w_re - E_im * w_im, E_re * w_im + E_im * w_re), dim=-1)
-        position = torch.arange(plan.chunk, device=readout.device)
-        p_re, p_im = powers(log_decay, position).unbind(-1)
-        kernel = (w_re * p_re - w_im * p_im).sum(-1)  # [H, L], by lag
-        scores = kernel[:, (position[:, None] - position).clamp_min(0)].tril()
-        return cls(rows.to(plan.dtype), scores.to(plan.dtype))
+        return cls(t, t_conj, t_conj_T, E, step, segment, constant)
 
 
 def contract(
@@ -182,7 +196,8 @@ def contract(
     total: bool = False,
     conj: bool = False,
 ) -> Tensor:
-    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, sum_t a_t [H, 2M] fp32 (Hq = H).
+    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for `conj_sum`
+    (Hq = H).
 
     state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
     """
@@ -193,7 +208,7 @@ def contract(
     BM = _block(N // 2, numbers // (4 * BR if total else 2 * BR))
     blocks = triton.cdiv(R, BR)
     if total:
-        out = torch.empty(B, H, span.segments, blocks, N, dtype=torch.float32, device=q.device)
+        out = torch.empty(B, H, span.segments * blocks, N, dtype=torch.float32, device=q.device)
     else:
         out = torch.empty(B, Hq, T, N, dtype=plan.dtype, device=q.device)
     contract_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
@@ -205,7 +220,7 @@ def contract(
         DOCUMENTS=span.documents is not None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    return out.sum((0, 2, 3)) if total else out
+    return out
 
 
 def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
@@ -215,15 +230,16 @@ def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
 
 def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From a and conj(c): b~ = E (W a), e~ = E conj(W^T conj(c)) and the gradient of W, [H, 2M, 2M] fp32."""
-    sequences, chunks = a.shape[0] * a.shape[1], triton.cdiv(a.shape[2], plan.chunk)
-    # Every program adds up a gradient of its own, 16 M^2 bytes: as few as fill the GPU.
+    chunks, M = triton.cdiv(a.shape[2], plan.chunk), a.shape[3] // 2
+    sequences = a.shape[0] * a.shape[1] * (M // _mix_block(plan, M))
+    # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
     return _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
 
 
 def _mix(plan, tab, a, mixing, blocks, c=None):
     (B, Hq, T, N), H = a.shape, mixing.shape[0]
-    numbers, warps, stages = plan.mix
-    BM = min(N // 2, max(8, numbers // (2 * N)))
+    _, warps, stages = plan.mix
+    BM = _mix_block(plan, N // 2)
     spans = triton.cdiv(T, plan.chunk * blocks)
     b = torch.empty_like(a)
     e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
@@ -303,7 +319,7 @@ def decay(
     costate: Tensor | None,
     channels: tuple[int, int],
 ) -> Tensor:
-    """The part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), [H, M, 2] fp32.
+    """The part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
 
     state: before every segment, [B, H, S, M, P, 2].
     """
@@ -323,8 +339,13 @@ def adjoint_decay(
     out: Tensor,
     initial: Tensor | None = None,
 ) -> Tensor:
-    """Both: what `adjoint` does, and what `decay` returns. In one launch where the plan joins them."""
+    """Both: what `adjoint` does, and the parts that `decay` returns. In one launch where the plan joins them."""
     H = v.shape[2]
+    if plan.one_reverse and isinstance(b, Tensor):
+        from . import gluon_launch  # Triton's interpreter, and its versions before 3.6, do without
+
+        if gluon_launch.fits(plan, tab, span, d_o, v):
+            return gluon_launch.reverse(tab, span, b, d_o, v, state, costate, channels, out, initial)
     if plan.joined:
         return _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial)
     adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
@@ -334,13 +355,6 @@ def adjoint_decay(
 def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial, *, adjoint=True, decay=True):
     B, T, Hq, D = d_o.shape
     G, N = Hq // H, tab.E.shape[2]
-    if plan.one_reverse and adjoint and decay and isinstance(b, Tensor) and span.documents is None:
-        from . import gluon_launch
-
-        if gluon_launch.fits(plan, N // 2, d_o, v):
-            g = gluon_launch.reverse(tab, span, b, d_o, v, state, costate, channels, out, initial)
-            g_re, g_im = g.sum((0, 2)).unflatten(1, (2, -1)).unbind(1)
-            return torch.stack((g_re, -g_im), dim=-1)
     rows, scores, linear = _split(b, tab)
     _, warps, stages = plan.expand if adjoint else plan.decay
     BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)
@@ -348,7 +362,7 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
     BM = _block(N // 2, plan.decay[0] // (2 * BK))
     blocks = triton.cdiv(D, BK)
     programs = (triton.cdiv(D, BD) if adjoint else 0) + (G * blocks * (N // 2 // BM) if decay else 0)
-    g = tab.E.new_empty(B, H, G, span.segments, blocks, N) if decay else None
+    g = tab.E.new_empty(B, H, G * span.segments * blocks, N) if decay else None
     dv, v = (d_o if x is None else x for x in (out, v))  # pointers that the kernel is compiled not to touch
     adjoint_kernel[(B * H * span.segments * programs,)](
         rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab),
@@ -362,31 +376,31 @@ def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initi
         HELD=plan.held and span.documents is None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    if g is None:
-        return None
-    g_re, g_im = g.sum((0, 2, 3, 4)).unflatten(1, (2, -1)).unbind(1)
-    return torch.stack((g_re, -g_im), dim=-1)
+    return g
 
 
-def chain(
-    local: Tensor, start: Tensor | None, log_decay: Tensor, span: Span, chunk: int, *, reverse: bool = False
-) -> Tensor:
+def conj_sum(*parts: Tensor, pairs: bool = True) -> Tensor:
+    """Conjugate of the sum of one or two [B, H, n, 2M] fp32 over all but heads: [H, M, 2], or [H, 2M] as (Re | Im)."""
+    x, y = parts[0], parts[-1]
+    B, H, n, N = x.shape
+    out = x.new_empty((H, N // 2, 2) if pairs else (H, N))
+    sum_kernel[(H * N // 32,)](
+        x, y, out, B, n, y.shape[2] if len(parts) == 2 else 0, M=N // 2, BN=32, BR=32, PAIRS=pairs, num_warps=4
+    )  # fmt: skip
+    return out
+
+
+def chain(tab: Tables, local: Tensor, start: Tensor | None, span: Span, chunk: int, *, reverse: bool = False) -> Tensor:
     """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
 
     start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
     """
     B, H, S, M, P, _ = local.shape
-    length = span.chunks * chunk
-    steps = log_decay.new_empty(2, H, M, 2)
-    segment_powers_kernel[(triton.cdiv(2 * H * M, 128),)](
-        dense(log_decay), steps, H * M, length, span.T - (S - 1) * length,
-        BLOCK=128, REVERSE=reverse, num_warps=4,
-    )  # fmt: skip
     out = torch.empty_like(local)
     BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else dense(start), steps, out,
-        steps if span.documents is None else span.documents, S, H, P, span.T, length,
+        local, out if start is None else dense(start), tab.segment, out, _or_dummy(span.documents, tab),
+        S, H, P, span.T, span.chunks * chunk,
         M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse,
         DOCUMENTS=span.documents is not None, num_warps=4,
     )  # fmt: skip
@@ -418,7 +432,14 @@ def padded_empty(x: Tensor) -> Tensor:
     return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
 
 
+def _mix_block(plan: Plan, M: int) -> int:
+    """Basis functions of a program of `mix`."""
+    return min(M, max(8, plan.mix[0] // (4 * M)))
+
+
 def _operand(mixing: Tensor, plan: Plan) -> Tensor:
+    if mixing.dtype == plan.dtype:
+        return dense(mixing)
     return torch.empty(mixing.shape, dtype=plan.dtype, device=mixing.device).copy_(mixing)
 
 

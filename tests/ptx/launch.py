@@ -21,7 +21,7 @@ from .parse import parse
 from .traffic import Traffic
 
 KERNELS = {
-    triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel segment_powers_kernel chain_kernel",
+    triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel sum_kernel chain_kernel",
     gluon_launch: "forward_kernel reverse_kernel",
     triton_sequential: "contract_scan_kernel expand_scan_kernel reverse_scan_kernel",
     triton_step: "contract_step_kernel expand_step_kernel",

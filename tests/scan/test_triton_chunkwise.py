@@ -204,8 +204,10 @@ def test_states_between_segments(reverse, start, kernels):
         step = (log_decay * (5 if s == 19 else 32)).exp()
         exact.append((step.conj() if reverse else step) * exact[-1] + torch.view_as_complex(local[:, :, s].double()))
     expected = torch.view_as_real(torch.stack(exact[::-1] if reverse else exact, dim=2).resolve_conj())
-    on = [None if x is None else x.to(DEVICE) for x in (local, first, theta)]
-    got = kernels.launch.chain(*on, span, chunk, reverse=reverse)
+    on = [None if x is None else x.to(DEVICE) for x in (local, first)]
+    plan = kernels.launch.make_plan(torch.device(DEVICE), torch.float32, M, 16, chunk)
+    tables = kernels.launch.Tables.build(theta.to(DEVICE), plan, span)
+    got = kernels.launch.chain(tables, *on, span, chunk, reverse=reverse)
     assert error(got.cpu(), expected, "rms") < 1e-6
 
 

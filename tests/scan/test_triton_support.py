@@ -133,12 +133,22 @@ def test_nothing_imports_triton_before_it_runs():
 
 
 @pytest.mark.parametrize(
-    ("sequences", "tokens", "segments"), [(256, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)]
+    ("sequences", "tokens", "segments"),
+    [(256, 4096, 1), (1000, 4096, 1), (128, 4096, 2), (32, 32768, 8), (4, 4096, 8), (1, 500, 1)],
 )
 def test_segment_rule(sequences, tokens, segments):
-    """Two programs for each of 132 multiprocessors, no segment under 8 chunks of 64."""
+    """Two programs for each of 132 multiprocessors, no segment under 8 chunks of 64, as few as fill the GPU."""
     triton_chunkwise = pytest.importorskip("interdomain.scan.triton_chunkwise")
     assert triton_chunkwise.segment_count(sequences, -(-tokens // 64), torch.device("cpu")) == segments
+
+
+@pytest.mark.parametrize("sequences", [96, 160, 192, 288, 384])
+def test_waves_are_full(sequences):
+    """Of what 264 programs at a time could walk until the last one ends, tokens are at least nine tenths."""
+    launch, chunks, slots = pytest.importorskip("interdomain.scan.triton_launch"), 64, 264
+    length = -(-chunks // launch.segment_count(sequences, chunks, torch.device("cpu")))
+    waves = -(-sequences * -(-chunks // length) // slots)
+    assert sequences * chunks >= 0.9 * waves * slots * length
 
 
 @pytest.mark.parametrize("M", triton_support.BASIS_SIZES)

@@ -82,7 +82,7 @@ def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, one=Fa
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
-    for name in (*passes, "tables_kernel", "segment_powers_kernel", "chain_kernel"):
+    for name in (*passes, "tables_kernel", "sum_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
     for name in ("forward_kernel", "reverse_kernel"):
         _record(gluon_launch, name, found)
