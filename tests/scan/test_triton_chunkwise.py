@@ -312,6 +312,25 @@ def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
 
 
 @on_kernels
+@pytest.mark.parametrize(("M", "T", "G"), [(16, 40, 2), (128, 20, 1)])
+def test_kept_scores(M, T, G, kernels, monkeypatch):
+    """Packed documents, segments, the largest M: right where the scores are kept, and bit for bit what is computed again."""
+    monkeypatch.setattr(kernels, "segment_count", lambda *args: 3)
+    case = Case(T=T, H=1, G=G, R=16, D=16, M=M)
+    documents = packed(T)[:1]
+    inputs, cotangents, _ = problem(case, torch.bfloat16, False)
+    expected = one_by_one(inputs, cotangents, documents)
+    inputs, cotangents = to_device(inputs, cotangents)
+    settings = dict(backend="chunkwise", chunk_size=16, documents=documents.to(DEVICE))
+    kept = run_op(inputs, cotangents, recompute=False, **settings)
+    errors = {n: error(kept[n].cpu(), expected[n], "rms") for n in expected}
+    assert all(e < TOLERANCES[torch.bfloat16] for e in errors.values()), errors
+    if M < 128:  # half the time of the largest
+        again = run_op(inputs, cotangents, **settings)
+        assert all(torch.equal(kept[n], again[n]) for n in expected)
+
+
+@on_kernels
 def test_w_in_a_pass_of_its_own(kernels, monkeypatch):
     """Where `expand` has no room for W, `mix` rounds the same numbers."""
     inputs, _ = to_device(*problem(Case(T=70, B=2, H=1, G=2, R=16, D=40), torch.bfloat16, False)[:2])
