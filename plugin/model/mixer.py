@@ -268,7 +268,7 @@ class InterdomainMixer(JoinedProjections):
         run["check_documents"] = False
         if q is None:
             return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
-        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)
+        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute is not False, **run)
 
 
 def _with_ones(v: Tensor) -> Tensor:
