@@ -5,19 +5,17 @@ Derivation, bytes and budget: kernels/README.md.
 """
 
 import functools
-import logging
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from interdomain.scan.library import call
+from interdomain.scan.documents import check_numbers
+from interdomain.scan.library import call, log_once
 
 from . import ops, plain, step, support
 
-__all__ = ["BACKENDS", "StepInPlace", "input_features", "input_features_step"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["BACKENDS", "StepInPlace", "input_features", "input_features_step", "resolve_backend"]
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -34,6 +32,7 @@ def input_features(
     norm: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-5,
     backend: str = "auto",
+    check_documents: bool = True,
 ) -> Tensor:
     """Short convolution, RoPE, SiLU with l2 norm, RMSNorm with a bias per head: each if asked for, in this order.
 
@@ -42,15 +41,16 @@ def input_features(
         conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. 10).
         past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's document,
-            never falling along T. The convolution sees its own document alone; `past` is of document 0.
+            from 0 to 2^31 - 1, never falling along T. The convolution sees its own document alone; `past` is of document 0.
         rope: (cos, sin), each [T, 1, R/2] or [B, T, 1, R/2]; the halves of R form the pairs.
         silu: SiLU(x) / max(||SiLU(x)||_2, 1e-6) over R (paper eq. 10).
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).
         backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
             `torch`. An explicit one never falls back.
+        check_documents: as in the scan.
     Returns: [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm, for
         which only the inputs are kept.
-    Raises: ValueError if shapes, dtypes, devices or backend are not as above.
+    Raises: ValueError if shapes, dtypes, devices, backend or documents are not as above (documents as in the scan).
     """
     if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
@@ -77,6 +77,8 @@ def input_features(
                 f"[B, T] = {(B, T)}: the number of each token's document"
             )
         _check("documents", (documents,), ((B, T),), x)
+        if check_documents:
+            check_numbers(documents)
     if rope is not None:
         if R % 2:
             raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
@@ -240,21 +242,32 @@ def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, 
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if backend == "torch":
         return backend
-    problem = support.unsupported(x, head_dim, W, rope)
-    if backend == "triton":
-        if problem:
-            raise ValueError(
-                f"backend 'triton' cannot run this: {problem}. backend='torch' can, in plain PyTorch; 'auto' takes it by "
-                "itself and says so"
-            )
-        return backend
-    chosen = "torch" if problem else "triton"
-    if not torch.compiler.is_compiling():
-        _log_choice(chosen, x.device.type, problem)
-    return chosen
+    gradient = rope is not None and any(table.requires_grad for table in rope)
+    if backend == "auto":
+        return resolve_backend(x.device, head_dim, W, dtype=x.dtype, rope_gradient=gradient)[0]
+    problem = support.unsupported(x.device, x.dtype, head_dim, W, gradient)
+    if problem:
+        raise ValueError(
+            f"backend 'triton' cannot run this: {problem}. backend='torch' can, in plain PyTorch; 'auto' takes it by "
+            "itself and says so"
+        )
+    return backend
 
 
-@functools.cache
-def _log_choice(backend: str, device: str, problem: str | None) -> None:
-    reason = f": {problem}" if problem and device == "cuda" else ""
-    logger.info("interdomain.features: backend 'auto' runs %r on %s%s", backend, device, reason)
+def resolve_backend(
+    device: torch.device | None,
+    head_dim: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    rope_gradient: bool = False,
+) -> tuple[str, str]:
+    """What `backend="auto"` runs, and the same in words: as `interdomain.scan.resolve_backend`, logged likewise.
+
+    width: of the convolution, 0 for none. rope_gradient: whether the rotary tables require one.
+    """
+    problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
+    chosen, said = ("torch", f"torch (plain PyTorch): {problem}") if problem else ("triton", "triton (one kernel)")
+    if device is not None:
+        log_once(f"interdomain.features: backend 'auto' is {said}")
+    return chosen, said

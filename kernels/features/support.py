@@ -1,7 +1,6 @@
 """What the Triton kernels can run, decided without importing triton. torch.compile traces through `unsupported`."""
 
 import torch
-from torch import Tensor
 
 from interdomain.scan.triton_support import missing
 
@@ -10,19 +9,24 @@ MAX_WIDTH = 4
 MAX_HEAD_DIM = 256  # half a head per warp
 
 
-def unsupported(x: Tensor, head_dim: int, width: int, rope: tuple[Tensor, Tensor] | None) -> str | None:
-    """Why (x; convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can."""
-    if x.device.type != "cuda":
-        return f"the input is on {x.device.type}"
-    problem = missing(x.device)
+def unsupported(
+    device: torch.device | None, dtype: torch.dtype, head_dim: int, width: int, rope_gradient: bool = False
+) -> str | None:
+    """Why an input (convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can.
+
+    device: None for a GPU of another machine, as in the scan.
+    """
+    if device is not None and device.type != "cuda":
+        return f"the input is on {device.type}"
+    problem = missing(device)
     if problem:
         return problem
-    if x.dtype == torch.float64:
+    if dtype == torch.float64:
         return "the input is float64 and the Triton kernels compute in fp32"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         return f"head_dim is {head_dim} and the Triton kernels have even ones up to {MAX_HEAD_DIM}"
     if width > MAX_WIDTH:
         return f"the convolution is {width} wide and the Triton kernels have {MAX_WIDTH} at most"
-    if rope is not None and any(table.requires_grad for table in rope):
+    if rope_gradient:
         return "the rotary tables require a gradient, which the Triton kernels do not have"
     return None

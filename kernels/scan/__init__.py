@@ -5,15 +5,14 @@ functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states
 Derivation, notation, backends and tolerances: kernels/README.md.
 """
 
-import functools
-import logging
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from . import ops, parallel, reference, step, triton_support
-from .library import call
+from .documents import check_numbers
+from .library import call, log_once
 from .step import decay_factor
 from .tables import (
     MAX_DECAY_PER_TOKEN,
@@ -40,9 +39,8 @@ __all__ = [
     "mixing_matrix",
     "powers",
     "readout_vector",
+    "resolve_backend",
 ]
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
 
@@ -69,6 +67,7 @@ def interdomain_scan(
     backend: str = "auto",
     chunk_size: int | None = None,
     recompute: bool = True,
+    check_documents: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
@@ -80,8 +79,8 @@ def interdomain_scan(
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's
-            document, never falling along T, below 2^31. A state stops at the end of its document; the initial state is that of
-            document 0, which need not be there, and the final one that of the last token's. None: one sequence.
+            document, from 0 to 2^31 - 1, never falling along T. A state stops at the end of its document; the initial state is
+            that of document 0, which need not be there, and the final one that of the last token's. None: one sequence.
         final_state: False where only o is wanted, as in training: no final state is written, none is kept by activation
             checkpointing, and None is returned in its place.
         backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
@@ -90,10 +89,12 @@ def interdomain_scan(
         chunk_size: tokens per chunk, 1 to 64 (in Triton 16, 32 or 64, as far as the tables fit); None for the default. Other
             backends ignore it.
         recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
-            (256 bytes in bf16 at M = 64), and saves computing it twice.
+            (256 bytes in bf16 at M = 64), and saves computing it twice. Results and gradients are the same, bit for bit.
+        check_documents: False leaves out the check of the numbers (some five small operations) where a caller has counted them.
     Returns: (o [B, T, Hq, D] in v's dtype, the final state in initial_state's form), differentiable in every argument.
-    Raises: ValueError if shapes, dtypes, devices, backend or chunk_size are not as above; NotImplementedError for
-        forward-mode differentiation of a backend other than `reference`.
+    Raises: ValueError if shapes, dtypes, devices, backend, chunk_size or documents are not as above (on CUDA, and compiled,
+        wrong numbers of documents fail an asynchronous assertion); NotImplementedError for forward-mode differentiation of a
+        backend other than `reference`.
     """
     if k.ndim != 4:
         raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, T, H, R]")
@@ -108,7 +109,7 @@ def interdomain_scan(
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
-    documents = _numbers(documents, k)
+    documents = _numbers(documents, k, check_documents)
     backend = _choose(backend, chunk_size, (q, k, v), M)
     if ops.implements(backend, k.device):
         save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
@@ -130,13 +131,15 @@ def linear_scan(
     final_state: bool = True,
     backend: str = "auto",
     chunk_size: int | None = None,
+    check_documents: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
     Args:
         z: [B, T, H, P], dtypes as in `interdomain_scan`.
         log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, chunk_size: as in `interdomain_scan`.
+        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, chunk_size, check_documents: as in
+            `interdomain_scan`.
     Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
     """
     if z.ndim != 4:
@@ -148,7 +151,7 @@ def linear_scan(
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
-    documents = _numbers(documents, z)
+    documents = _numbers(documents, z, check_documents)
     backend = _choose(backend, chunk_size, (z,), M)
     if ops.implements(backend, z.device):
         args = z, log_decay, readout, initial_state, chunk_size or 0, backend, documents, final_state
@@ -286,6 +289,33 @@ def _step(
         return out, state.copy_(new) if inplace else new
 
 
+def resolve_backend(
+    device: torch.device | None,
+    M: int,
+    width: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk_size: int | None = None,
+) -> tuple[str, str]:
+    """What `backend="auto"` runs, and the same in words, with the reason where it is not the Triton kernels.
+
+    A process logs each answer for a device of its own once, also where torch.compile asks.
+
+    Args:
+        device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
+        width: the larger of R and D; 0 for the linear readout, which takes every width.
+        dtype: float64 if any of q, k, v is, else float32 if any is, else bfloat16.
+    """
+    chosen, said = "chunkwise", "chunkwise (Triton kernels)"
+    if device is not None and device.type != "cuda":
+        said = f"chunkwise (plain PyTorch on {device.type})"
+    elif problem := triton_support.unsupported(device, dtype, M, width, chunk_size):
+        chosen, said = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
+    if device is not None:
+        log_once(f"interdomain.scan: backend 'auto' is {said}")
+    return chosen, said
+
+
 def _fused(device: torch.device) -> bool:
     return device.type == "cuda" and triton_support.missing(device) is None
 
@@ -305,24 +335,20 @@ def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M:
             )
     if backend not in ("auto", "chunkwise", "parallel"):
         return backend
-    problem = triton_support.unsupported(inputs, M, chunk_size) if device == "cuda" else None
-    if backend != "auto":
-        if problem:
-            raise ValueError(
-                f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
-                "'auto' takes it by itself and says so"
-            )
-        return backend
-    chosen = "chunkwise-torch" if problem else "chunkwise"
-    if not torch.compiler.is_compiling():
-        _log_choice(chosen, device, problem)
-    return chosen
-
-
-@functools.cache
-def _log_choice(backend: str, device: str, problem: str | None) -> None:
-    reason = f": {problem}" if problem else ""
-    logger.info("interdomain.scan: backend 'auto' runs %r on %s%s", backend, device, reason)
+    double = any(x.dtype == torch.float64 for x in inputs)
+    dtype = torch.float64 if double else triton_support.operand_dtype(*inputs)
+    width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
+    if backend == "auto":
+        return resolve_backend(inputs[0].device, M, width, dtype=dtype, chunk_size=chunk_size)[0]
+    problem = None
+    if device == "cuda":
+        problem = triton_support.unsupported(inputs[0].device, dtype, M, width, chunk_size)
+    if problem:
+        raise ValueError(
+            f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
+            "'auto' takes it by itself and says so"
+        )
+    return backend
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:
@@ -334,7 +360,7 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
     return log_decay.shape[1]
 
 
-def _numbers(documents: Tensor | None, k: Tensor) -> Tensor | None:
+def _numbers(documents: Tensor | None, k: Tensor, check: bool) -> Tensor | None:
     if documents is None:
         return None
     if tuple(documents.shape) != tuple(k.shape[:2]) or documents.dtype not in (torch.int32, torch.int64):
@@ -344,6 +370,8 @@ def _numbers(documents: Tensor | None, k: Tensor) -> Tensor | None:
         )
     if documents.device != k.device:
         raise ValueError(f"documents is on {documents.device} and k (or z) on {k.device}; move one of them")
+    if check:
+        check_numbers(documents)
     return documents.to(torch.int32).contiguous()
 
 

@@ -10,6 +10,29 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+ALLOWED = "documents must number the tokens of each sequence from 0 to 2^31 - 1, never falling along T"
+
+
+def check_numbers(documents: Tensor) -> None:
+    """Check numbers [B, T], int32 or int64. Raises ValueError on a CPU, with what was got.
+
+    Elsewhere, and where torch.compile traces, an asynchronous assertion: the host waits for nothing, and CUDA ends the process
+    with its message at the next synchronisation (a RuntimeError on a compiled CPU).
+    """
+    before = F.pad(documents, (1, 0))[:, :-1]  # 0 before the first: it must not be negative
+    wrong = documents < before
+    if documents.dtype == torch.int64:
+        wrong = wrong | (documents >= 2**31)
+    right = ~wrong.any()
+    if torch.compiler.is_compiling() or type(documents) is not Tensor or documents.device.type != "cpu":
+        torch._assert_async(right, ALLOWED)
+    elif not right:
+        b, t = wrong.nonzero()[0].tolist()
+        number, last = documents[b, t].item(), before[b, t].item()
+        got = f"{number} at the first token" if t == 0 else f"{number} after {last} at token {t}"
+        raise ValueError(f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order.")
 
 
 class Masks(NamedTuple):

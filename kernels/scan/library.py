@@ -8,6 +8,7 @@ name from the others.
 import functools
 import hashlib
 import inspect
+import logging
 import sys
 
 import torch
@@ -26,6 +27,20 @@ def op_name(module: str, name: str) -> str:
     if folder.partition(".")[0] == "interdomain":
         return f"interdomain::{name}"
     return f"interdomain_{hashlib.sha256(folder.encode()).hexdigest()[:8]}::{name}"
+
+
+def log_once(line: str) -> None:
+    """Log "MODULE: ..." under that module's name, once per process. torch.compile runs it while it traces: no graph has it."""
+    _log_once(line)
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logging.getLogger(line.partition(":")[0]).info(line)
+
+
+# What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
+log_once._dynamo_marked_constant = True
 
 
 def call(op: CustomOpDef, *args):

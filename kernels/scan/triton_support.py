@@ -18,8 +18,13 @@ MAX_WIDTH = 256
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
-def missing(device: torch.device) -> str | None:
-    """Why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do."""
+def missing(device: torch.device | None) -> str | None:
+    """Why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do.
+
+    device: None for a GPU of another machine, which is taken to have what the kernels need.
+    """
+    if device is None:
+        return None
     if not _INSTALLED:
         return "triton is not installed"
     if torch.version.hip is not None:
@@ -29,31 +34,37 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def unsupported(inputs: tuple[Tensor, ...], M: int, chunk_size: int | None) -> str | None:
-    """Why (q, k, v), or (z,) of the linear readout, cannot run on the chunkwise Triton kernels; None if they can."""
-    problem = missing(inputs[0].device)
+def unsupported(
+    device: torch.device | None, dtype: torch.dtype, M: int, width: int, chunk_size: int | None
+) -> str | None:
+    """Why operands of this dtype cannot run on the chunkwise Triton kernels; None if they can.
+
+    width: the larger of R and D, 0 for the linear readout, which takes every width. device: as in `missing`.
+    """
+    problem = missing(device)
     if problem:
         return problem
-    if any(x.dtype == torch.float64 for x in inputs):
+    # With dynamic shapes torch.compile has symbols here, which no text can hold.
+    M, chunk_size = int(M), chunk_size and int(chunk_size)
+    if dtype == torch.float64:
         return "the inputs are float64 and the Triton kernels compute in bf16 or fp32"
     if M not in BASIS_SIZES:
         return f"M is {M} and the Triton kernels have M = {', '.join(map(str, BASIS_SIZES))}"
-    if len(inputs) > 1 and max(x.shape[-1] for x in inputs) > MAX_WIDTH:
+    if width > MAX_WIDTH:
         return f"R or D is above {MAX_WIDTH}, the widest that the Triton kernels have"
     if chunk_size is not None and chunk_size not in CHUNK_SIZES:
         return f"chunk_size is {chunk_size} and the Triton kernels have {', '.join(map(str, CHUNK_SIZES))}"
     if chunk_size is not None:
-        return _too_long(chunk_size, M, inputs)
+        return _too_long(chunk_size, M, dtype, device)
     return None
 
 
-def _too_long(chunk_size: int, M: int, inputs: tuple[Tensor, ...]) -> str | None:
+def _too_long(chunk_size: int, M: int, dtype: torch.dtype, device: torch.device | None) -> str | None:
     """Whether the tables of a chunk fit into shared memory: counted by compilation."""
-    device = inputs[0].device
-    if operand_dtype(*inputs) == torch.float32:
+    if dtype == torch.float32:
         if chunk_size > 16 and chunk_size * M > 1024:
             return f"chunk_size is {chunk_size} at M = {M}: in fp32, tables of this size do not fit; 16 do"
-    elif chunk_size * M > 4096 and device.type == "cuda" and not _has_large_shared_memory(device.index):
+    elif chunk_size * M > 4096 and device and device.type == "cuda" and not _has_large_shared_memory(device.index):
         return f"chunk_size is {chunk_size} at M = {M}: on this GPU, tables of this size do not fit; 32 do"
     return None
 

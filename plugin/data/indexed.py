@@ -153,12 +153,19 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def document_starts(self, start, stop):
-        """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending."""
+        """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending.
+
+        Raises: ValueError if the index has them in another order, which opening a shard does not look for.
+        """
         # bisect: numpy's searchsorted would first copy the whole (unaligned) index.
         first, last = (bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop))
-        positions = [self._document_start(document) for document in range(first, last)]
-        # np.unique: an empty document starts where the next one does.
-        return np.unique(np.asarray(positions, np.int64))
+        positions = np.asarray([self._document_start(document) for document in range(first, last)], np.int64)
+        if len(positions) and not (start <= positions[0] and positions[-1] < stop and (np.diff(positions) >= 0).all()):
+            raise ValueError(
+                f"Shard index {self.idx_path} is damaged: its documents must follow one another, and between tokens {start} "
+                f"and {stop} they begin at {positions[:8].tolist()}; {PREPARE_AGAIN}."
+            )
+        return np.unique(positions)  # an empty document starts where the next one does
 
     def _document_start(self, document):
         sequence = int(self.doc_idx[document])

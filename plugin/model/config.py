@@ -95,13 +95,18 @@ class Execution:
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
-            and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing.
+            and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
+            `auto` is True; training with `interdomain.titan` chooses by the GPU's memory instead.
         features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
     """
 
     backend: str = "auto"
-    recompute: bool = True
+    recompute: bool | str = "auto"
     features: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.recompute != "auto" and not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute is {self.recompute!r}; allowed: 'auto', True or False.")
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ class InterdomainMixer(JoinedProjections):
             conv=None if short is None else (short.weight, short.bias),
             past=before,
             documents=None if short is None else documents,
+            check_documents=False,  # counted (`Transformer._packed`), or 0 and 1 (`continuing`)
             rope=rope if self.config.rope else None,
             silu=mapped and self.feature_map is None,
             norm=None if norm is None else (norm.weight, norm.bias),
@@ -264,9 +265,10 @@ class InterdomainMixer(JoinedProjections):
     def _scan(self, q, k, v, log_decay, readout, initial, documents):
         wanted = initial is not None  # in training no state goes on
         run = dict(initial_state=initial, documents=documents, final_state=wanted, backend=self.execution.backend)
+        run["check_documents"] = False
         if q is None:
             return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
-        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute, **run)
+        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute is not False, **run)
 
 
 def _with_ones(v: Tensor) -> Tensor:

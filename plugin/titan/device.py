@@ -59,6 +59,16 @@ def use_cpu_if_alone() -> None:
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
+def device_here() -> torch.device:
+    """What a run on this machine computes on."""
+    return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
+
+
+def gpu_memory() -> int:
+    """Bytes of this machine's smallest GPU."""
+    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+
+
 def refuse_for_device(job_config) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""

@@ -51,10 +51,10 @@ class Mixer:
     """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
     All compute the same function."""
 
-    recompute: bool | None = None
-    """Compute the scan's scores again in the backward pass (unset: true). false keeps them for a shorter one: 4 bytes per
-    token, layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on
-    CUDA."""
+    recompute: Literal["auto", True, False] = "auto"
+    """Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
+    layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
+    auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same."""
 
     features: str = "auto"
     """How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute

@@ -1,9 +1,11 @@
 """The model as TorchTitan builds it: arguments from the job configuration, initial values under any sharding."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
 
 from interdomain.model import Execution, ModelConfig, Transformer, build_config, count_parameters
 from interdomain.model.flops import train_flops_per_token
@@ -25,9 +27,28 @@ class InterdomainModelArgs(BaseModelArgs):
         self.config, self.execution, self.seed = plan.config, plan.execution, plan.seed
         job_config.training.steps, job_config.training.tokens = plan.steps, 0
         job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+        if job_config.mixer.recompute == "auto":
+            recompute = _on_any_rank(plan.execution.recompute)
+            self.execution = replace(plan.execution, recompute=recompute)
+            job_config.mixer.recompute = recompute  # what is recorded
+            if "scores" in plan.computed:
+                other = recompute != plan.execution.recompute
+                words = (
+                    "auto: computed again, for another rank's GPU has less memory" if other else plan.computed["scores"]
+                )
+                logger.info("scores of the scan: %s", words)
 
     def get_nparams_and_flops(self, model, seq_len: int) -> tuple[int, int]:
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
+
+
+def _on_any_rank(here: bool) -> bool:
+    """Collective, where there are ranks."""
+    if not torch.distributed.is_initialized():
+        return here
+    there = torch.tensor(int(here), device=utils.device_type)
+    torch.distributed.all_reduce(there, op=torch.distributed.ReduceOp.MAX)
+    return bool(there.item())
 
 
 class InterdomainModel(Transformer):

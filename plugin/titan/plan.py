@@ -4,10 +4,15 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
+import functools
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
-from interdomain import features
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from interdomain import features, scan
 from interdomain.model import (
     CONDITIONS,
     SIZES,
@@ -19,14 +24,14 @@ from interdomain.model import (
     meta_model,
 )
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
-from interdomain.scan import BACKENDS
 
-from .device import refuse_for_device
+from .device import device_here, gpu_memory, refuse_for_device
 from .job_config import Mixer
 from .settings import refuse_unsupported
 
 DEFAULT_STEPS, DEFAULT_WARMUP_STEPS = 10_000, 200  # torchtitan's, where neither steps nor tokens are set
 DEFAULT_SEED = 42
+KEPT_SHARE = 0.8  # of a GPU's memory: what a run that keeps the scan's scores may need by the estimate
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class RunPlan:
     steps: int
     warmup_steps: int
     memory: dict[str, int]
+    computed: dict[str, str]  # how, in words: scan, features, scores
 
     @property
     def accumulation(self) -> int:
@@ -76,6 +82,7 @@ class RunPlan:
             "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
             f"rank(s) x {self.accumulation} accumulation step(s)",
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+            **self.computed,
         }
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
@@ -83,7 +90,8 @@ class RunPlan:
 def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     """Check `job_config` for a run on `world_size` ranks.
 
-    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused.
+    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused. With `mixer.recompute = auto`
+        the scan's scores are kept where this machine's GPUs have the memory; without a GPU here, the plan computes them again.
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
     refuse_unsupported(job_config)
@@ -114,6 +122,18 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         )
     steps, warmup = _schedule(job_config, tokens_per_step=global_batch * seq_len)
     n_params = count_parameters(meta_model(config))
+    memory = functools.partial(
+        memory_estimate,
+        config,
+        n_params,
+        shards=shard,
+        local_batch=local,
+        seq_len=seq_len,
+        checkpointing=job_config.activation_checkpoint.mode,
+        bf16=training.mixed_precision_param == "bfloat16",
+    )
+    device = None if on_gpus else device_here()
+    execution, computed = _resolved(execution, config, TORCH_DTYPE_MAP[training.mixed_precision_param], device, memory)
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
@@ -129,16 +149,8 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         seq_len=seq_len,
         steps=steps,
         warmup_steps=warmup,
-        memory=memory_estimate(
-            config,
-            n_params,
-            shards=shard,
-            local_batch=local,
-            seq_len=seq_len,
-            checkpointing=job_config.activation_checkpoint.mode,
-            bf16=training.mixed_precision_param == "bfloat16",
-            recompute=execution.recompute,
-        ),
+        memory=memory(recompute=execution.recompute),
+        computed=computed,
     )
 
 
@@ -166,12 +178,65 @@ def model_config(job_config) -> ModelConfig:
 
 def _execution(mixer) -> Execution:
     """How the mixers are computed, from the same section."""
-    if mixer.backend not in BACKENDS:
-        raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(BACKENDS)}.")
+    if mixer.backend not in scan.BACKENDS:
+        raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(scan.BACKENDS)}.")
     if mixer.features not in features.BACKENDS:
         raise ValueError(f"mixer.features = {mixer.features!r} is unknown; allowed: {', '.join(features.BACKENDS)}.")
     settings = {f.name: getattr(mixer, f.name) for f in fields(Execution)}
     return Execution(**{name: value for name, value in settings.items() if value is not None})
+
+
+def _resolved(
+    execution: Execution,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    memory: Callable[..., dict[str, int]],
+) -> tuple[Execution, dict[str, str]]:
+    """(how the mixers are computed, with `recompute` decided; the same in words). device: None for another machine's GPUs."""
+    mixer, softmax = config.mixer, config.mixer.kind == "softmax"
+    on_cpu = device is not None and device.type == "cpu"
+
+    def auto(resolve: Callable, *sizes: int) -> tuple[str, str]:
+        here, (chosen, there) = resolve(device, *sizes, dtype=dtype)[1], resolve(gpu, *sizes, dtype=dtype)
+        return chosen, f"{here}; on a GPU: {there}" if on_cpu else here
+
+    gpu, keeps, words = None if on_cpu else device, execution.backend, {}
+    if not softmax:
+        words["scan"] = f"{keeps} (mixer.backend)"
+        if keeps == "auto":
+            width = config.head_dim + mixer.normalize if mixer.query_readout else 0
+            keeps, words["scan"] = auto(scan.resolve_backend, mixer.n_basis, width)
+    words["features"] = f"{execution.features} (mixer.features)"
+    if execution.features == "auto":
+        words["features"] = auto(features.resolve_backend, config.head_dim, 0 if softmax else mixer.conv_width)[1]
+    recompute = execution.recompute
+    if not softmax and mixer.query_readout:
+        recompute, words["scores"] = _scores(recompute, keeps, device, sum(memory(recompute=False).values()))
+    return replace(execution, recompute=recompute is not False), words
+
+
+def _scores(asked: bool | str, backend: str, device: torch.device | None, needed: int) -> tuple[bool, str]:
+    """(whether the scan's scores are computed again in the backward pass, the same in words).
+
+    backend: on a GPU. needed: bytes per device of the run that keeps them.
+    """
+    gib, percent = 2**30, round(100 * KEPT_SHARE)
+    if backend not in ("chunkwise", "parallel"):
+        return asked is not False, f"{backend} keeps none"
+    if asked != "auto":
+        return asked, f"{'computed again' if asked else 'kept, on GPUs'} (mixer.recompute)"
+    if device is None or device.type != "cuda":
+        return True, (
+            f"auto: kept on GPUs of {needed / KEPT_SHARE / gib:.2f} GiB or more, {percent} % of which the run then needs "
+            f"({needed / gib:.2f}){'' if device is None else '; none kept on a CPU'}"
+        )
+    allowed = KEPT_SHARE * gpu_memory()
+    keep = needed <= allowed
+    return not keep, (
+        f"auto: {'kept' if keep else 'computed again'}: about {needed / gib:.2f} GiB with them, and {percent} % of the GPU's "
+        f"memory are {allowed / gib:.2f} GiB"
+    )
 
 
 def seed_of(job_config) -> int:

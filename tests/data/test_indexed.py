@@ -94,6 +94,16 @@ def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, 
         dataset[3]
 
 
+def test_documents_in_another_order(tmp_path):
+    """Opening a shard compares ends only; whoever asks where documents begin is told."""
+    path = hand_built(tmp_path / "a", 4, [[[1]], [[2]], [[3]], [[4]]]).with_suffix(".idx")
+    index = bytearray(path.read_bytes())
+    index[-32:-16] = struct.pack("<qq", 2, 1)
+    path.write_bytes(index)
+    with pytest.raises(ValueError, match=r"damaged: its documents must follow one another, .* begin at \[0, 2, 1, 3\]"):
+        IndexedDataset(tmp_path / "a").document_starts(0, 4)
+
+
 def test_empty_shard(tmp_path):
     info = write(tmp_path / "a", [])
     dataset = IndexedDataset(tmp_path / "a")

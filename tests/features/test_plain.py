@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import features
 from interdomain.features import input_features, support
-from interdomain.scan import triton_support
+from interdomain.scan import library, triton_support
 
 from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
 
@@ -124,6 +124,10 @@ CONV = torch.zeros(24, 1, 4), torch.zeros(24)
         (dict(past=X[:, :3]), "past is given without conv"),
         (dict(conv=CONV, past=X[:, :4]), r"past has shapes \(\(2, 4, 24\),\); expected \(\(2, 3, 24\),\)"),
         (dict(documents=X[..., 0]), r"documents is torch.float32 of shape \(2, 5\); expected int32 or int64"),
+        (
+            dict(documents=torch.tensor([[0, 1, 1, 0, 1]] * 2)),
+            r"documents must number .*: got 0 after 1 at token 3 of sequence 0",
+        ),
         (dict(documents=X[:, :4, 0].int()), r"documents is torch.int32 of shape \(2, 4\); .* \[B, T\] = \(2, 5\)"),
         (dict(rope=(TABLE, TABLE[:3])), r"rope has shapes .* expected \(\(5, 1, 4\), \(5, 1, 4\)\)"),
         (dict(head_dim=3, rope=(TABLE, TABLE)), "head_dim is 3; RoPE rotates pairs"),
@@ -142,10 +146,10 @@ def test_refusals(options, message):
 def pretend_gpu(monkeypatch):
     monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
     monkeypatch.setattr(triton_support, "_INSTALLED", True)
-    features._log_choice.cache_clear()
+    library._log_once.cache_clear()
     with FakeTensorMode():
         yield
-    features._log_choice.cache_clear()
+    library._log_once.cache_clear()
 
 
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
@@ -156,10 +160,10 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
         assert features._choose("auto", x.double(), 8, 4, None) == "torch"
         assert features._choose("auto", x.cpu(), 8, 4, None) == "torch"
     assert [r.message for r in caplog.records] == [
-        "interdomain.features: backend 'auto' runs 'triton' on cuda",
-        "interdomain.features: backend 'auto' runs 'torch' on cuda: "
+        "interdomain.features: backend 'auto' is triton (one kernel)",
+        "interdomain.features: backend 'auto' is torch (plain PyTorch): "
         "the input is float64 and the Triton kernels compute in fp32",
-        "interdomain.features: backend 'auto' runs 'torch' on cpu",
+        "interdomain.features: backend 'auto' is torch (plain PyTorch): the input is on cpu",
     ]
 
 
@@ -184,9 +188,9 @@ def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
 def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
     x = torch.empty(2, 5, 24, device="cuda")
     monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
-    assert "compute capability 8.0" in support.unsupported(x, 8, 4, None)
+    assert "compute capability 8.0" in support.unsupported(x.device, x.dtype, 8, 4)
     monkeypatch.setattr(triton_support, "_INSTALLED", False)
-    assert support.unsupported(x, 8, 4, None) == "triton is not installed"
+    assert support.unsupported(x.device, x.dtype, 8, 4) == "triton is not installed"
 
 
 @pytest.mark.parametrize("mix", MIXES)

@@ -148,7 +148,7 @@ def test_what_is_kept_for_the_backward_is_passed_to_the_scan(monkeypatch):
         return interdomain_scan(*args, **settings)
 
     monkeypatch.setattr(mixer, "interdomain_scan", scan)
-    for recompute in (True, False):
+    for recompute in ("auto", False):
         model = Transformer(config, Execution(recompute=recompute))
         model.init_weights(0)
         model(random_tokens(config, 1, 5))

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
+from interdomain.scan.documents import check_numbers
 
 from .common import ON_CPU, Case, assert_agree, gradients, op_inputs, run_op
 
@@ -105,3 +107,30 @@ def test_refusals(documents, message):
         inputs, _, _ = problem(linear)
         with pytest.raises(ValueError, match=message):
             (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, documents=documents)
+
+
+WRONG = {
+    "falling": ([[0, 0, 1, 2], [0, 1, 1, 0]], "got 0 after 1 at token 3 of sequence 1"),
+    "negative": ([[-1, 0, 1, 2], [0, 1, 1, 2]], "got -1 at the first token of sequence 0"),
+    "too large": ([[0, 0, 0, 0], [0, 1, 1, 2**31]], "got 2147483648 after 1 at token 3 of sequence 1"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_numbers_that_are_no_documents(wrong):
+    """An error at the call on a CPU; compiled, and on CUDA, an assertion that the host does not wait for."""
+    numbers, got = WRONG[wrong]
+    numbers, right = torch.tensor(numbers), torch.tensor([[0, 0, 1, 2**31 - 1], [5, 5, 5, 5]])
+    small = Case(T=4, B=2, R=4, D=3, M=4)
+    for linear in (False, True):
+        inputs, _ = op_inputs(small, torch.float32, linear=linear)
+        fn = scan.linear_scan if linear else scan.interdomain_scan
+        fn(**inputs, documents=right)
+        with pytest.raises(ValueError, match=rf"from 0 to 2\^31 - 1, never falling along T: {got}"):
+            fn(**inputs, documents=numbers)
+    compiled = torch.compile(scan.linear_scan, fullgraph=True, backend="aot_eager")
+    compiled(**inputs, documents=right)
+    with pytest.raises(RuntimeError, match="documents must number"):
+        compiled(**inputs, documents=numbers)
+    with FakeTensorMode() as mode:  # its tensors have no numbers that the host could look at
+        check_numbers(mode.from_tensor(numbers))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from interdomain import scan
+from interdomain.scan import library
 
 from .common import ON_CPU, Case, op_inputs
 
@@ -100,12 +101,18 @@ def test_step_errors():
         scan.linear_step(LINEAR["z"][:, 0], LINEAR["log_decay"], LINEAR["readout"][:, :3], state)
 
 
-def test_auto_is_chunkwise_and_says_so_once(caplog):
-    scan._log_choice.cache_clear()
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_auto_is_chunkwise_and_says_so_once(caplog, compiled):
+    run = (
+        torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager") if compiled else scan.interdomain_scan
+    )
+    library._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        results = [scan.interdomain_scan(**QUERY)[0] for _ in range(3)]
+        results = [run(**QUERY)[0] for _ in range(2)]
         scan.linear_scan(**LINEAR, backend="fft")
-    assert [r.getMessage() for r in caplog.records] == ["interdomain.scan: backend 'auto' runs 'chunkwise' on cpu"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "interdomain.scan: backend 'auto' is chunkwise (plain PyTorch on cpu)"
+    ]
     assert torch.equal(results[0], scan.interdomain_scan(**QUERY, backend="chunkwise")[0])
 
 

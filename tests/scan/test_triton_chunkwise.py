@@ -331,27 +331,30 @@ def test_offsets_beyond_32_bits():
 
 
 @on_kernels
-def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
-    case = Case(T=70, B=2, H=1, G=2, R=16, D=16)
-    inputs, cotangents = to_device(*problem(case, torch.bfloat16, False)[:2])
-    calls = []
-    contract = kernels.launch.contract
+@pytest.mark.parametrize(("M", "T", "G"), [(16, 40, 2), (128, 20, 1)])
+def test_recompute_is_a_matter_of_memory_only(M, T, G, kernels, monkeypatch):
+    """Right with packed documents, in segments, at the largest M; the same bits; a is all that is kept beside the inputs."""
+    monkeypatch.setattr(kernels, "segment_count", lambda *args: 3)
+    case, documents = Case(T=T, H=1, G=G, R=16, D=16, M=M), packed(T)[:1]
+    inputs, cotangents, _ = problem(case, torch.bfloat16, False)
+    expected = one_by_one(inputs, cotangents, documents)
+    inputs, cotangents = to_device(inputs, cotangents)
+    settings = dict(backend="chunkwise", chunk_size=16, documents=documents.to(DEVICE))
+    calls, results, contract = [], [], kernels.launch.contract
     monkeypatch.setattr(kernels.launch, "contract", lambda *args, **kw: calls.append(args) or contract(*args, **kw))
-    results = {}
     for recompute in (True, False):
         saved = []
         calls.clear()
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
-            outputs = scan.interdomain_scan(**inputs, backend="chunkwise", recompute=recompute)
-        results[recompute] = (*outputs, *gradients(outputs, cotangents, inputs).values())
+            out, state = scan.interdomain_scan(**inputs, recompute=recompute, **settings)
+        results.append({"out": out, "state": state, **gradients((out, state), cotangents, inputs)})
         assert len(calls) == (3 if recompute else 2)
-        extra = [x for x in saved if x.data_ptr() not in {y.data_ptr() for y in inputs.values()}]
-        kept = [] if recompute else [(2, 2, 70, 32)]
-        assert [tuple(x.shape) for x in extra] == kept
-        assert all(x.dtype == torch.bfloat16 for x in extra)
-        with torch.no_grad():
-            assert torch.equal(scan.interdomain_scan(**inputs, backend="chunkwise", recompute=recompute)[0], outputs[0])
-    assert all(torch.equal(x, y) for x, y in zip(results[True], results[False], strict=True))
+        given = {x.data_ptr() for x in (*inputs.values(), settings["documents"])}
+        extra = [(x.dtype, tuple(x.shape)) for x in saved if x.data_ptr() not in given]
+        assert extra == ([] if recompute else [(torch.bfloat16, (1, G, T, 2 * M))])
+    errors = {n: error(results[1][n].cpu(), expected[n], "rms") for n in expected}
+    assert all(e < TOLERANCES[torch.bfloat16] for e in errors.values()), errors
+    assert all(torch.equal(results[0][n], results[1][n]) for n in expected)
 
 
 @on_kernels

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
-from interdomain.scan import ops, triton_support
+from interdomain.scan import library, ops, triton_support
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -47,15 +47,17 @@ def test_refusals(inputs, M, chunk_size, message, pretend_gpu, caplog):
     with pytest.raises(ValueError, match=f"backend 'parallel' cannot run this on CUDA: {message}"):
         scan._choose("parallel", chunk_size, inputs, M)
     assert scan._choose("chunkwise-torch", chunk_size, inputs, M) == "chunkwise-torch"
-    scan._log_choice.cache_clear()
+    library._log_once.cache_clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(scan._choose, fullgraph=True, backend="eager")
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
-        assert [scan._choose("auto", chunk_size, inputs, M) for _ in range(2)] == ["chunkwise-torch"] * 2
+        assert [choose("auto", chunk_size, inputs, M) for choose in (compiled, scan._choose)] == ["chunkwise-torch"] * 2
     assert len(caplog.records) == 1
     assert message in caplog.text
 
 
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
-    scan._log_choice.cache_clear()
+    library._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
         assert scan._choose("auto", None, fake_inputs(D=65), 64) == "chunkwise"
         assert scan._choose("chunkwise", 32, fake_inputs(torch.float16), 16) == "chunkwise"
@@ -63,7 +65,7 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
         assert scan._choose("auto", 32, fake_inputs(), 128) == "chunkwise"
         assert scan._choose("auto", 32, fake_inputs(torch.float32), 32) == "chunkwise"
         assert scan._choose("auto", 16, fake_inputs(torch.float32), 128) == "chunkwise"
-    assert "'auto' runs 'chunkwise' on cuda" in caplog.text
+    assert "'auto' is chunkwise (Triton kernels)" in caplog.text
 
 
 def test_long_chunks_where_shared_memory_is_large(pretend_gpu, monkeypatch):

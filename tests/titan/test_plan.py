@@ -9,12 +9,15 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
+from interdomain.features import support
 from interdomain.model import CONDITIONS, Execution, Transformer
 from interdomain.model.flops import memory_estimate
-from interdomain.titan import NAME, settings, trainer
+from interdomain.scan import library, triton_support
+from interdomain.titan import NAME, plan, settings, trainer
 from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
 from interdomain.titan.parallelize import SCAN_OPS
 from interdomain.titan.plan import make_plan, model_config
+from interdomain.titan.run_log import hyperparameters
 from interdomain.titan.settings import read_job_config
 from tests.model.common import small_config
 
@@ -92,9 +95,76 @@ def test_how_a_mixer_is_computed_is_no_part_of_the_model(monkeypatch):
         x.attention.execution == Execution("sequential", recompute=False, features="torch")
         for x in model.layers.values()
     )
-    assert Execution() == make_plan(parse(), 1).execution
+    assert Execution(recompute=True) == make_plan(parse(), 1).execution
     kept, lean = (make_plan(parse(mixer__recompute=r), 1).memory["activations"] for r in (False, True))
     assert kept > lean
+
+
+GIB = 2**30
+
+
+def on_a_gpu(monkeypatch, memory):
+    monkeypatch.setattr(plan, "device_here", lambda: torch.device("cuda"))
+    monkeypatch.setattr(plan, "gpu_memory", lambda: memory)
+    monkeypatch.setattr(triton_support, "missing", lambda device: None)
+    monkeypatch.setattr(support, "missing", lambda device: None)
+
+
+def test_scores_are_kept_where_the_gpu_has_the_memory(monkeypatch):
+    """At most 80 % of it by the estimate, in which full checkpointing has no scores. A choice of the user's stands."""
+    needed = {
+        mode: sum(make_plan(parse(mixer__recompute=False, activation_checkpoint__mode=mode), 1).memory.values())
+        for mode in ("none", "full")
+    }
+    for mode, most in needed.items():
+        for memory, keeps in ((most / 0.8 + 1, True), (most / 0.8 - 1, False)):
+            on_a_gpu(monkeypatch, memory)
+            made = make_plan(parse(activation_checkpoint__mode=mode), 1)
+            assert made.execution.recompute is not keeps
+            assert f"auto: {'kept' if keeps else 'computed again'}: about" in made.describe()
+            assert (sum(made.memory.values()) == most) == (keeps or mode == "full")
+            assert make_plan(parse(mixer__recompute=True), 1).execution.recompute is True
+            assert make_plan(parse(mixer__recompute=False), 1).execution.recompute is False
+    on_a_gpu(monkeypatch, 100 * GIB)
+    without = (
+        dict(mixer__backend="fft"),
+        dict(mixer__n_basis=48),
+        dict(mixer__condition="s4d"),
+        dict(mixer__condition="softmax"),
+    )
+    assert all(make_plan(parse(**settings), 1).execution.recompute for settings in without)
+
+
+def test_a_dry_run_says_how_a_gpu_would_run_it(monkeypatch):
+    """Without one, and of other machines' GPUs."""
+    for on_gpus, here in ((False, "chunkwise (plain PyTorch on cpu); on a GPU: "), (True, "")):
+        said = make_plan(parse(mixer__n_basis=48), 1, on_gpus).computed
+        assert said["scan"].startswith(f"{here}chunkwise-torch (plain PyTorch): M is 48")
+        assert said["scores"] == "chunkwise-torch keeps none"
+        kept = make_plan(parse(mixer__recompute=False), 1).memory
+        made = make_plan(parse(), 1, on_gpus)
+        assert made.execution.recompute
+        assert made.computed["scores"].startswith(
+            f"auto: kept on GPUs of {sum(kept.values()) / 0.8 / GIB:.2f} GiB or more"
+        )
+        assert made.computed["features"].endswith("triton (one kernel)")
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1])
+def test_a_run_begins_with_how_it_is_computed(elsewhere, monkeypatch, caplog, alone):
+    """Once, though many ask; the scores as the rank with the least memory has to have them, which is what is recorded."""
+    on_a_gpu(monkeypatch, 100 * GIB)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op: x.fill_(max(x.item(), elsewhere)))
+    library._log_once.cache_clear()
+    job, arguments = parse(), InterdomainModelArgs()
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            arguments.update_from_config(job)
+    scores = "auto: computed again, for another rank" if elsewhere else "auto: kept: about"
+    said = ["backend 'auto' is chunkwise (Triton kernels)", "backend 'auto' is triton (one kernel)", scores]
+    assert [sum(words in r.getMessage() for r in caplog.records) for words in said] == [1, 1, 1]
+    assert arguments.execution.recompute is job.mixer.recompute is bool(elsewhere)
+    assert hyperparameters(make_plan(job, 1), job)["recompute"] is bool(elsewhere)
 
 
 def test_flops_belong_to_the_condition():
