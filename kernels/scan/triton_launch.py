@@ -177,7 +177,7 @@ class Tables(NamedTuple):
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
             dense(log_decay), t, t_conj, t_conj_T, E, step, step if segment is None else segment,
-            *((step, t, t) if readout is None else (dense(readout), *constant)), length, last,
+            *((step, t, t) if readout is None else (dense(readout), *constant)), H, length, last,
             M=M, L=L, BL=BL, SEGMENTS=segment is not None, LINEAR=readout is not None, num_warps=4,
         )  # fmt: skip
         return cls(t, t_conj, t_conj_T, E, step, segment, constant)
@@ -385,7 +385,7 @@ def conj_sum(*parts: Tensor, pairs: bool = True) -> Tensor:
     B, H, n, N = x.shape
     out = x.new_empty((H, N // 2, 2) if pairs else (H, N))
     sum_kernel[(H * N // 32,)](
-        x, y, out, B, n, y.shape[2] if len(parts) == 2 else 0, M=N // 2, BN=32, BR=32, PAIRS=pairs, num_warps=4
+        x, y, out, B, H, n, y.shape[2] if len(parts) == 2 else 0, M=N // 2, BN=32, BR=32, PAIRS=pairs, num_warps=4
     )  # fmt: skip
     return out
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["length", "last"])
+@triton.jit(do_not_specialize=["H", "length", "last"])
 def tables_kernel(
     p_theta,
     p_t,
@@ -19,6 +19,7 @@ def tables_kernel(
     p_w,
     p_rows,
     p_scores,
+    H,
     length,
     last,
     M: tl.constexpr,
@@ -88,7 +89,7 @@ def tables_kernel(
         if SEGMENTS:
             b_j = tl.where(o_2 == 0, length, last).to(tl.float64)
             b_s = tl.exp(b_re * b_j)
-            p_s = p_powers + ((o_2 * (tl.num_programs(0) // NL) + i_h) * M + o_m) * 2
+            p_s = p_powers + ((o_2 * H + i_h) * M + o_m) * 2
             tl.store(p_s, (b_s * tl.cos(b_im * b_j)).to(tl.float32))
             tl.store(p_s + 1, (b_s * tl.sin(b_im * b_j)).to(tl.float32))
 
@@ -103,15 +104,16 @@ def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr
     return b_sum
 
 
-@triton.jit(do_not_specialize=["B", "n_x", "n_y"])
-def sum_kernel(p_x, p_y, p_out, B, n_x, n_y, M: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PAIRS: tl.constexpr):
+@triton.jit(do_not_specialize=["B", "H", "n_x", "n_y"])
+def sum_kernel(
+    p_x, p_y, p_out, B, H, n_x, n_y, M: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PAIRS: tl.constexpr
+):
     """Conjugates of the sums of p_x [B, H, n_x, 2M] and p_y [B, H, n_y, 2M] over all but heads; n_y may be 0.
 
     Numbers come as (Re | Im) and leave so, [H, 2M], or as PAIRS, [H, M, 2]. Grid: H 2M / BN programs, in a fixed order.
     """
     NN: tl.constexpr = 2 * M // BN
     i_h = tl.program_id(0) // NN
-    H = tl.num_programs(0) // NN
     o_n = tl.program_id(0) % NN * BN + tl.arange(0, BN)
     b_sum = tl.zeros([BR, BN], dtype=tl.float32)
     b_sum = add_rows(b_sum, p_x, o_n, B * n_x, n_x, i_h, H, 2 * M, BR)

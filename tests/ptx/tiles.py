@@ -46,6 +46,12 @@ def test_scan(dtype):
     chunkwise.check(Case(T=150 if dtype == BF16 else 40, G=2, **WIDE), dtype)
 
 
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_whole_chunks(linear):
+    """Kernels without masks along time are a compilation of their own."""
+    chunkwise.check(Case(T=192, **WIDE), BF16, linear)
+
+
 def test_scan_of_a_step():
     """T = 1 and no state: most of every tile is masked."""
     chunkwise.check(Case(T=1, B=8, state=False, **WIDE), BF16)
