@@ -76,7 +76,7 @@ def results(
 ):
     """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None).
 
-    Drawn on the CPU: the same numbers on every machine.
+    Drawn on the CPU: the same numbers whatever the GPU.
     """
     leaves, rope, d_out = move(make(kind, shape, dtype, CPU, past=past, seed=seed), device)
     documents = make_documents(shape, CPU, seed=seed).to(device) if packed else None

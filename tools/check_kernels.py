@@ -33,7 +33,7 @@ from ._bench import (
     require_healthy,
     without_paths,
 )
-from ._cases import COLUMNS, STEPS, Case, groups
+from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import user_errors
 from ._problems import CPU, make_documents, make_inputs, move
 
@@ -45,7 +45,7 @@ LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agr
 
 def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason."""
-    row = {"case": str(case), "bound": case.bound, "bit-equal": None}
+    row = _row(case)
     try:
         run = {"step": _step, "features": _input_features, "features step": _input_features_step}
         got, exact, again = run.get(case.kind, _scan)(case, device, seed)
@@ -54,17 +54,22 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
         return row | {"result": f"{FAIL}: {reason(e)}"}
     if again is not None:
         row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-    return row | verdict({name: row[name] for name in exact}, case.bound, row["bit-equal"])
+    return row | verdict({name: row[name] for name in exact}, case.arithmetic, row["bit-equal"])
 
 
-def verdict(errors: dict[str, float], bound: float, bit_equal: bool | None = None) -> dict:
+def _row(case: Case, **more) -> dict:
+    """bound: of every tensor but, in bf16, dlog_decay (`bound`)."""
+    return {"case": str(case), "bound": BOUNDS[case.arithmetic], "bit-equal": None, **more}
+
+
+def verdict(errors: dict[str, float], arithmetic: str, bit_equal: bool | None = None) -> dict:
     """The result and the worst error of a row."""
 
-    def all_below(limit: float) -> bool:  # `not <` instead of `>`: a NaN must fail
-        return all(error < limit for error in errors.values())
+    def all_below(factor: float) -> bool:  # `<` and not `>`: a NaN must fail
+        return all(error < factor * bound(arithmetic, name) for name, error in errors.items())
 
-    failed = bit_equal is False or not all_below(FAILED * bound)
-    return {"result": FAIL if failed else "PASS" if all_below(bound) else BEYOND, "worst": max(errors.values())}
+    failed = bit_equal is False or not all_below(FAILED)
+    return {"result": FAIL if failed else "PASS" if all_below(1) else BEYOND, "worst": max(errors.values())}
 
 
 def status(results: list[str]) -> int:
@@ -85,7 +90,7 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
     linear = case.kind == "linear scan"
     what = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
-    # On the CPU: the same numbers on every machine.
+    # On the CPU: the same numbers whatever the GPU.
     inputs, cotangents = move(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device)
     options = {} if linear else {"recompute": case.recompute}
     documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
@@ -185,7 +190,7 @@ def run_group(name: str, cases: list[Case], device: torch.device, report) -> Non
     """report(kind, row) for every case; after an error that the GPU does not survive, the rest of the group has failed."""
     broken = None
     for case in cases:
-        row = {"case": str(case), "bound": case.bound, "result": f"FAIL: {broken}"} if broken else None
+        row = _row(case, result=f"{FAIL}: {broken}") if broken else None
         row = {"group": name, **(row or run_case(case, device))}
         if not broken:
             try:
@@ -217,8 +222,7 @@ def run_apart(names: list[str], device: torch.device, jobs: int, deadline: Deadl
                 if ended:
                     del running[name]
                     for case in expected[name][len(rows) :]:
-                        row = {"group": name, "case": str(case), "bound": case.bound, "result": worker.result()}
-                        report(case.kind, row)
+                        report(case.kind, {"group": name, **_row(case, result=worker.result())})
 
 
 def _worker(name: str, device: torch.device, file: Path, deadline: Deadline) -> str:

@@ -85,7 +85,7 @@ def test_nan_other_bits_and_exceptions_fail(monkeypatch):
 def test_beyond_the_bound_is_not_failed(error, result, code, status, tmp_path, monkeypatch, capsys):
     """One tensor of the first case is `error` bounds off."""
     (case, _) = check_kernels.groups(False)["reference"]
-    errors = iter([error * case.bound])
+    errors = iter([error * check_kernels.BOUNDS[case.arithmetic]])
     monkeypatch.setattr(check_kernels, "relative_rms", lambda got, exact: next(errors, 0.0))
     assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference"]) == code
     contents, _ = results(tmp_path, "check")
