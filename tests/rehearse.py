@@ -4,8 +4,9 @@ Run every case of tools/check_kernels.py, and every test marked `gpu` that compa
 Triton's interpreter with the plan for Hopper, on the numbers that a GPU will see (seed 0) and on those of other seeds. The
 table has the worst error of each case beside its bound. Cases that are plain PyTorch run as they are.
 
-Rows are appended as they come, seed after seed; what the file already has is not run again. With `--only chunkwise T=130`
-run the cases whose names hold every word. Exit status 1 if an error times 1.5 is beyond its bound.
+Rows are appended as they come, seed after seed; what the file already has is not run again, so take a new file for other
+kernels. `--only chunkwise T=130` runs the cases whose names hold every word. Exit status 1 if 1.5 times an error is beyond
+its bound.
 
 What differs from a GPU: fp32 products are exact to fp32, not 3xTF32 (2.6e-7 at worst in tests/ptx); sums have another
 order; CUDA graphs run as plain calls; the longest sequences are cut (`cut` in the table).

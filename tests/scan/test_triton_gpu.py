@@ -3,11 +3,16 @@
 The numbers are drawn on the CPU, and `python -m tests.rehearse` shows beforehand that the errors keep a third of their bound.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from interdomain.tools import check_kernels
 
+from ..common import REPOSITORY
 from .common import Case, error, op_inputs, run_op
 from .test_triton_chunkwise import DEVICE, DTYPES, errors, kernels, to_device  # noqa: F401 (kernels: a fixture)
 
@@ -55,3 +60,16 @@ def long_sequence_errors(backend, T=70_001, seed=0):
 def test_long_sequences(backend):
     found = long_sequence_errors(backend)
     assert check_kernels.verdict(found, "bf16")["result"] == "PASS", found
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the rehearsal is for machines without a GPU")
+def test_the_rehearsal_runs(tmp_path):
+    """One case of one seed."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    rows, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    options = ["--rows", rows, "--table", page, "--seeds", "1", "--only", "features step: triton B=1 "]
+    command = [sys.executable, "-m", "tests.rehearse", *map(str, options)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(rows.read_text().splitlines()) == 1
+    assert "| step | features step: triton B=1 T=4 H=4 d=64 M=64 bfloat16 | 1 | 4.0e-03 |" in page.read_text()
