@@ -10,7 +10,7 @@ from interdomain.features import input_features, input_features_step
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 
 from ._bench import Report
-from ._problems import Shape, generator, make_documents
+from ._problems import CPU, Shape, generator, make_documents, move
 from ._timing import Ceilings, interleaved, ratio, release, usable
 
 COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
@@ -28,10 +28,10 @@ TABLE = ["features", "forward ms", "backward ms", "both ms", "over torch", "byte
 CONV_WIDTH, ROPE_THETA = 4, 10_000.0
 
 
-def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, past: bool = False):
+def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, past: bool = False, seed: int = 0):
     """(leaves by name, rotary tables or None, d_out): x [B, T, E] and the parameters that this projection has, in dtype."""
     B, T, H, d = shape.B, shape.T, shape.H, shape.d
-    g = generator(device, 0)
+    g = generator(device, seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device=device).to(dtype)
@@ -68,13 +68,18 @@ def results(
     dtype: torch.dtype,
     device: torch.device,
     backend: str,
+    *,
     past: bool,
-    repeat: bool,
+    repeat: bool = False,
     packed: bool = False,
+    seed: int = 0,
 ):
-    """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None)."""
-    leaves, rope, d_out = make(kind, shape, dtype, device, past=past)
-    documents = make_documents(shape, device) if packed else None
+    """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None).
+
+    Drawn on the CPU: the same numbers whatever the GPU.
+    """
+    leaves, rope, d_out = move(make(kind, shape, dtype, CPU, past=past, seed=seed), device)
+    documents = make_documents(shape, CPU, seed=seed).to(device) if packed else None
 
     def once(leaves, rope, d_out, backend):
         out = run(kind, leaves, rope, shape.d, backend, documents)
@@ -87,19 +92,19 @@ def results(
     return got, once(double, rope and tuple(x.double() for x in rope), d_out.double(), "torch"), again
 
 
-def step_results(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str):
+def step_results(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int = 0):
     """T tokens of a layer of interdomain heads one by one: (outputs and what remains of the past, the same in float64 by plain
     PyTorch, None). q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed."""
     B, T, H, d = shape.B, shape.T, shape.H, shape.d
-    g = generator(device, 0)
+    g = generator(CPU, seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, device=device).to(dtype)
+        return torch.randn(*size, generator=g).to(dtype).to(device)
 
     x, past = normal(B, T, 3 * H * d), normal(B, CONV_WIDTH - 1, 2 * H * d)
     conv = 0.5 * normal(CONV_WIDTH, 2 * H * d), 0.5 * normal(2 * H * d)
     norm = 1 + 0.1 * normal(2 * H, d), 0.1 * normal(2 * H, d)
-    rope = _rope(T, d, device)
+    rope = move(_rope(T, d, CPU), device)
 
     def once(backend: str, convert) -> dict[str, Tensor]:
         tokens, window, turns = convert(x).clone(), convert(past).clone(), [convert(table) for table in rope]

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from interdomain import scan
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -34,6 +36,15 @@ class Shape:
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
+
+
+def move(x, device: torch.device):
+    """The same on `device`: a tensor, a dict or tuple of them, or None. Leaves that record gradients stay leaves."""
+    if isinstance(x, dict):
+        return {name: move(y, device) for name, y in x.items()}
+    if isinstance(x, tuple):
+        return tuple(move(y, device) for y in x)
+    return x if x is None else x.detach().to(device).requires_grad_(x.requires_grad)
 
 
 def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,6 +85,7 @@ def make_inputs(
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v], if `linear`), and cotangents of its results.
 
+    device: on which the numbers are drawn, too: on the CPU they are the same on every x86 machine.
     wider: by how many channels v is wider than q and k (z than 2 d).
 
     Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that

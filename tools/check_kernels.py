@@ -2,7 +2,8 @@
 
 Run every backend of the scan and the one-token step on this machine's GPU (without one: on the CPU, tiny) and compare
 outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; then once more, for equal
-bits. Exit status 1 if anything is beyond its bound. Run it before believing any figure.
+bits. Run it before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its
+bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
 import argparse
@@ -10,8 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -33,173 +33,50 @@ from ._bench import (
     require_healthy,
     without_paths,
 )
+from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import user_errors
-from ._problems import Shape, make_documents, make_inputs
+from ._problems import CPU, make_documents, make_inputs, move
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Relative RMS error. fp32: 3xTF32 or fp32 products and fp32 sums. bf16: operands rounded (1.7e-3 each) at eight places in
-# a row; the interpreter's worst is 4.8e-3 (kernels/README.md). fp16 is rounded to bf16 first: 5.6e-3.
-BOUNDS = {FP32: 1e-5, BF16: 6e-3, FP16: 8e-3}
+FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
+BEYOND, FAIL = "beyond the bound", "FAIL"
+STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
 LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agrees with the loop to 1e-10 by the tests
-STEPS = 4
-
-COLUMNS = {
-    "scan": ["out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"],
-    "linear scan": ["out", "state", "dz", "dlog_decay", "dreadout", "dinitial_state"],
-    "step": ["out", "state"],
-    "features": _features.COLUMNS,
-    "features step": _features.STEP_COLUMNS,
-}
 
 
-@dataclass(frozen=True)
-class Case:
-    kind: str  # a key of COLUMNS
-    shape: Shape
-    dtype: torch.dtype = BF16
-    backend: str = "chunkwise"
-    # Start from a state and return one, with their gradients, or neither, as training does; features: from past inputs.
-    state: bool = True
-    recompute: bool = True
-    chunk_size: int | None = None
-    documents: bool = False  # several packed into each sequence
-    repeat: bool = False  # run twice and compare bits
-    mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
-    linear: bool = False  # of the steps
-    half: bool = False  # of the steps: W by its upper half and Lambda made beforehand, as a model has them
-    wider: int = 0  # channels that v has beyond q and k: the ones of the normalised form
-
-    def __str__(self) -> str:
-        words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
-        words += [str(self.dtype).removeprefix("torch."), self.mode]
-        words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
-        words += [f"chunk {self.chunk_size}" if self.chunk_size else "", "documents" if self.documents else ""]
-        words += ["half of W" if self.half else "", f"v wider by {self.wider}" if self.wider else ""]
-        return " ".join(word for word in words if word)
-
-
-def groups(cuda: bool) -> dict[str, list[Case]]:
-    """Cases by group; a group shares compiled kernels and runs in one process. Those that compile longest come first.
-
-    On the CPU the same, at sizes for seconds, without what only a GPU has.
-    """
-
-    def q(backend="chunkwise", **kw):
-        shape = {k: kw.pop(k) for k in ("B", "T", "H", "d", "M", "G") if k in kw}
-        return Case("scan", Shape(**({"B": 2, "T": 257, "H": 4} | shape)), backend=backend, **kw)
-
-    def lin(*args, **kw):
-        return replace(q(*args, **kw), kind="linear scan")
-
-    def features(backend, mode, **kw):
-        return replace(q(backend, mode=mode, **kw), kind="features")
-
-    def features_step(backend, **kw):
-        return replace(q(backend, T=STEPS, **kw), kind="features step")
-
-    def step(**kw):
-        return replace(q(T=STEPS, **kw), kind="step")
-
-    every = {
-        "documents": [
-            *(q(documents=True, repeat=True), q(documents=True, dtype=FP32, G=2, T=130)),
-            *(lin(documents=True, T=130), q("parallel", documents=True, T=130), q(documents=True, M=128, T=130)),
-            q(B=1, H=32, T=32_768, documents=True, state=False),
-        ],
-        "chunkwise-fp32": [
-            *(q(dtype=FP32, repeat=True), q(dtype=FP32, recompute=False, state=False, T=63)),
-            q(dtype=FP32, M=128, T=70),
-        ],
-        "chunkwise-M128": [q(M=128, repeat=True)],
-        "chunkwise": [
-            *(q(repeat=True), q(recompute=False, repeat=True), q(T=1, B=1), q(T=256, state=False, repeat=True)),
-            q(T=65, G=4, H=2, repeat=True),
-        ],
-        "sequential": [
-            *(q("sequential", repeat=True, T=130), q("sequential", dtype=FP32, G=2, d=96, T=70)),
-            *(q("sequential", documents=True, T=130), lin("sequential", documents=True, T=70)),
-            *(lin("sequential", repeat=True, T=130), lin("sequential", dtype=FP32, state=False, T=63)),
-        ],
-        "chunkwise-linear": [
-            *(lin(repeat=True), lin(dtype=FP32, T=130), lin(d=96, T=63, state=False)),
-            lin(B=1, H=2, T=70_001),
-        ],
-        "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
-        "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
-        "parallel-fp32": [
-            *(q("parallel", dtype=FP32), lin("parallel", dtype=FP32, state=False)),
-        ],
-        "parallel": [
-            *(q("parallel", repeat=True, T=130), q("parallel", G=2, d=96, T=63), lin("parallel", repeat=True, T=130)),
-        ],
-        "chunkwise-long": [
-            q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
-            q(B=1, H=2, T=70_001),  # beyond 65,536, and ragged
-        ],
-        "chunkwise-M16-M32": [q(M=16, T=130), q(M=32, T=130)],
-        # Converted tiles are transposed in registers, which Triton has got wrong on Hopper.
-        "chunkwise-fp16": [q(dtype=FP16, T=130, repeat=True), lin(dtype=FP16, T=130)],
-        "chunkwise-chunk32": [q(chunk_size=32, T=130, repeat=True)],
-        "fft": [
-            *(q("fft", repeat=True, T=130), q("fft", dtype=FP32, T=257), q("fft", G=2, d=96, T=63, state=False)),
-            *(lin("fft", T=130), lin("fft", dtype=FP32, T=257, state=False)),
-        ],
-        "chunkwise-torch": [
-            *(q("chunkwise-torch", repeat=True), q("chunkwise-torch", dtype=FP32, G=2, d=96, T=130)),
-            *(lin("chunkwise-torch", T=130), lin("chunkwise-torch", dtype=FP32, T=65)),
-        ],
-        "reference": [q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)],
-        "features": [
-            *(features("triton", mode, repeat=True) for mode in _features.STAGES),
-            *(features("triton", mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
-            *(features("triton", "key", state=False, T=1), features("triton", "key", B=1, T=70_001)),
-            *(features("triton", mode, documents=True) for mode in ("query", "key")),
-            *(features("torch", "key", documents=True), features("torch", "a", dtype=FP32)),
-        ],
-        "step": [
-            *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
-            *(step(half=True, mode=mode) for mode in ("", "in place", "graph")),
-            *(step(half=True, dtype=FP32, G=4, H=2, B=40), step(half=True, d=96, wider=1)),
-            *(step(linear=True), step(linear=True, mode="in place"), step(linear=True, mode="graph", dtype=FP32, d=96)),
-            *(
-                features_step("triton"),
-                features_step("triton", B=1),
-                features_step("triton", dtype=FP32, d=96, B=19, H=5),
-            ),
-            features_step("torch"),
-        ],
-    }
-    if cuda:
-        return every
-    del every["sequential"]  # Triton's only
-    return {
-        name: [_tiny(c) for c in cases if c.mode != "graph" and c.backend != "triton"] for name, cases in every.items()
-    }
-
-
-def _tiny(case: Case) -> Case:
-    s = case.shape
-    small = Shape(B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2))
-    return replace(case, shape=small, chunk_size=case.chunk_size and 8)
-
-
-def run_case(case: Case, device: torch.device) -> dict:
-    """A row: errors by tensor, whether two runs were equal in every bit, PASS or FAIL or the reason it could not run."""
-    row = {"case": str(case), "bound": BOUNDS[case.dtype], "bit-equal": None}
+def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
+    """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason."""
+    row = _row(case)
     try:
         run = {"step": _step, "features": _input_features, "features step": _input_features_step}
-        got, exact, again = run.get(case.kind, _scan)(case, device)
-    except Exception as e:
-        row["result"] = f"FAIL: {reason(e)}"
-    else:
+        got, exact, again = run.get(case.kind, _scan)(case, device, seed)
         row |= {name: relative_rms(got[name], exact[name]) for name in exact}
-        if again is not None:
-            row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-        # `not <` instead of `>`: a NaN must fail.
-        beyond = [name for name in exact if not row[name] < row["bound"]]
-        row["result"] = "FAIL" if beyond or row["bit-equal"] is False else "PASS"
-        row["worst"] = max(row[name] for name in exact)
-    return row
+    except Exception as e:
+        return row | {"result": f"{FAIL}: {reason(e)}"}
+    if again is not None:
+        row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
+    return row | verdict({name: row[name] for name in exact}, case.arithmetic, row["bit-equal"])
+
+
+def _row(case: Case, **more) -> dict:
+    """bound: of every tensor but, in bf16, dlog_decay (`bound`)."""
+    return {"case": str(case), "bound": BOUNDS[case.arithmetic], "bit-equal": None, **more}
+
+
+def verdict(errors: dict[str, float], arithmetic: str, bit_equal: bool | None = None) -> dict:
+    """The result and the worst error of a row."""
+
+    def all_below(factor: float) -> bool:  # `<` and not `>`: a NaN must fail
+        return all(error < factor * bound(arithmetic, name) for name, error in errors.items())
+
+    failed = bit_equal is False or not all_below(FAILED)
+    return {"result": FAIL if failed else "PASS" if all_below(1) else BEYOND, "worst": max(errors.values())}
+
+
+def status(results: list[str]) -> int:
+    """The exit status."""
+    if any(result not in ("PASS", BEYOND) for result in results):
+        return 1
+    return 3 if BEYOND in results else 0
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
@@ -210,12 +87,13 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
     return ((got - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-300)).item()
 
 
-def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
+def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
     linear = case.kind == "linear scan"
     what = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
-    inputs, cotangents = make_inputs(case.shape, case.dtype, device, **what)
+    # On the CPU: the same numbers whatever the GPU.
+    inputs, cotangents = move(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device)
     options = {} if linear else {"recompute": case.recompute}
-    documents = make_documents(case.shape, device) if case.documents else None
+    documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
 
     def run(inputs, cotangents, **options):
         fn = scan.linear_scan if linear else scan.interdomain_scan
@@ -234,19 +112,28 @@ def _scan(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
 
 
-def _input_features(case: Case, device: torch.device) -> tuple[dict, dict, dict | None]:
-    packed = case.documents
-    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, case.state, case.repeat, packed)
+def _input_features(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
+    return _features.results(
+        case.mode,
+        case.shape,
+        case.dtype,
+        device,
+        case.backend,
+        past=case.state,
+        repeat=case.repeat,
+        packed=case.documents,
+        seed=seed,
+    )
 
 
-def _input_features_step(case: Case, device: torch.device) -> tuple[dict, dict, None]:
-    return _features.step_results(case.shape, case.dtype, device, case.backend)
+def _input_features_step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
+    return _features.step_results(case.shape, case.dtype, device, case.backend, seed)
 
 
-def _step(case: Case, device: torch.device) -> tuple[dict, dict, None]:
+def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
     what = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
-    inputs, _ = make_inputs(case.shape, case.dtype, device, **what)
+    inputs, _ = move(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device)
     inputs = {name: x.detach() for name, x in inputs.items()}
     before = inputs.pop("initial_state")
     names = ("z",) if case.linear else ("q", "k", "v")
@@ -303,7 +190,7 @@ def run_group(name: str, cases: list[Case], device: torch.device, report) -> Non
     """report(kind, row) for every case; after an error that the GPU does not survive, the rest of the group has failed."""
     broken = None
     for case in cases:
-        row = {"case": str(case), "bound": BOUNDS[case.dtype], "result": f"FAIL: {broken}"} if broken else None
+        row = _row(case, result=f"{FAIL}: {broken}") if broken else None
         row = {"group": name, **(row or run_case(case, device))}
         if not broken:
             try:
@@ -315,35 +202,43 @@ def run_group(name: str, cases: list[Case], device: torch.device, report) -> Non
 
 
 def run_apart(names: list[str], device: torch.device, jobs: int, deadline: Deadline, report) -> None:
-    """Groups in processes of their own, several at a time: compilation takes most of the time, and a crash stays alone."""
+    """Groups in processes of their own, several at a time: compilation takes most of the time, and a crash stays alone.
+
+    Every row is reported within a second, also while its group still runs.
+    """
     expected = groups(device.type == "cuda")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(_worker, name, device, Path(folder), deadline): name for name in names}
-        for done in as_completed(running):
-            name = running[done]
-            rows, problem = done.result()
-            for kind, row in rows:
-                report(kind, row)
-            for case in expected[name][len(rows) :]:
-                report(case.kind, {"group": name, "case": str(case), "bound": BOUNDS[case.dtype], "result": problem})
+        files = {name: Path(folder) / f"{name}.json" for name in names}
+        running = {name: pool.submit(_worker, name, device, files[name], deadline) for name in names}
+        reported = dict.fromkeys(names, 0)
+        while running:
+            wait(running.values(), timeout=1, return_when=FIRST_COMPLETED)
+            for name, worker in [*running.items()]:
+                ended = worker.done()  # asked before the rows are read: none can follow
+                rows = json.loads(files[name].read_text()) if files[name].is_file() else []
+                for kind, row in rows[reported[name] :]:
+                    report(kind, row)
+                reported[name] = len(rows)
+                if ended:
+                    del running[name]
+                    for case in expected[name][len(rows) :]:
+                        report(case.kind, {"group": name, **_row(case, result=worker.result())})
 
 
-def _worker(name: str, device: torch.device, folder: Path, deadline: Deadline) -> tuple[list, str]:
-    """(rows of a group, what to say of its cases that have none)."""
-    file = folder / f"{name}.json"
+def _worker(name: str, device: torch.device, file: Path, deadline: Deadline) -> str:
+    """Runs a group, whose rows go into `file` -> the result of its cases that have no row."""
+    if deadline.passed:
+        return f"{FAIL}: not run: time limit"
     command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--groups", name, "--rows", str(file)]
-    problem = "FAIL: not run: time limit"
-    if not deadline.passed:
-        try:
-            done = subprocess.run(
-                [*command, "--device", device.type], capture_output=True, text=True, timeout=deadline.left
-            )
-            said = done.stderr.strip().splitlines()
-            last = without_paths(said[-1])[:200] if said else "no word"
-            problem = f"FAIL: its process ended with status {done.returncode}: {last}"
-        except subprocess.TimeoutExpired:
-            problem = "FAIL: cut by the time limit"
-    return (json.loads(file.read_text()) if file.is_file() else []), problem
+    try:
+        done = subprocess.run(
+            [*command, "--device", device.type], capture_output=True, text=True, timeout=deadline.left
+        )
+    except subprocess.TimeoutExpired:
+        return f"{FAIL}: cut by the time limit"
+    said = done.stderr.strip().splitlines()
+    last = without_paths(said[-1])[:200] if said else "no word"
+    return f"{FAIL}: its process ended with status {done.returncode}: {last}"
 
 
 def parse(argv) -> argparse.Namespace:
@@ -406,15 +301,17 @@ def main(argv=None) -> int:
                 add(available[name][0].kind, {"case": name, "result": "FAIL: not run: time limit"})
             else:
                 run_group(name, available[name], device, add)
-    failed = sum(result != "PASS" for result in results)
+    code = status(results)
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
-    elif failed:
+    elif code == 1:
         report.note(
             "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
         )
-    report.finish("failed" if failed else "passed", f"{len(results) - failed} of {len(results)} cases passed")
-    return 1 if failed else 0
+    said = [f"{results.count('PASS')} of {len(results)} cases passed"]
+    said += [f"{results.count(BEYOND)} beyond the bound"] if BEYOND in results else []
+    report.finish(STATUS[code], ", ".join(said))
+    return code
 
 
 if __name__ == "__main__":

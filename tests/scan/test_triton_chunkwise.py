@@ -78,17 +78,22 @@ def problem(case, dtype, linear, at_the_bound=False):
     return inputs, cotangents, exact(inputs, cotangents, linear)
 
 
-def check(case, dtype, linear=False, at_the_bound=False, backend="chunkwise", **kwargs):
+def errors(case, dtype, linear=False, at_the_bound=False, backend="chunkwise", **kwargs):
     inputs, cotangents, expected = problem(case, dtype, linear, at_the_bound)
     inputs, cotangents = to_device(inputs, cotangents)
     got = run_op(inputs, cotangents, linear, backend=backend, **kwargs)
     assert got.keys() == expected.keys()
     tokens = {"out", "dq", "dk", "dv", "dz"}
     assert all(x.dtype == (dtype if n in tokens else torch.float32) for n, x in got.items())
-    errors = {n: error(got[n].cpu(), expected[n], "rms") for n in expected}
-    bound = (AT_THE_BOUND if at_the_bound else TOLERANCES)[dtype]
-    assert all(e < bound for e in errors.values()), f"beyond {bound:.0e}: {errors}"
-    return got
+    return {n: error(got[n].cpu(), expected[n], "rms") for n in expected}
+
+
+def check(case, dtype, linear=False, at_the_bound=False, bounds=TOLERANCES, **kwargs):
+    found, bound = (
+        errors(case, dtype, linear, at_the_bound, **kwargs),
+        (AT_THE_BOUND if at_the_bound else bounds)[dtype],
+    )
+    assert all(e < bound for e in found.values()), f"beyond {bound:.0e}: {found}"
 
 
 QUERY = (
@@ -438,44 +443,6 @@ def test_compiles_without_a_graph_break(recompute):
         outputs = fn(**inputs)
         results.append((*outputs, *gradients(outputs, cotangents, inputs).values()))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-# On a GPU alone: what the interpreter cannot get wrong, or takes too long for.
-on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(64, 64, 64), (96, 96, 64), (128, 128, 64), (64, 65, 64), (64, 64, 128)], ids=str)
-def test_full_tiles(sizes, dtype, linear):
-    """The tile sizes that ship, over several chunks: Hopper's 64-row products are a compiler path of their own."""
-    R, D, M = sizes
-    for backend in ("chunkwise", "parallel"):
-        check(Case(T=257, B=2, H=2, G=1 if linear else 2, R=R, D=D, M=M, decay="s4d"), dtype, linear, backend=backend)
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_long_sequences():
-    """70,001 tokens, cut into segments by the rule, against plain PyTorch in fp32 on the same GPU."""
-    T, H, D, M = 70_001, 2, 64, 64
-    inputs, _ = op_inputs(Case(T=1, H=H, R=D, D=D, M=M, decay="s4d"), torch.float32)
-    g = torch.Generator(DEVICE).manual_seed(0)
-    for name in "qkv":
-        inputs[name] = torch.randn(1, T, H, D, generator=g, device=DEVICE).bfloat16()
-    inputs, _ = to_device(inputs, ())
-    cotangents = (
-        torch.randn(1, T, H, D, generator=g, device=DEVICE).bfloat16(),
-        torch.zeros(1, H, M, 2 * D, 2).to(DEVICE),
-    )
-    exact_inputs = {n: x.detach().float().requires_grad_() for n, x in inputs.items()}
-    expected = run_op(exact_inputs, (cotangents[0].float(), cotangents[1]), backend="chunkwise-torch")
-    for backend in ("chunkwise", "parallel"):
-        got = run_op(inputs, cotangents, backend=backend)
-        errors = {n: error(got[n], expected[n], "rms") for n in expected}
-        assert all(e < 8e-3 for e in errors.values()), errors  # the decay's gradient sums over all of time
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")

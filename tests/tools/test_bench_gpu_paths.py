@@ -16,6 +16,7 @@ import torch
 from interdomain.model import SIZES, Transformer
 from interdomain.tools import (
     _bench,
+    _cases,
     _features,
     _inference,
     _passes,
@@ -216,7 +217,7 @@ def test_a_gpu_that_takes_one_process_at_a_time(gpu, monkeypatch, tmp_path, caps
 def test_the_step_s_graph_is_checked_by_replay(gpu):
     """Captured once, then fed token by token; a graph that replays nothing must not pass."""
     (case, *_) = (c for c in check_kernels.groups(True)["step"] if c.mode == "graph")
-    row = check_kernels.run_case(check_kernels._tiny(case), torch.device("cuda"))
+    row = check_kernels.run_case(_cases._tiny(case), torch.device("cuda"))
     assert row["result"] == "FAIL"
 
 

@@ -1,4 +1,4 @@
-"""check_kernels, bench_kernels and bench_decode in CPU tiny mode: what they write, what they find, what they refuse."""
+"""bench_kernels and bench_decode in CPU tiny mode: what they write, what they find, what they refuse."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 
-from interdomain.scan import ops
 from interdomain.tools import _bench, _mixers, bench_decode, bench_kernels, check_kernels
 from interdomain.tools._bench import Deadline
 from interdomain.tools._timing import Ceilings
@@ -25,113 +24,6 @@ def results(folder, part):
     assert contents["label"] == _bench.CPU_LABEL
     assert _bench.CPU_LABEL in page
     return contents, page
-
-
-# check_kernels
-
-
-def test_every_backend_passes(tmp_path, capsys):
-    assert check_kernels.main(["--out", str(tmp_path)]) == 0
-    contents, page = results(tmp_path, "check")
-    assert contents["status"] == "passed"
-    assert contents["options"]["groups"] == list(check_kernels.groups(False))
-    rows = [row for table in contents["tables"].values() for row in table["rows"]]
-    assert {row["result"] for row in rows} == {"PASS"}
-    backends = {row["case"].split()[0] for row in contents["tables"]["scan"]["rows"]}
-    assert backends == {"chunkwise", "chunkwise-torch", "parallel", "fft", "reference"}
-    assert all(row["dinitial_state"] < row["bound"] for row in rows if "no state" not in row["case"] and "dq" in row)
-    assert "| case | bound | out | state | dq |" in page
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{len(rows)} of {len(rows)} cases passed; passed: wrote ")
-
-
-def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch, capsys):
-    kernel = ops.IMPLEMENTATIONS["chunkwise"]
-
-    def broken(*args):
-        dq, dk, *rest = kernel.scan_backward(*args)
-        return dq, 1.01 * dk, *rest
-
-    monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_backward=broken))
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-torch"]) == 1
-    contents, _ = results(tmp_path, "check")
-    assert contents["status"] == "failed"
-    found = {row["case"].split()[0]: row["result"] for row in contents["tables"]["scan"]["rows"]}
-    assert found == {"chunkwise": "FAIL", "chunkwise-torch": "PASS"}
-    (row,) = (row for row in contents["tables"]["scan"]["rows"] if row["result"] == "FAIL")
-    assert row["dk"] > row["bound"] > row["dq"]
-    assert bench_decode.main(["--out", str(tmp_path), "--batches", "1", "--caches", "8", "--rounds", "1"]) == 0
-    assert _bench.CHECK_FAILED in (tmp_path / "decode.md").read_text()
-    capsys.readouterr()
-
-
-def test_nan_other_bits_and_exceptions_fail(monkeypatch):
-    kernel, calls = ops.IMPLEMENTATIONS["chunkwise"], []
-    (case,) = check_kernels.groups(False)["chunkwise-M128"]
-
-    def run(make):
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_forward=make))
-        return check_kernels.run_case(case, torch.device("cpu"))
-
-    def nan(*args, **kw):
-        o, state, *kept = kernel.scan_forward(*args, **kw)
-        return o * float("nan"), state, *kept
-
-    def unsteady(*args, **kw):
-        calls.append(1)
-        o, state, *kept = kernel.scan_forward(*args, **kw)
-        return o, state + 1e-7 * len(calls), *kept
-
-    def fails(*args, **kw):
-        raise RuntimeError("out of resources")
-
-    assert run(nan)["result"] == "FAIL"
-    row = run(unsteady)
-    assert (row["result"], row["bit-equal"]) == ("FAIL", False)
-    assert run(fails)["result"] == "FAIL: RuntimeError: out of resources"
-
-
-def test_groups_run_in_processes_of_their_own(tmp_path):
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference", "--jobs", "2"]) == 0
-    contents, _ = results(tmp_path, "check")
-    assert {row["result"] for table in contents["tables"].values() for row in table["rows"]} == {"PASS"}
-    assert sum(len(table["rows"]) for table in contents["tables"].values()) == 2
-
-
-def test_a_group_that_dies_has_failed_and_the_others_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(check_kernels.sys, "executable", "false")
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference", "chunkwise-M128", "--jobs", "2"]) == 1
-    contents, _ = results(tmp_path, "check")
-    rows = [row for table in contents["tables"].values() for row in table["rows"]]
-    assert len(rows) == 3
-    assert all(row["result"] == "FAIL: its process ended with status 1: no word" for row in rows)
-
-
-def test_the_list_for_a_gpu_covers_what_is_promised():
-    cases = [case for group in check_kernels.groups(True).values() for case in group]
-    assert {c.backend for c in cases if not c.kind.startswith("features")} == {
-        *("chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
-    }
-    token = [c for c in cases if c.kind == "features step" and c.backend == "triton"]
-    assert {c.dtype for c in token} == {torch.bfloat16, torch.float32}
-    assert {c.shape.B for c in token} >= {1, 2, 19}  # with and without a tile to itself
-    fused = [c for c in cases if c.backend == "triton" and c.kind == "features"]
-    assert {c.documents for c in fused} == {True, False}
-    assert {c.mode for c in fused} == {"query", "key", "value", "a", "b"}
-    assert {c.dtype for c in fused} == {torch.bfloat16, torch.float32}
-    assert {c.shape.d for c in cases} == {64, 96}
-    assert {c.shape.M for c in cases} == {16, 32, 64, 128}
-    assert {1, 65, 257, 32_768, 70_001} <= {c.shape.T for c in cases}
-    assert {c.shape.G for c in cases} >= {1, 2, 4}
-    assert {c.mode for c in cases if c.kind == "step"} == {"", "in place", "graph"}
-    assert {c.recompute for c in cases} == {True, False}
-    for backend in ("chunkwise", "sequential", "parallel", "fft"):
-        mine = [c for c in cases if c.backend == backend and c.kind != "step"]
-        dtypes = (torch.bfloat16, torch.float32, *((torch.float16,) if backend == "chunkwise" else ()))
-        assert {(c.kind, c.dtype) for c in mine} == {
-            (kind, dtype) for kind in ("scan", "linear scan") for dtype in dtypes
-        }
-        assert any(c.repeat for c in mine)
 
 
 # bench_kernels
