@@ -181,8 +181,8 @@ def judged(run: Run, code: int) -> int:
             if run.part("check", PARTS["check"].most, alias=f"check-again-{version}") in (0, 3):
                 run.loud.append(
                     f"THE ASSEMBLER WRITES WRONG CODE: the check failed with ptxas {run.ptxas} and passed with {version} "
-                    f"({place(path)}), which everything below uses. Set TRITON_PTXAS_PATH (and TRITON_PTXAS_BLACKWELL_PATH) to one "
-                    f"like it. The first check: {first}.md."
+                    f"({place(path)}), which all below uses. Set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to it. "
+                    f"The first check: {first}.md."
                 )
                 run.say(f"\n!!! {run.loud[-1]} !!!")
                 return 0
