@@ -24,7 +24,7 @@ from . import _apart
 ROOT = Path(__file__).resolve().parents[1]
 EARLY = 4.0  # a tool is told to end so long before its share does
 LEAST = 8.0  # seconds under which a part is not started
-PACK_EVERY = 10.0
+PACK_EVERY, POLL = 10.0, 0.1
 ARCHIVE, SUMMARY, LOG = "results.tar.gz", "summary.md", "log.txt"
 ARCHIVE_BYTES, LOG_BYTES = 15 * 2**20, 8 * 2**20  # at most; logs by their end
 PR_SET_CHILD_SUBREAPER = 36
@@ -103,7 +103,7 @@ class Run:
             )  # fmt: skip
             with open(log, "rb") if self.out else contextlib.nullcontext() as heard:
                 while self.child.poll() is None and time.monotonic() < ends:
-                    time.sleep(0.1)
+                    time.sleep(POLL)
                     self.copy(heard)
                     if time.monotonic() - packed > PACK_EVERY:
                         self.pack()

@@ -53,7 +53,7 @@ DRIVER = """
 import sys
 from interdomain.tools import _apart, _gpu_run, bench_gpu
 sys.executable = sys.argv[1]
-_apart.GRACE, _gpu_run.LEAST, _gpu_run.EARLY, _gpu_run.PACK_EVERY = 0.2, 0.1, 0.0, 0.3
+_apart.GRACE, _gpu_run.LEAST, _gpu_run.EARLY, _gpu_run.PACK_EVERY, _gpu_run.POLL = 0.2, 0.1, 0.0, 0.3, 0.02
 {setup}
 sys.exit(bench_gpu.main(sys.argv[2:]))
 """
