@@ -23,8 +23,8 @@ from .launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
-NO_FAILURE = (None, "passed", "not run")  # of the check; one that was cut is 'unfinished'
-PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "mamba-ssm")
+NO_FAILURE = (None, "passed", "beyond bounds", "not run")  # of the check; one that was cut is 'unfinished'
+PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3", "mamba-ssm")
 SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
 
 
@@ -99,7 +99,7 @@ class Report:
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
-        self.printed = None
+        self.printed = []
         self.contents = {
             "part": part,
             "status": "unfinished",
@@ -112,7 +112,7 @@ class Report:
             "notes": [],
             "tables": {},
         }
-        self._write()
+        self.write()
         print(f"== {part}: {self.contents['label']} ==", flush=True)
         for name, value in self.environment.items():
             print(f"{name:>24}  {value}")
@@ -123,7 +123,7 @@ class Report:
         """A sentence below the tables."""
         self.contents["notes"].append(text)
         print(f"note: {text}", flush=True)
-        self._write()
+        self.write()
 
     def table(self, name: str, columns: list[str]) -> None:
         self.contents["tables"][name] = {"columns": columns, "rows": []}
@@ -135,19 +135,28 @@ class Report:
         row = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
         table["rows"].append(row)
         columns = table["columns"]
-        if self.printed != name:
-            print(f"\n{name}\n" + "  ".join(_cell(c, c, left=i == 0) for i, c in enumerate(columns)))
-            self.printed = name
+        if self.printed[-1:] != [name]:  # the head once, the name whenever another table came between
+            head = (
+                ""
+                if name in self.printed
+                else "\n" + "  ".join(_cell(c, c, left=i == 0) for i, c in enumerate(columns))
+            )
+            print(f"\n{name}{head}")
+            self.printed.append(name)
         print("  ".join(_cell(show(row.get(c)), c, left=i == 0) for i, c in enumerate(columns)), flush=True)
-        self._write()
+        self.write()
+
+    def rows(self, name: str) -> list[dict]:
+        """The rows so far; one that is changed is on the disk after `write`."""
+        return self.contents["tables"][name]["rows"]
 
     def finish(self, status: str = "complete", said: str = "") -> None:
         """Set the status and print the last line, which says where the results lie."""
         self.contents["status"] = status
-        self._write()
+        self.write()
         print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json} and {self.markdown.name}", flush=True)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
         write_whole(self.markdown, markdown(self.contents).encode())
@@ -319,6 +328,11 @@ def reason(e: BaseException) -> str:
 def without_paths(text: str) -> str:
     """Absolute paths cut down to their last part: results name no folder of a machine."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
+
+
+def ended(problem: str | None) -> dict:
+    """The remark of a row whose process did not come to its end (_apart.run)."""
+    return {"remark": without_paths(problem)[:300]} if problem else {}
 
 
 def require_healthy(device: torch.device, after: str) -> None:

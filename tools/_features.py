@@ -9,9 +9,8 @@ from torch import Tensor
 from interdomain.features import input_features, input_features_step
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 
-from ._bench import Report
 from ._problems import CPU, Shape, generator, make_documents, move
-from ._timing import Ceilings, interleaved, ratio, release, usable
+from ._timing import Yardsticks, interleaved, ratio, usable
 
 COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
 STEP_COLUMNS = ["out", "past"]
@@ -119,14 +118,12 @@ def step_results(shape: Shape, dtype: torch.dtype, device: torch.device, backend
     return once(backend, lambda x: x), once("torch", torch.Tensor.double), None
 
 
-def bench(report: Report, shape: Shape, device: torch.device, limits: Ceilings, rounds: int, seconds: float) -> None:
-    """A table of the three projections of a layer, by backend, in bf16.
+def bench(shape: Shape, device: torch.device, rounds: int, seconds: float) -> list[dict]:
+    """Rows of the three projections of a layer, by backend, in bf16.
 
     Byte floor: forward x in and the features out; backward x and their gradient in, that of x out. The parameters do not
     grow with T and are left out.
     """
-    name = f"input features, {shape}"
-    report.table(name, TABLE)
     calls, remarks = {}, {}
     for kind in ("query", "key", "value"):
         leaves, rope, d_out = make(kind, shape, torch.bfloat16, device)
@@ -138,20 +135,17 @@ def bench(report: Report, shape: Shape, device: torch.device, limits: Ceilings, 
             good, bad = usable({(kind, backend): call}, device)
             calls |= good
             remarks |= bad
-    times = interleaved(calls, device, rounds=rounds, seconds=seconds)
+    yardsticks = Yardsticks(device)
+    times = interleaved(calls | yardsticks.calls, device, rounds=rounds, seconds=seconds)
     numbers = shape.B * shape.T * shape.H * shape.d * 2
-    for key in (*calls, *remarks):
-        kind, backend = key
-        row = {
-            "features": f"{kind}, {backend}",
-            "remark": remarks.get(key),
-            "byte floor ms": limits.floor_ms(5 * numbers),
-        }
-        if key in times:
-            forward, backward, both = (t.median for t in times[key])
-            row |= {"forward ms": forward, "backward ms": backward, "both ms": both}
-            row["of floor"] = ratio(row["byte floor ms"], both)
+    floor = yardsticks.ceilings(times).floor_ms(5 * numbers)
+    rows = []
+    for kind, backend in (*calls, *remarks):
+        row = {"features": f"{kind}, {backend}", "remark": remarks.get((kind, backend)), "byte floor ms": floor}
+        if (kind, backend) in times:
+            forward, backward, both = (t.median for t in times[kind, backend])
+            row |= {"forward ms": forward, "backward ms": backward, "both ms": both, "of floor": ratio(floor, both)}
             plain = times.get((kind, "torch"))
             row["over torch"] = plain and ratio(both, plain[-1].median)
-        report.add(name, row)
-    release(device)
+        rows.append(row)
+    return rows

@@ -5,6 +5,8 @@ Every candidate is a function of the same q, k, v [B, T, H, d] (views of one pro
 Others' packages are called by their public names and are never required.
 """
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -63,11 +65,13 @@ def linear_readout(p: Problem) -> Candidate:
     return Candidate(forward, list(inputs.values()), d_out)
 
 
-def sdpa(backend: SDPBackend) -> Callable[[Problem], Candidate]:
+def sdpa(backend: SDPBackend | None) -> Callable[[Problem], Candidate]:
+    """PyTorch's attention, one backend forced; None: the one that PyTorch picks by itself."""
+
     def build(p: Problem) -> Candidate:
         def forward():
             q, k, v = (x.transpose(1, 2) for x in p.qkv)
-            with sdpa_kernel(backend):
+            with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
         return Candidate(forward, p.qkv, p.d_out)
@@ -154,40 +158,49 @@ OURS = {
     "fft": ours("fft"),
 }
 SDPA = {
-    "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa-default": sdpa(None),
     "sdpa-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
 }
-PEERS = {  # name: (package, builder); those with the most kernels to tune come last
-    "flash-attn-3": ("flash_attn_interface", flash_attention("flash_attn_interface")),
-    "flash-attn-2": ("flash_attn", flash_attention("flash_attn")),
-    "fla-gated-delta": ("fla", fla_gated_delta),
-    "fla-simple-gla": ("fla", fla_simple_gla),
-    "mamba2": ("mamba_ssm", mamba2),
-    "fla-gla": ("fla", fla_gla),
+PEERS = {  # name: (package, its distributions, builder); those with the most kernels to tune come last
+    "flash-attn-3": ("flash_attn_interface", ("flash-attn-3",), flash_attention("flash_attn_interface")),
+    "flash-attn-2": ("flash_attn", ("flash-attn",), flash_attention("flash_attn")),
+    "fla-gated-delta": ("fla", ("flash-linear-attention", "fla-core"), fla_gated_delta),
+    "fla-simple-gla": ("fla", ("flash-linear-attention", "fla-core"), fla_simple_gla),
+    "mamba2": ("mamba_ssm", ("mamba-ssm",), mamba2),
+    "fla-gla": ("fla", ("flash-linear-attention", "fla-core"), fla_gla),
 }
 ATTENTION = (*SDPA, "flash-attn-3", "flash-attn-2")
 TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves, when first called: minutes
 # In the order in which they run: those that a short time limit should not lose come first.
-NAMES = (*("chunkwise", "chunkwise-kept", "linear"), *SDPA, *PEERS)
-NAMES += tuple(name for name in OURS if name not in NAMES)
+NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "sdpa-efficient", *PEERS)
+SLOW = ("parallel", "chunkwise-torch", "fft", "sequential")  # on a GPU by name only
+NAMES += SLOW
 ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash")
 
 
-def installed(name: str) -> bool:
-    return importlib.util.find_spec(PEERS[name][0]) is not None
+def made_by(name: str) -> str | None:
+    """The package that computes it, with its version; None for this one."""
+    if name in OURS:
+        return None
+    if name == "sdpa-cudnn":
+        version = torch.backends.cudnn.version() or 0
+        return f"cuDNN {version // 10_000}.{version // 100 % 100}.{version % 100}"
+    if name in SDPA:
+        return f"PyTorch {torch.__version__}"
+    package, distributions, _ = PEERS[name]
+    for distribution in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{distribution} {importlib.metadata.version(distribution)}"
+    return package
 
 
-def candidates(names: list[str], p: Problem) -> tuple[dict[str, Callable[[], Candidate]], dict[str, str]]:
-    """(builders by name, why the others are not there). A package that is not installed is no error."""
-    found, missing = {}, {}
-    for name in names:
-        if name in PEERS:
-            package, build = PEERS[name]
-            if not installed(name):
-                missing[name] = f"{package} is not installed"
-                continue
-        else:
-            build = {**OURS, **SDPA}[name]
-        found[name] = lambda build=build: build(p)
-    return found, missing
+def absent(name: str) -> str | None:
+    """The package that a candidate needs and that is not installed."""
+    package = PEERS[name][0] if name in PEERS else None
+    return package if package and importlib.util.find_spec(package) is None else None
+
+
+def candidate(name: str, p: Problem) -> Candidate:
+    return PEERS[name][2](p) if name in PEERS else {**OURS, **SDPA}[name](p)

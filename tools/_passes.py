@@ -1,8 +1,11 @@
 """bench_kernels --passes and --tune: the Triton passes of `chunkwise` one at a time, at the shipped tiles and at others.
 
+--once launches them and measures nothing, for a profiler or a sanitizer.
+
 The passes are launched as kernels/scan/triton_chunkwise.py launches them, on tensors of the same shapes.
 """
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,12 +14,23 @@ import torch
 
 from interdomain.scan import triton_support
 
-from ._bench import Deadline, Report, exclusive, processes
+from . import _apart
+from ._bench import Deadline, Report, ended, exclusive, processes, require_healthy
 from ._mixers import make_problem
-from ._problems import Shape, backward_passes, forward_passes, pass_costs, segments
-from ._timing import Ceilings, ceilings, interleaved, ratio, release, usable
+from ._problems import Shape, backward_passes, forward_passes, pass_costs, segment_count, tiles
+from ._timing import Yardsticks, interleaved, ratio, usable
 
-PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")
+# Each group has a process of its own on a GPU.
+GROUPS = (
+    *(("contract", "tables"), ("adjoint_decay", "adjoint", "decay"), ("mix_expand", "mix", "mix_backward")),
+    *(("expand",), ("states", "costates", "chain")),
+)
+PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")  # that have tiles
+PASS_COLUMNS = [
+    *("pass", "times a step", "ms", "byte floor ms", "FLOP floor ms", "of floor", "TB/s"),
+    *("copy TB/s", "product TFLOP/s", "remark"),
+]
+TILE_COLUMNS = ["tiles", "ms", "of shipped", "of floor", "copy TB/s", "product TFLOP/s", "shipped", "remark"]
 CHUNKS = (32, 64)
 # Field of Plan: (state numbers of a program, warps, stages) to try, at either chunk length. `expand` serves adjoint too. Eight
 # warps are not among them: kernels/README.md says what they may do on Hopper.
@@ -90,118 +104,169 @@ class Setup:
         return calls | {"states": sweep, "costates": back, "chain": chain}
 
     def span(self, plan):
-        from interdomain.scan.triton_chunkwise import segment_count
         from interdomain.scan.triton_launch import Span
 
-        s = self.shape
-        total = -(-s.T // plan.chunk)
-        count = segment_count(s.B * s.H, total, self.device)
+        total = -(-self.shape.T // plan.chunk)
+        count = segment_count(self.shape, self.device, plan.chunk)
         if self.segmented is not None:
             count = min(2, total) if self.segmented else 1
         chunks = -(-total // count)
-        return Span(s.T, -(-total // chunks), chunks)
+        return Span(self.shape.T, -(-total // chunks), chunks)
 
     def plan(self):
-        """The tiles that are shipped for this device and shape."""
-        from interdomain.scan.triton_launch import make_plan
-
-        return make_plan(self.device, self.q.dtype, self.shape.M, self.shape.d, None)
+        return tiles(self.shape, self.device)
 
 
-def run(args, device: torch.device, shapes: list[Shape], rounds: int, deadline: Deadline) -> int:
-    """What --passes and --tune do, after bench_kernels has read its flags."""
+def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline, work) -> int:
+    """What --passes, --tune and --once do, after bench_kernels has read its flags."""
     part = "tune" if args.tune else "passes"
+    if args.tune and not args.shapes:
+        shapes = dict([next(iter(shapes.items()))])
     if args.compile_part:
-        compile_part(args.compile_part, shapes[0], device)
+        compile_part(args.compile_part, next(iter(shapes.values())), device)
         return 0
-    report = Report(part, args.out, device, {"rounds": rounds, "dtype": "bfloat16"})
     problem = triton_support.missing(device)
     if problem or (device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"):
-        report.note(f"The passes are Triton and need a GPU: {problem or 'there is none here'}.")
+        problem = f"The passes are Triton and need a GPU: {problem or 'there is none here'}."
+        if args.once:
+            raise ValueError(problem)
+        report = Report(part, args.out, device, {})
+        report.note(problem)
         report.finish("skipped")
         return 0
-    limits = ceilings(device)
-    report.contents["ceilings"] = limits._asdict()
+    setup = functools.lru_cache(1)(lambda text: Setup(shapes[text], device))
+    if args.once:
+        return once(args.once, [setup(text) for text in shapes], device)
+
+    def handle(case, emit):
+        emit((time_tile if args.tune else time_pass)(setup(case[1]), *case[::2], args.rounds))
+
+    if args.worker:
+        return _apart.serve(args.worker, handle)
+    report = Report(part, args.out, device, {"rounds": args.rounds, "dtype": "bfloat16"})
     if args.tune and device.type == "cuda":
         compile_apart(args, deadline)
-    for shape in shapes if args.passes or args.shapes else shapes[:1]:
-        if deadline.passed:
-            report.note(f"{shape}: not run: time limit")
-            continue
-        measure = tune if args.tune else passes
-        measure(report, Setup(shape, device), limits, rounds, deadline)
-        release(device)
+    jobs, add = (tune_jobs if args.tune else pass_jobs)(report, shapes, device)
+    work(args, device, jobs, add, handle, deadline)
     report.finish("unfinished" if deadline.passed else "complete")
     return 0
 
 
-def passes(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline: Deadline) -> None:
-    plan, name = setup.plan(), str(setup.shape)
-    report.table(name, ["pass", "times a step", "ms", "byte floor ms", "FLOP floor ms", "of floor", "TB/s", "remark"])
-    good, bad = usable(setup.calls(plan), setup.device, passed=lambda: deadline.passed)
-    times = interleaved(good, setup.device, rounds=rounds, seconds=0.5)
-    costs = pass_costs(setup.shape, plan.chunk)
-    # recompute=True: the backward runs contract of the forward again. What is 0 times there is the parts of a joined pass.
-    step = (*forward_passes(bool(plan.fused)), *backward_passes(plan.joined), "contract")
-    count = {one: step.count(one) for one in costs}
-    count |= {"tables": 2, "states": 2, "costates": 1, "chain": 3}
-    total = 0.0
-    for one in (*good, *bad):
-        row = {"pass": one, "times a step": count[one], "remark": bad.get(one)}
-        if one in times:
-            ms = times[one][-1].median
-            row |= {"ms": ms, "times": times[one][-1]._asdict()}
-            total += ms * count[one]
-            if one in costs:
-                nbytes, flops = costs[one]
-                row |= {"byte floor ms": limits.floor_ms(nbytes), "FLOP floor ms": limits.floor_ms(0, flops)}
-                row |= {"of floor": ratio(limits.floor_ms(nbytes, flops), ms), "TB/s": nbytes / ms / 1e9}
-        report.add(name, row)
-    remark = "forward and backward, recompute=True" if not bad else "not all passes ran"
-    report.add(name, {"pass": "all of a step", "ms": None if bad else total, "remark": remark})
+def once(names: list[str], setups: list[Setup], device: torch.device) -> int:
+    """Launch passes once each, for a profiler or a sanitizer that watches this process. Raises: ValueError."""
+    for setup in setups:
+        calls = setup.calls(setup.plan())
+        if unknown := [name for name in names if name not in calls and name != "all"]:
+            raise ValueError(f"--once {', '.join(unknown)}: unknown; allowed: all, {', '.join(calls)}.")
+        for name in calls if "all" in names else names:
+            calls[name]()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            print(f"launched {name}, {setup.shape}", flush=True)
+    return 0
 
 
-def tune(report: Report, setup: Setup, limits: Ceilings, rounds: int, deadline: Deadline) -> None:
-    """ms of every pass at every tile size, best first; what the device has no room for says so."""
-    shipped, costs = setup.plan(), None
-    for one in PASSES:
-        if getattr(shipped, FIELD[one]) is None:
-            continue
-        name = f"{one}, {setup.shape}"
-        report.table(name, ["tiles", "ms", "of shipped", "of floor", "shipped", "remark"])
-        plans = {label(plan, one): plan for plan in [shipped, *alternatives(shipped, one)]}
-        good, bad = {}, {}
-        for text, plan in plans.items():
-            ran, failed = usable({text: _one(setup, plan, one)}, setup.device, passed=lambda: deadline.passed)
-            good |= ran
-            bad |= failed
-        times = {k: t[-1].median for k, t in interleaved(good, setup.device, rounds=rounds, seconds=0.2).items()}
-        for text in (*sorted(times, key=times.get), *bad):
-            costs = pass_costs(setup.shape, plans[text].chunk)[one]
-            row = {"tiles": text, "ms": times.get(text), "remark": bad.get(text)}
-            row |= {
-                "of shipped": ratio(row["ms"], times.get(label(shipped, one))),
-                "shipped": text == label(shipped, one),
-            }
-            row["of floor"] = ratio(limits.floor_ms(*costs), row["ms"])
-            report.add(name, row)
+def pass_names(shape: Shape, device: torch.device) -> list[str]:
+    """What `Setup.calls` has for this shape, found without a tensor: another process makes them."""
+    plan = tiles(shape, device)
+    left_out = {"mix_expand": not plan.fused, "adjoint_decay": not plan.joined}
+    left_out |= dict.fromkeys(GROUPS[-1], segment_count(shape, device, plan.chunk) == 1)
+    return [name for group in GROUPS for name in group if not left_out.get(name)]
 
 
-def _one(setup: Setup, plan, one: str):
-    """A pass as a call that prepares itself when it first runs: tables too may fail at a plan."""
+def pass_jobs(report: Report, shapes: dict[str, Shape], device: torch.device):
+    """(cases (pass, shape) by group, what to do with the row of one)."""
+    names = {text: pass_names(shape, device) for text, shape in shapes.items()}
+    for shape in shapes.values():
+        report.table(str(shape), PASS_COLUMNS)
+
+    def add(case, rows, problem):
+        one, text = case
+        shape, table = shapes[text], str(shapes[text])
+        plan = tiles(shape, device)
+        # recompute=True: the backward runs contract of the forward again. What is 0 times there is the parts of a joined pass.
+        step = (*forward_passes(bool(plan.fused)), *backward_passes(plan.joined), "contract")
+        count = {"tables": 2, "states": 2, "costates": 1, "chain": 3}.get(one, step.count(one))
+        report.add(table, {"pass": one, "times a step": count, **(rows[-1] if rows else {}), **ended(problem)})
+        taken = report.rows(table)
+        if len(taken) == len(names[text]):
+            whole = all(row.get("ms") for row in taken)
+            report.add(table, {
+                "pass": "all of a step",
+                "ms": sum(row["ms"] * row["times a step"] for row in taken) if whole else None,
+                "remark": "forward and backward, recompute=True" if whole else "not all passes ran",
+            })  # fmt: skip
+
+    return [[(one, text) for text in shapes for one in group if one in names[text]] for group in GROUPS], add
+
+
+def time_pass(setup: Setup, one: str, rounds: int) -> dict:
+    plan = setup.plan()
+    return _time(setup, one, lambda: setup.calls(plan)[one], plan, rounds, 0.5)
+
+
+def tune_jobs(report: Report, shapes: dict[str, Shape], device: torch.device):
+    """(cases (pass, shape, number of the tiles) by pass, what to do with the row of one: best first)."""
+    jobs, plans = [], {}
+    for text, shape in shapes.items():
+        shipped = tiles(shape, device)
+        for one in PASSES:
+            if getattr(shipped, FIELD[one]) is not None:
+                report.table(f"{one}, {shape}", TILE_COLUMNS)
+                plans[one, text] = alternatives(shipped, one)
+                jobs.append([(one, text, i) for i in range(len(plans[one, text]))])
+
+    def add(case, rows, problem):
+        one, text, i = case
+        table = f"{one}, {shapes[text]}"
+        shipped, plan = tiles(shapes[text], device), plans[one, text][i]
+        row = {"tiles": label(plan, one), **(rows[-1] if rows else {}), **ended(problem)}
+        report.add(table, row | {"shipped": label(plan, one) == label(shipped, one)})
+        taken = report.rows(table)
+        base = next((r.get("ms") for r in taken if r["shipped"]), None)
+        for r in taken:
+            r["of shipped"] = ratio(r.get("ms"), base)
+        taken.sort(key=lambda r: r.get("ms") or float("inf"))
+        report.write()
+
+    return jobs, add
+
+
+def time_tile(setup: Setup, one: str, i: int, rounds: int) -> dict:
+    plan = alternatives(setup.plan(), one)[i]
+    return _time(setup, one, lambda: setup.calls(plan)[one], plan, rounds, 0.2)
+
+
+def _time(setup: Setup, one: str, call, plan, rounds: int, seconds: float) -> dict:
+    """ms of a call beside its floors, in turns with the yardsticks. Raises: RuntimeError if the GPU does not survive it."""
     made = []
 
-    def call():
+    def prepared():  # tables, too, may fail at a plan
         if not made:
-            made.append(setup.calls(plan)[one])
+            made.append(call())
         return made[0]()
 
-    return call
+    good, bad = usable({one: prepared}, setup.device)
+    if bad:
+        require_healthy(setup.device, one)
+        return {"remark": bad[one]}
+    yardsticks = Yardsticks(setup.device)
+    times = interleaved(good | yardsticks.calls, setup.device, rounds=rounds, seconds=seconds)
+    limits, ms = yardsticks.ceilings(times), times[one][-1].median
+    row = {"ms": ms, "times": times[one][-1]._asdict(), **limits.rates()}
+    costs = pass_costs(setup.shape, plan)
+    if one in costs:
+        nbytes, flops = costs[one]
+        row |= {"byte floor ms": limits.floor_ms(nbytes), "FLOP floor ms": limits.floor_ms(0, flops)}
+        row |= {"of floor": ratio(limits.floor_ms(nbytes, flops), ms), "TB/s": nbytes / ms / 1e9}
+    return row
 
 
 def alternatives(plan, one: str) -> list:
+    """The plan itself, then those with other tiles of this pass."""
     field = FIELD[one]
-    return [plan._replace(chunk=chunk, **{field: tile}) for chunk in CHUNKS for tile in TILES[field]]
+    other = [plan._replace(chunk=chunk, **{field: tile}) for chunk in CHUNKS for tile in TILES[field]]
+    return [plan, *(p for p in other if label(p, one) != label(plan, one))]
 
 
 def label(plan, one: str) -> str:
@@ -230,7 +295,7 @@ def compile_apart(args, deadline: Deadline) -> None:
 def compile_part(text: str, shape: Shape, device: torch.device) -> None:
     """Run every n-th configuration once, on a short problem that compiles to the same kernels. What fails fails again later."""
     i, n = map(int, text.split("/"))
-    setup = Setup(Shape(2, 256, 2, shape.d, shape.M), device, segments(shape, device) > 1)
+    setup = Setup(Shape(2, 256, 2, shape.d, shape.M), device, segment_count(shape, device) > 1)
     every = [(one, plan) for one in PASSES for plan in alternatives(setup.plan(), one)]
     for one, plan in every[i::n]:
-        usable({one: _one(setup, plan, one)}, device)
+        usable({one: lambda one=one, plan=plan: setup.calls(plan)[one]()}, device)

@@ -136,49 +136,80 @@ def io_bytes(shape: Shape, mixer: str = "", width: int = 2) -> dict[str, int]:
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def pass_costs(shape: Shape, chunk: int = 64, width: int = 2) -> dict[str, tuple[int, int]]:
-    """(bytes, FLOPs) of each pass of `chunkwise` over the whole problem: its own reads and writes in device memory.
+def tiles(shape: Shape, device: torch.device):
+    """The `Plan` that bf16 inputs of this shape get on this device; on a CPU, that of sm_90."""
+    from interdomain.scan.triton_launch import make_plan
 
-    Per token and query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient (kernels/README.md):
+    return make_plan(device, torch.bfloat16, shape.M, shape.d, None)
 
-        pass           numbers in + out  multiply-adds
-        contract       2 d + N           L d + 2 L M + 4 M d     scores; times the table; state read and updated
-        mix_expand     N + 2 d           4 M^2 + 2 L M + L d + 4 M d
+
+def pass_costs(shape: Shape, plan, width: int = 2) -> dict[str, tuple[int, int]]:
+    """(bytes, FLOPs) of each pass of `chunkwise` over the whole problem, as `plan` launches it.
+
+    Bytes: its own reads and writes in device memory, each once. FLOPs: those that are executed. A block of channels,
+    D wide (a power of two, padded), works out its own scores; so does a block of basis functions, BM of M. Per token and
+    query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient, L tokens in a chunk:
+
+        pass           numbers in + out  multiply-adds of a block, times blocks
+        contract       2 d + N           L D + 2 L BM + 4 BM D   scores; times the table; state read and updated
+        mix_expand     N + 2 d           4 M^2 + 2 L M + L D + 4 M D
         mix_backward   4 N               12 M^2                  b~, e~ and dW from a and c
-        expand         N + 2 d           2 L M + L d + 4 M d
+        expand         N + 2 d           2 L M + L D + 4 M D
         adjoint_decay  N + 3 d           those of the next two   the programs of both side by side: b~ and do are read once
-        adjoint        N + 2 d           2 L M + L d + 4 M d     by itself, where the two are not one or decay is not asked for
-        decay          N + 2 d           L d + 2 L M + 8 M d     by itself; costate and its derivative, each read and updated
+        adjoint        N + 2 d           2 L M + L D + 4 M D     by itself, where the two are not one or decay is not asked for
+        decay          N + 2 d           L D + 2 L BM + 8 BM D   by itself; costate and its derivative, each read and updated;
+                                                                 `held`: 2 L BM more, a product with the identity
         mix            2 N               4 M^2                   before expand, where the two are not one
-        states         2 d               4 M d                   sweep that finds the states before the segments, if any
-        costates       2 N + 2 d         4 M d                   the same backwards
-
-    mix_expand works on blocks of 32 values, which each multiply by W: counted once.
+        states         2 d               4 M D                   sweep that finds the states before the segments, if any
+        costates       2 N + 2 d         4 M D                   the same backwards
     """
-    d, M, N, L = shape.d, shape.M, 2 * shape.M, chunk
-    read = 2 * L * M + L * d + 4 * M * d
+    d, M, N, L = shape.d, shape.M, 2 * shape.M, plan.chunk
+    full = max(16, 1 << (d - 1).bit_length())
+
+    def block(limit: int, numbers: int) -> int:
+        return max(16, min(limit, numbers))
+
+    def values(field) -> tuple[int, int]:
+        """Width of a block of channels, and how many there are."""
+        D = block(min(full, 64), field[0] // N)
+        return D, -(-d // D)
+
+    def reading(field, more: int = 0) -> int:
+        D, blocks = values(field)
+        return blocks * (more + 2 * L * M + L * D + 4 * M * D)
+
+    BM = block(M, plan.contract[0] // (2 * full))
+    contract = -(-M // BM) * (L * full + 2 * L * BM + 4 * BM * full)
+    D = min(full, 64, plan.decay[0] // 32)
+    BM = block(M, plan.decay[0] // (2 * D))
+    decay = -(-d // D) * -(-M // BM) * (L * D + (4 if plan.held else 2) * L * BM + 8 * BM * D)
+    D, blocks = values(plan.expand)
     costs = {
-        "contract": (2 * d + N, read),
-        "mix_expand": (N + 2 * d, read + 4 * M * M),
+        "contract": (2 * d + N, contract),
         "mix_backward": (4 * N, 12 * M * M),
-        "expand": (N + 2 * d, read),
-        "adjoint_decay": (N + 3 * d, 2 * read + 4 * M * d),
-        "adjoint": (N + 2 * d, read),
-        "decay": (N + 2 * d, read + 4 * M * d),
+        "expand": (N + 2 * d, reading(plan.expand)),
+        "adjoint_decay": (N + 3 * d, reading(plan.expand) + decay),
+        "adjoint": (N + 2 * d, reading(plan.expand)),
+        "decay": (N + 2 * d, decay),
         "mix": (2 * N, 4 * M * M),
-        "states": (2 * d, 4 * M * d),
-        "costates": (2 * N + 2 * d, 4 * M * d),
+        "states": (2 * d, blocks * 4 * M * D),
+        "costates": (2 * N + 2 * d, blocks * 4 * M * D),
     }
+    if plan.fused:
+        costs["mix_expand"] = (N + 2 * d, reading(plan.fused, 4 * M * M))
     return {name: (shape.tokens * width * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
 
 
-def segments(shape: Shape, device: torch.device, chunk: int = 64) -> int:
-    """Into how many segments `chunkwise` in Triton would cut time on this device; 1 on a CPU, where it is plain PyTorch."""
-    if device.type != "cuda":
-        return 1
-    from interdomain.scan.triton_chunkwise import segment_count
+def segments(shape: Shape, device: torch.device) -> int:
+    """Into how many segments `chunkwise` cuts time on this device; 1 on a CPU, where it is plain PyTorch."""
+    return segment_count(shape, device) if device.type == "cuda" else 1
 
-    return segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
+
+def segment_count(shape: Shape, device: torch.device, chunk: int = 64) -> int:
+    """The same of the Triton passes, wherever they run."""
+    from interdomain.scan import triton_chunkwise
+
+    return triton_chunkwise.segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
 def forward_passes(fused: bool) -> tuple[str, ...]:
@@ -190,16 +221,15 @@ def backward_passes(joined: bool) -> tuple[str, ...]:
 
 
 def chunkwise_costs(
-    shape: Shape, *, recompute: bool = True, segments: int = 1, chunk: int = 64, width: int = 2
+    shape: Shape, plan, *, recompute: bool = True, segments: int = 1, width: int = 2
 ) -> dict[str, tuple[int, int]]:
-    """(bytes, FLOPs) of `chunkwise` by phase, as it runs on sm_90: the sum of its passes. With `recompute` the backward
-    repeats contract."""
-    costs = pass_costs(shape, chunk, width)
+    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes. With `recompute` the backward repeats contract."""
+    costs = pass_costs(shape, plan, width)
     sweep, back = (("states",), ("costates",)) if segments > 1 else ((), ())
     again = ("contract",) if recompute else ()
     phases = {
-        "forward": forward_passes(shape.d <= 64 and shape.M <= 64) + sweep,
-        "backward": backward_passes(shape.M <= 64) + again + sweep + back,
+        "forward": forward_passes(bool(plan.fused)) + sweep,
+        "backward": backward_passes(plan.joined) + again + sweep + back,
     }
     total = {phase: tuple(sum(costs[name][i] for name in names) for i in (0, 1)) for phase, names in phases.items()}
     return total | {"both": tuple(map(sum, zip(*total.values(), strict=True)))}

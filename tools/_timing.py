@@ -3,7 +3,8 @@
 On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
 wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the
 GPU's, as in training, where the host runs ahead. Without that lead the call finds the GPU idle, and every launch that the GPU
-waits for counts. Candidates take turns within a round, so that a ratio of two compares the same minutes of one process.
+waits for counts. Candidates take turns within a round. Where each has a process of its own, it takes turns with the two
+yardsticks there, a copy and a matrix product: a GPU whose clocks drifted shows it.
 """
 
 import gc
@@ -21,6 +22,7 @@ from ._bench import reason, require_healthy
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
 MAX_WRITES = 64
+COPY_BYTES, PRODUCT = 2**30, 8192  # of the yardsticks on a GPU
 
 
 class Times(NamedTuple):
@@ -188,21 +190,37 @@ class Ceilings(NamedTuple):
     def floor_ms(self, nbytes: float, flops: float = 0.0) -> float:
         return 1e3 * max(nbytes / self.bandwidth, flops / self.flops)
 
+    def rates(self) -> dict[str, float]:
+        """Columns of a table."""
+        return {"copy TB/s": self.bandwidth / 1e12, "product TFLOP/s": self.flops / 1e12}
+
+
+class Yardsticks:
+    """A copy of 1 GiB and a bf16 product of 8192^3 random numbers (CPU: 16 MiB, fp32 512^3); of zeros it is faster.
+
+    `calls` take turns with what is timed, `ceilings` reads the two rates out of the times of all.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.size, self.n, dtype = (COPY_BYTES, PRODUCT, torch.bfloat16) if cuda else (2**24, 512, torch.float32)
+        source = torch.rand(self.size // 4, device=device)
+        target = torch.empty_like(source)
+        x, y = (torch.randn(self.n, self.n, dtype=dtype, device=device) for _ in range(2))
+        out = torch.empty_like(x)
+        calls = {"copy": lambda: target.copy_(source), "product": lambda: torch.matmul(x, y, out=out)}
+        self.calls, bad = usable(calls, device)
+        if bad:
+            raise RuntimeError(f"the ceilings of this device cannot be measured: {bad}")
+
+    def ceilings(self, times: dict[str, list[Times]]) -> Ceilings:
+        return Ceilings(2e3 * self.size / times["copy"][-1].median, 2e3 * self.n**3 / times["product"][-1].median)
+
 
 def ceilings(device: torch.device) -> Ceilings:
-    """Measured on random numbers: 1 GiB copied, a bf16 product of 8192^3 (CPU: 16 MiB, fp32 512^3). Of zeros it is faster."""
-    cuda = device.type == "cuda"
-    size, n, dtype = (2**30, 8192, torch.bfloat16) if cuda else (2**24, 512, torch.float32)
-    source = torch.rand(size // 4, device=device)
-    target = torch.empty_like(source)
-    x, y = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
-    out = torch.empty_like(x)
-    calls = {"copy": lambda: target.copy_(source), "product": lambda: torch.matmul(x, y, out=out)}
-    good, bad = usable(calls, device)
-    if bad:
-        raise RuntimeError(f"the ceilings of this device cannot be measured: {bad}")
-    times = interleaved(good, device, rounds=20, seconds=0.5 if cuda else 0.05)
-    return Ceilings(2e3 * size / times["copy"][-1].median, 2e3 * n**3 / times["product"][-1].median)
+    yardsticks = Yardsticks(device)
+    seconds = 0.5 if device.type == "cuda" else 0.05
+    return yardsticks.ceilings(interleaved(yardsticks.calls, device, rounds=20, seconds=seconds))
 
 
 def ratio(value: float | None, other: float | None) -> float | None:

@@ -1,12 +1,16 @@
 """python -m interdomain.tools.bench_training --out benchmarks/results/today
 
 Time real training steps: TorchTitan with this plugin, started by torchrun as launch.sh does, on random tokens, by condition,
-with torch.compile and activation checkpointing on and off. Tokens per second, memory, utilisation and loss are the run's own,
-from its TensorBoard events. A case that fails says so and the others go on. Without a GPU: a tiny model, labelled.
+with torch.compile and activation checkpointing on and off, over sizes and sequence lengths. Tokens per second, memory,
+utilisation and loss are the run's own, from its TensorBoard events. A case that fails says so and the others go on. Without a
+GPU: a tiny model, labelled.
 """
 
 import argparse
+import gzip
 import importlib.util
+import json
+import re
 import shlex
 import statistics
 import subprocess
@@ -18,7 +22,7 @@ from types import SimpleNamespace
 
 import torch
 
-from . import launch
+from . import _apart, launch
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, say, without_paths
 from ._cli import user_errors
 from ._curves import EVENTS, FOLDER, Curves, read_curves
@@ -51,7 +55,10 @@ TAGS = {  # column: scalar of the run
 }
 CHECKPOINTING = ("none", "selective", "full")
 LAST_LINES = 40  # of a failed run's words, on standard error
-STOP_SECONDS = 40  # torchrun gives its ranks 30
+TRACED, TRACE_WARMUP = 3, 2  # steps
+TOP_KERNELS = 20
+KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
+LENGTHS = "tokens/s of interdomain over softmax, by sequence length"
 TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
 
 
@@ -103,7 +110,7 @@ def flags(case: Case, args, data: Path, output: Path) -> list[str]:
     return [
         *("--job.dump_folder", str(output)),
         *("--mixer.condition", case.condition),
-        *("--mixer.recompute", str(not case.kept)),
+        *(("--mixer.recompute", "False") if case.kept else ()),
         *("--data.corpus", str(data / "random"), "--data.tokenizer", str(data / "tokenizer.model")),
         *("--training.seq_len", str(args.seq_len)),
         *("--training.tokens", "0", "--training.steps", str(args.steps)),
@@ -115,7 +122,39 @@ def flags(case: Case, args, data: Path, output: Path) -> list[str]:
         "--metrics.enable_tensorboard",
         *("--metrics.log_freq", str(args.log_freq), "--metrics.mixer_freq", "0", "--metrics.histogram_freq", "0"),
         "--metrics.disable_color_printing",
+        *(trace_flags(args) if args.trace else ()),
         *args.flags,
+    ]
+
+
+def trace_flags(args) -> list[str]:
+    """TorchTitan's own profiler on the last steps, after those that are timed."""
+    return [
+        *("--profiling.enable_profiling", "--profiling.save_traces_folder", "traces"),
+        *("--profiling.profile_freq", str(args.steps), "--profiling.profiler_active", str(TRACED)),
+        *("--profiling.profiler_warmup", str(TRACE_WARMUP)),
+    ]
+
+
+def top_kernels(trace: Path, steps: int = TRACED) -> list[dict]:
+    """Rows of the kernels that took most GPU time in a trace of torch.profiler, and of all together."""
+    total = {}
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            taken = total.setdefault(event["name"], [0.0, 0])
+            taken[0] += event.get("dur", 0) / 1e3
+            taken[1] += 1
+    ordered = sorted(((name, *taken) for name, taken in total.items()), key=lambda taken: -taken[1])
+    every = sum(ms for _, ms, _ in ordered)
+    shown = [*ordered[:TOP_KERNELS], *([("all", every, sum(calls for _, _, calls in ordered))] if ordered else [])]
+    return [
+        {
+            "kernel": name[:120],
+            "ms a step": ms / steps,
+            "% of GPU time": 100 * ms / every,
+            "calls a step": calls / steps,
+        }
+        for name, ms, calls in shown
     ]
 
 
@@ -152,7 +191,7 @@ def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: 
         except subprocess.TimeoutExpired:
             problem = f"cut after {seconds:.0f} s by the time limit"
         finally:
-            stop(process)
+            _apart.stop(process)
     row |= figures(scalars(output), args)
     if problem:
         said = log.read_text(errors="replace")
@@ -161,17 +200,6 @@ def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: 
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {args.steps} steps"
     return row
-
-
-def stop(process: subprocess.Popen) -> None:
-    """End torchrun if it is still there: it ends its ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def explain(problem: str, log: str) -> str:
@@ -199,7 +227,8 @@ def figures(seen: dict[str, dict[int, float]], args) -> dict:
     """
     row = {}
     speed = seen.get(TAGS["tokens/s"], {})
-    steady = [step for step in sorted(speed) if step > args.skip]
+    last = args.steps - TRACED - TRACE_WARMUP if args.trace else args.steps
+    steady = [step for step in sorted(speed) if args.skip < step <= last]
     for column, tag in TAGS.items():
         values = seen.get(tag, {})
         if column.startswith("GiB"):
@@ -224,14 +253,22 @@ def parse(argv) -> argparse.Namespace:
         prog="python -m interdomain.tools.bench_training", description=__doc__.split("\n\n")[1], allow_abbrev=False
     )
     add_arguments(p)
-    p.add_argument("--size", help="a file of train_configs; default 1.3B (CPU: debug)")
-    p.add_argument("--seq-len", type=int, help="default 4096 (CPU: 64)")
+    p.add_argument("--size", nargs="+", help="files of train_configs; default 1.3B (CPU: debug)")
+    p.add_argument("--seq-len", type=int, nargs="+", help="default 4096 (CPU: 64)")
     p.add_argument("--batch", type=int, help="sequences per rank and step; default 4 (CPU: 2)")
+    p.add_argument(
+        "--tokens", type=int, help="per rank and step, instead of --batch: as many sequences, and at least one"
+    )
     p.add_argument("--steps", type=int, help="default 20 (CPU: 3)")
     p.add_argument("--log-freq", type=int, help="steps from one log to the next; default 5 (CPU: 1)")
     p.add_argument("--ranks", type=int, help="processes; default 1")
     p.add_argument("--conditions", nargs="+", metavar="NAME", help="of the cases, those of these conditions only")
     p.add_argument("--cases", nargs="+", metavar="CASE", help=f"{Case.__doc__} Default: {' '.join(CASES)}")
+    p.add_argument(
+        "--trace",
+        action="store_true",
+        help=f"on a GPU, of the first size and length: the {TOP_KERNELS} kernels that take most time in {TRACED} steps",
+    )
     p.add_argument("--case-limit", type=float, metavar="S", help="seconds for one case (default: what is left)")
     p.add_argument(
         "--flags",
@@ -242,32 +279,37 @@ def parse(argv) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def settle(args, cuda: bool) -> tuple[list[Case], Path]:
-    """Defaults for this device, in `args`; the cases and the TOML file. Raises: ValueError."""
+def settle(args, cuda: bool) -> tuple[list[Case], dict[str, Path]]:
+    """Defaults for this device, in `args`; the cases and the TOML files by size. Raises: ValueError."""
     from interdomain.model import CONDITIONS
 
-    usual = dict(size="1.3B", seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1)
-    tiny = dict(size="debug", seq_len=64, batch=2, steps=3, log_freq=1, ranks=1)
+    usual = dict(size=["1.3B"], seq_len=[4096], batch=4, tokens=None, steps=20, log_freq=5, ranks=1)
+    tiny = dict(size=["debug"], seq_len=[64], batch=2, tokens=None, steps=3, log_freq=1, ranks=1)
     for name, value in (usual if cuda else tiny).items():
-        if getattr(args, name) is None:
+        given = getattr(args, name)
+        if given is None:
             setattr(args, name, value)
-        elif name != "size" and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {getattr(args, name)}.")
+        elif name != "size" and (least := min(given if isinstance(given, list) else [given])) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {least}.")
+    args.trace = args.trace and cuda
     args.skip = args.log_freq if args.log_freq > 1 else 1
-    if args.steps <= args.skip:
+    least = args.skip + (TRACED + TRACE_WARMUP if args.trace else 0)
+    if args.steps <= least:
         raise ValueError(
-            f"--steps {args.steps} has no steady step: with --log-freq {args.log_freq} give more than {args.skip}."
+            f"--steps {args.steps} has no steady step: with --log-freq {args.log_freq}{' and --trace' * args.trace} give more "
+            f"than {least}."
         )
     folder = Path(__file__).resolve().parents[1] / "train_configs"
-    config = folder / f"{args.size}.toml"
-    if not config.is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
-        raise ValueError(
-            f"--size {args.size}: there is no such file in train_configs; allowed: {known or 'none found'}."
-        )
+    configs = {size: folder / f"{size}.toml" for size in args.size}
+    for size, config in configs.items():
+        if not config.is_file():
+            known = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
+            raise ValueError(
+                f"--size {size}: there is no such file in train_configs; allowed: {known or 'none found'}."
+            )
     conditions = choose("--conditions", args.conditions, CONDITIONS)
     cases = [Case.parse(text, tuple(CONDITIONS)) for text in args.cases or (CASES if cuda else TINY_CASES)]
-    return [case for case in cases if case.condition in conditions], config
+    return [case for case in cases if case.condition in conditions], configs
 
 
 @user_errors
@@ -277,10 +319,10 @@ def main(argv=None) -> int:
     if device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("--device cpu: the trainer takes the GPU that is there. Hide it with CUDA_VISIBLE_DEVICES=''.")
     deadline = Deadline(args.time_limit)
-    cases, config = settle(args, device.type == "cuda")
-    options = {k: getattr(args, k) for k in ("size", "seq_len", "batch", "ranks", "steps", "log_freq", "flags")}
-    report = Report("training", args.out, device, options)
-    if missing := absent(config):
+    cases, configs = settle(args, device.type == "cuda")
+    shown = ("size", "seq_len", "batch", "tokens", "ranks", "steps", "log_freq", "flags")
+    report = Report("training", args.out, device, {k: getattr(args, k) for k in shown})
+    if missing := absent(next(iter(configs.values()))):
         report.note(f"Skipped: {missing} cannot be imported here; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
@@ -289,11 +331,19 @@ def main(argv=None) -> int:
         "highest. FLOPs per token are each condition's own count (plugin/model/flops.py), MFU against the datasheet rate that "
         "TorchTitan has for this GPU: compare conditions by tokens/s."
     )
-    name = f"{args.size}, {args.batch} x {args.seq_len:,} tokens per rank and step"
-    report.table(name, COLUMNS)
-    rows = measure(cases, args, config, deadline, lambda row: report.add(name, row))
+    cells = [(size, length) for size in args.size for length in args.seq_len]
+    if len(cells) > 1:
+        report.table(LENGTHS, ["size", *(f"T = {length:,}" for length in args.seq_len)])
+        report.rows(LENGTHS).extend({"size": size} for size in args.size)
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for size, length in cells:
+            if args.tokens:
+                args.batch = max(1, args.tokens // length)
+            rows += measure(cases, args, size, length, configs[size], deadline, report, Path(temporary))
+            args.trace = False  # of the first cell only
     ran = sum("tokens/s" in row for row in rows)
-    report.finish("unfinished" if deadline.passed else "complete", f"{ran} of {len(cases)} cases measured")
+    report.finish("unfinished" if deadline.passed else "complete", f"{ran} of {len(rows)} cases measured")
     return 0
 
 
@@ -308,30 +358,48 @@ def absent(config: Path) -> str:
     return ", ".join(missing)
 
 
-def measure(cases: list[Case], args, config: Path, deadline: Deadline, add) -> list[dict]:
-    """Rows, each handed to `add` as it is measured; ratios are to a softmax of the same settings that ran before."""
-    rows, softmax = [], {}
-    with tempfile.TemporaryDirectory() as temporary:
-        data = Path(temporary) / "data"
-        data.mkdir()
-        vocabulary = vocabulary_of(config)
-        write_data(data, vocabulary, (args.steps + 1) * args.batch * args.ranks * (args.seq_len + 1))
-        for i, case in enumerate(cases):
-            if deadline.passed:
-                row = {"case": str(case), "remark": "not run: time limit"}
-            else:
-                say(f"{i + 1} of {len(cases)}: {case}")
-                before = deadline.left
-                limit = min(deadline.left, args.case_limit or deadline.left)
-                row = run_case(case, args, config, data, Path(temporary) / f"run{i}", limit)
-                row["seconds"] = before - deadline.left
-            settings = case.compiled, case.checkpointing
-            if case.condition == "softmax" and "tokens/s" in row:
-                softmax.setdefault(settings, row["tokens/s"])
-            row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
-            rows.append(row)
-            add(row)
-    return rows
+def measure(
+    cases: list[Case], args, size: str, length: int, config: Path, deadline: Deadline, report: Report, temporary: Path
+) -> list[dict]:
+    """Rows of one size and length; ratios are to a softmax of the same settings that ran before."""
+    name = f"{size}, {args.batch} x {length:,} tokens per rank and step"
+    report.table(name, COLUMNS)
+    softmax = {}
+    args = argparse.Namespace(**{**vars(args), "seq_len": length})
+    folder = temporary / f"{size}-{length}"
+    data = folder / "data"
+    data.mkdir(parents=True)
+    write_data(data, vocabulary_of(config), (args.steps + 1) * args.batch * args.ranks * (length + 1))
+    for i, case in enumerate(cases):
+        if deadline.passed:
+            row = {"case": str(case), "remark": "not run: time limit"}
+        else:
+            say(f"{name}, {i + 1} of {len(cases)}: {case}")
+            before = deadline.left
+            limit = min(deadline.left, args.case_limit or deadline.left)
+            row = run_case(case, args, config, data, folder / f"run{i}", limit)
+            row["seconds"] = before - deadline.left
+        settings = case.compiled, case.checkpointing
+        if case.condition == "softmax" and "tokens/s" in row:
+            softmax.setdefault(settings, row["tokens/s"])
+        row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
+        if case.condition == "interdomain" and row["over softmax"] and LENGTHS in report.contents["tables"]:
+            report.rows(LENGTHS)[args.size.index(size)].setdefault(f"T = {length:,}", row["over softmax"])
+        report.add(name, row)
+        if args.trace:
+            add_kernels(report, f"{case}, {name}", folder / f"run{i}")
+    return report.rows(name)
+
+
+def add_kernels(report: Report, what: str, output: Path) -> None:
+    """The table of a run's trace, and the trace itself beside the results."""
+    for trace in sorted(output.glob("traces/**/*.json"))[-1:]:
+        table = f"{TOP_KERNELS} kernels, {what}"
+        report.table(table, KERNEL_COLUMNS)
+        for row in top_kernels(trace):
+            report.add(table, row)
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", what.split(",")[0])
+        (report.folder / f"trace-{slug}.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
 
 
 def vocabulary_of(config: Path) -> int:

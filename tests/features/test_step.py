@@ -236,7 +236,8 @@ def test_steps_are_the_sequence(backend):
         input_features_step(a, layer.R, past=b, rope=turns, **options, backend=backend)
         for a, b in ((x[:, 0], again), (inner, live))
     ]
-    assert torch.equal(*y)
+    # Plain PyTorch rounds another way on some CPUs where numbers do not lie side by side.
+    torch.testing.assert_close(*y, rtol=1e-6, atol=1e-6)
     assert torch.equal(again, live)
 
 

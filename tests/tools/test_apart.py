@@ -1,0 +1,96 @@
+"""Cases in processes of their own: a crash, an abort, a hang and a cut each lose one row. Workers import no PyTorch here."""
+
+import subprocess
+import sys
+import time
+
+from interdomain.tools import _apart
+
+WORKER = """
+import os, sys, time
+from interdomain.tools import _apart
+
+def handle(case, emit):
+    name, number = case
+    if name == "raises" and number == 1:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if name == "aborts" and number == 1:
+        emit({"ms": -1})
+        os.abort()
+    if name == "exits":
+        os._exit(7)
+    if name == "sleeps" and number == 1:
+        import signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    emit({"ms": number, "pid": os.getpid()})
+
+sys.exit(_apart.serve(sys.argv[1], handle))
+"""
+
+
+def test_every_kind_of_end_loses_one_row(monkeypatch):
+    """A mixer that raises, one that aborts, one that exits, one that sleeps and ignores SIGTERM; then one that is well."""
+    monkeypatch.setattr(_apart, "GRACE", 0.2)
+    names = ("raises", "aborts", "sleeps", "fine")
+    jobs = [[[name, number] for number in range(3)] for name in names] + [[["exits", 0]], [["last", 0]]]
+    found = {}
+
+    def add(case, rows, problem):
+        found[tuple(case)] = rows, problem
+
+    ends = time.monotonic() + 60
+    _apart.run([sys.executable, "-c", WORKER], jobs, add, left=lambda: min(3.0, ends - time.monotonic()), least=0.7)
+    assert list(found) == [tuple(case) for job in jobs for case in job]
+    lost = {case: problem for case, (_, problem) in found.items() if problem}
+    assert lost == {
+        (
+            "raises",
+            1,
+        ): "its process ended with status 1: RuntimeError: CUDA error: an illegal memory access was encountered",
+        ("aborts", 1): "its process ended with status -6: no word",
+        ("sleeps", 1): lost["sleeps", 1],
+        ("exits", 0): "its process ended with status 7: no word",
+    }
+    assert lost["sleeps", 1].startswith("cut after ")
+    assert found["aborts", 1][0] == [{"ms": -1}]  # what was measured before stays
+    assert all(rows[0]["ms"] == case[1] for case, (rows, problem) in found.items() if not problem)
+    process = {case: rows[0]["pid"] for case, (rows, problem) in found.items() if not problem}
+    assert process["fine", 0] == process["fine", 1] == process["fine", 2] != process["last", 0]
+    assert process["raises", 0] != process["raises", 2]
+
+
+def test_the_deadline_cuts_one_case_and_names_the_others(monkeypatch):
+    monkeypatch.setattr(_apart, "GRACE", 0.2)
+    found = {}
+    ends = time.monotonic() + 0.8
+    jobs = [[["fine", 0], ["sleeps", 1], ["fine", 2]], [["fine", 3]]]
+    _apart.run(
+        [sys.executable, "-c", WORKER],
+        jobs,
+        lambda case, rows, problem: found.update({case[1]: (len(rows), problem)}),
+        left=lambda: ends - time.monotonic(),
+    )
+    late = (0, "not run: time limit")
+    assert found == {0: (1, None), 1: (0, "cut by the time limit"), 2: late, 3: late}
+
+
+def test_a_process_is_ended_with_all_that_it_started():
+    """torchrun starts its ranks in sessions of their own: a signal to its group does not reach them."""
+    tree = "setsid sleep 98765 & setsid sh -c 'trap \"\" TERM; sleep 98765; sleep 98765' & wait"
+    process = subprocess.Popen(["sh", "-c", tree])
+    while len(family := _apart.descendants(process.pid)) < 3:
+        time.sleep(0.02)
+    _apart.stop(process, grace=0.2)
+    assert process.poll() is not None
+    ends = time.monotonic() + 5
+    while alive := [pid for pid in family if _alive(pid)]:  # SIGKILL takes a moment
+        assert time.monotonic() < ends, alive
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
