@@ -138,7 +138,7 @@ def io_bytes(shape: Shape, mixer: str = "", width: int = 2) -> dict[str, int]:
 
 def tiles(shape: Shape, device: torch.device):
     """The `Plan` that bf16 inputs of this shape get on this device; on a CPU, that of sm_90."""
-    from interdomain.scan.triton_launch import make_plan
+    from interdomain.scan.triton_plan import make_plan
 
     return make_plan(device, torch.bfloat16, shape.M, shape.d, None)
 

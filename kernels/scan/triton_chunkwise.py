@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import triton_launch as launch
-from .triton_launch import Constant, Plan, Span, Tables, segment_count
+from .triton_launch import Constant, Span, Tables
+from .triton_plan import Plan, make_plan, segment_count
 from .triton_support import operand_dtype
 
 
@@ -172,7 +173,7 @@ def _prepare(
 ) -> tuple[Plan, Tables, Span]:
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
-    plan = launch.make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
+    plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
     documents = None if documents is None else launch.dense(documents)

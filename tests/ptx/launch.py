@@ -13,7 +13,7 @@ import torch
 from interdomain.features import support
 from interdomain.features import triton_launch as features_launch
 from interdomain.features import triton_step as features_step
-from interdomain.scan import gluon_launch, ops, triton_launch, triton_sequential, triton_step
+from interdomain.scan import gluon_launch, ops, triton_launch, triton_plan, triton_sequential, triton_step
 
 from ..scan import triton_budget
 from .emulator import execute
@@ -82,8 +82,7 @@ def emulated(capability, traffic=False):
                 patch(module, name, Emulated(getattr(module, name), capability, reports, traffic))
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             patch(owner, name, poisoned(getattr(owner, name)))
-        for module in (triton_launch, gluon_launch):
-            patch(module, "capability", lambda device: divmod(capability, 10))
+        patch(triton_plan, "capability", lambda device: divmod(capability, 10))
         patch(support, "unsupported", lambda *args: None)
         undo.callback(ops.IMPLEMENTATIONS.pop, "parallel", None)
         undo.callback(ops.IMPLEMENTATIONS.update, {"chunkwise": ops.IMPLEMENTATIONS["chunkwise"]})

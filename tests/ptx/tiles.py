@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from interdomain import scan
-from interdomain.scan import triton_launch
+from interdomain.scan import triton_plan
 
 from ..features import common as features
 from ..features import test_step as features_step
@@ -37,7 +37,7 @@ def test_small():
 def test_one_program(case, save, kernels, monkeypatch):
     """The Gluon kernels of Hopper, which Triton's interpreter does not have."""
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 1 if case.T < 200 else 2)
-    with triton_launch.alternatives(one_forward=True, one_reverse=True):
+    with triton_plan.alternatives(one_forward=True, one_reverse=True):
         chunkwise.check(case, BF16, recompute=not save)
 
 

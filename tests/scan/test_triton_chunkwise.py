@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from interdomain import scan
-from interdomain.scan import ops
+from interdomain.scan import ops, triton_plan
 
 from .common import Case, error, exact, gradients, op_inputs, run_op
 from .test_documents import one_by_one, packed
@@ -210,10 +210,9 @@ def test_states_between_segments(reverse, start, kernels):
         exact.append((step.conj() if reverse else step) * exact[-1] + torch.view_as_complex(local[:, :, s].double()))
     expected = torch.view_as_real(torch.stack(exact[::-1] if reverse else exact, dim=2).resolve_conj())
     on = [None if x is None else x.to(DEVICE) for x in (local, first)]
-    plan = kernels.launch.make_plan(torch.device(DEVICE), torch.float32, M, 16, chunk)
+    plan = kernels.make_plan(torch.device(DEVICE), torch.float32, M, 16, chunk)
     tables = kernels.launch.Tables.build(theta.to(DEVICE), plan, span)
-    got = kernels.launch.chain(tables, *on, span, chunk, reverse=reverse)
-    assert error(got.cpu(), expected, "rms") < 1e-6
+    assert error(kernels.launch.chain(tables, *on, span, chunk, reverse=reverse).cpu(), expected, "rms") < 1e-6
 
 
 @on_kernels
@@ -366,12 +365,10 @@ def test_recompute_is_a_matter_of_memory_only(M, T, G, kernels, monkeypatch):
 def test_w_in_a_pass_of_its_own(kernels, monkeypatch):
     """Where `expand` has no room for W, `mix` rounds the same numbers."""
     inputs, _ = to_device(*problem(Case(T=70, B=2, H=1, G=2, R=16, D=40), torch.bfloat16, False)[:2])
-    results, plans, make_plan = [], [], kernels.launch.make_plan
-    mix = kernels.launch.mix
+    results, plans, mix = [], [], kernels.launch.mix
     for fused in ((4096, 4, 2), None):
-        monkeypatch.setattr(kernels.launch, "make_plan", lambda *args, f=fused: make_plan(*args)._replace(fused=f))
         monkeypatch.setattr(kernels.launch, "mix", lambda *args, f=fused: plans.append(f) or mix(*args))
-        with torch.no_grad():
+        with torch.no_grad(), triton_plan.alternatives(fused=fused):
             results.append(scan.interdomain_scan(**inputs, backend="chunkwise"))
     assert plans == [None]
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
@@ -383,13 +380,11 @@ def test_decay_in_a_launch_of_its_own(kernels, monkeypatch):
     two segments, programs that share channels and modes."""
     inputs, cotangents = to_device(*problem(Case(T=140, H=1, G=2, R=16, D=20, M=32), torch.bfloat16, False)[:2])
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
-    results, joined, make_plan = [], [], kernels.launch.make_plan
+    results, joined = [], []
     for stages in (2, 3):
-        plan = make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 64)
-        plan = plan._replace(decay=(512, plan.decay[1], stages))
-        joined.append(plan.joined)
-        monkeypatch.setattr(kernels.launch, "make_plan", lambda *args, p=plan: p)
-        results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=64))
+        with triton_plan.alternatives(decay=(512, 4, stages)):
+            joined.append(kernels.make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 64).joined)
+            results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=64))
     assert joined == [True, False]
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 
@@ -403,7 +398,7 @@ def test_gradient_of_w_in_parts(dtype, kernels, monkeypatch):
     log_decay = -0.01 * torch.rand(H, M, 2, generator=g)
     W = torch.randn(H, 2 * M, 2 * M, generator=g)
     a, c = (torch.randn(B, H * G, T, 2 * M, generator=g).to(dtype) for _ in range(2))
-    plan = kernels.launch.make_plan(torch.device(DEVICE), dtype, M, 16, 16)
+    plan = kernels.make_plan(torch.device(DEVICE), dtype, M, 16, 16)
     tables = kernels.launch.Tables.build(log_decay.to(DEVICE), plan)
     *_, got = kernels.launch.mix_backward(plan, tables, a.to(DEVICE), c.to(DEVICE), W.to(DEVICE))
     a, c = (x.double().view(B, H, G, T, 2 * M) for x in (a, c))

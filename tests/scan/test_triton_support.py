@@ -147,8 +147,8 @@ def test_segment_rule(sequences, tokens, segments):
 @pytest.mark.parametrize("sequences", [96, 160, 192, 288, 384])
 def test_waves_are_full(sequences):
     """Of what 264 programs at a time could walk until the last one ends, tokens are at least nine tenths."""
-    launch, chunks, slots = pytest.importorskip("interdomain.scan.triton_launch"), 64, 264
-    length = -(-chunks // launch.segment_count(sequences, chunks, torch.device("cpu")))
+    plans, chunks, slots = pytest.importorskip("interdomain.scan.triton_plan"), 64, 264
+    length = -(-chunks // plans.segment_count(sequences, chunks, torch.device("cpu")))
     waves = -(-sequences * -(-chunks // length) // slots)
     assert sequences * chunks >= 0.9 * waves * slots * length
 
@@ -157,10 +157,10 @@ def test_waves_are_full(sequences):
 @pytest.mark.parametrize("width", [64, 96, 256])
 def test_what_triton_miscompiles_is_not_launched(width, M, monkeypatch):
     """Pipelined loops whose state other products read (sm_100, sm_103); two warp groups (sm_90, triton-lang/triton #11047)."""
-    launch = pytest.importorskip("interdomain.scan.triton_launch")
+    plans = pytest.importorskip("interdomain.scan.triton_plan")
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
-        monkeypatch.setattr(launch, "capability", lambda device, found=capability: found)
-        plan = launch.make_plan(torch.device("cpu"), torch.bfloat16, M, width, None)
+        monkeypatch.setattr(plans, "capability", lambda device, found=capability: found)
+        plan = plans.make_plan(torch.device("cpu"), torch.bfloat16, M, width, None)
         tiles = [x for x in plan if isinstance(x, tuple)]
         assert (plan.fused is not None) == (capability[0] == 9 and width <= 64 and M <= 64)
         assert len(tiles) == (5 if plan.fused else 4)

@@ -29,6 +29,7 @@ from interdomain.scan import (
     gluon_launch,
     triton_chunkwise,
     triton_launch,
+    triton_plan,
     triton_sequential,
     triton_step,
     triton_support,
@@ -86,9 +87,9 @@ def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, one=Fa
         _record(triton_launch, name, found)
     for name in ("forward_kernel", "reverse_kernel"):
         _record(gluon_launch, name, found)
-    triton_launch.capability = gluon_launch.capability = lambda device: divmod(capability, 10)
+    triton_plan.capability = lambda device: divmod(capability, 10)
     T = 64 if kw.get("training") else 1024  # two segments, which have states between them
-    with triton_launch.alternatives(one_forward=one, one_reverse=one):
+    with triton_plan.alternatives(one_forward=one, one_reverse=one):
         _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
     return found
 
