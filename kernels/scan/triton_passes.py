@@ -272,9 +272,11 @@ def mix_kernel(
         i_t = tl.cast(i_c, tl.int64) * (L * 2 * M)
         m_t = ((i_c * L + o_l < T) | EVEN)[:, None]
         b_a = tl.load(p_a + o_x + i_t, mask=m_t, other=0.0)
+        b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
+        tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
         if BACKWARD:
             b_c = tl.load(p_c + o_y + i_t, mask=m_t, other=0.0)
-            # First of the products: Triton leaves one in flight over the loop's end if nothing but itself takes its result, and
+            # Not the last product: Triton leaves one in flight over the loop's end if nothing but itself takes its result, and
             # ptxas then waits for every wgmma before the next.
             b_dw = tl.dot(tl.trans(b_c), b_a, b_dw, input_precision=PRECISION)
             b_r = tl.load(p_c + o_z + i_t, mask=m_t, other=0.0)
@@ -283,8 +285,6 @@ def mix_kernel(
                 b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
             b_y = scale_columns(b_y, b_er, b_ei, L, BM, 1)
             tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
-        b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
-        tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
     if BACKWARD:
         p_dwt = p_dw + (i_p // NM).to(tl.int64) * (4 * M * M)
         tl.store(p_dwt + o_n[:, None] * (2 * M) + o_k[None, :], b_dw)
