@@ -17,13 +17,13 @@ from interdomain.scan import triton_support
 from . import _apart
 from ._bench import Deadline, Report, ended, exclusive, processes, require_healthy
 from ._mixers import make_problem
-from ._problems import Shape, backward_passes, forward_passes, pass_costs, segment_count, tiles
+from ._problems import Shape, backward_passes, forward_passes, in_one_program, pass_costs, segment_count, tiles
 from ._timing import Yardsticks, interleaved, ratio, usable
 
 # Each group has a process of its own on a GPU.
 GROUPS = (
     *(("contract", "tables"), ("adjoint_decay", "adjoint", "decay"), ("mix_expand", "mix", "mix_backward")),
-    *(("expand",), ("states", "costates", "chain")),
+    *(("expand",), ("one_forward",), ("one_reverse",), ("states", "costates", "chain")),
 )
 PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")  # that have tiles
 PASS_COLUMNS = [
@@ -86,6 +86,13 @@ class Setup:
             calls["mix_expand"] = lambda: launch.expand(
                 plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
             )
+        if in_one_program(s, plan):
+            from interdomain.scan import gluon_launch
+
+            calls["one_forward"] = lambda: gluon_launch.forward(
+                tab, span, q, k, v, self.mixing, states, out, None, False
+            )
+            calls["one_reverse"] = lambda: gluon_launch.reverse(tab, span, b, d_o, v, states, states, values, out, None)
         if states is None:
             return calls
         local = torch.empty_like(states)
@@ -170,6 +177,7 @@ def pass_names(shape: Shape, device: torch.device) -> list[str]:
     """What `Setup.calls` has for this shape, found without a tensor: another process makes them."""
     plan = tiles(shape, device)
     left_out = {"mix_expand": not plan.fused, "adjoint_decay": not plan.joined}
+    left_out |= dict.fromkeys(("one_forward", "one_reverse"), not in_one_program(shape, plan))
     left_out |= dict.fromkeys(GROUPS[-1], segment_count(shape, device, plan.chunk) == 1)
     return [name for group in GROUPS for name in group if not left_out.get(name)]
 
@@ -184,8 +192,8 @@ def pass_jobs(report: Report, shapes: dict[str, Shape], device: torch.device):
         one, text = case
         shape, table = shapes[text], str(shapes[text])
         plan = tiles(shape, device)
-        # recompute=True: the backward runs contract of the forward again. What is 0 times there is the parts of a joined pass.
-        step = (*forward_passes(bool(plan.fused)), *backward_passes(plan.joined), "contract")
+        # recompute=True: the backward runs contract of the forward again. What is 0 times there is no part of this plan.
+        step = (*forward_passes(plan), *backward_passes(plan), "contract")
         count = {"tables": 2, "states": 2, "costates": 1, "chain": 3}.get(one, step.count(one))
         report.add(table, {"pass": one, "times a step": count, **(rows[-1] if rows else {}), **ended(problem)})
         taken = report.rows(table)

@@ -28,7 +28,7 @@ from ._cli import user_errors
 from ._gpu_run import ARCHIVE, ROOT, Part, Run, adopt_orphans
 
 SECONDS = 540.0
-PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")  # expand with W, adjoint beside decay
+PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay", "one_forward", "one_reverse")
 NCU_SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"),
     *("SchedulerStats", "WarpStateStats"),

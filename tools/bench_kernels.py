@@ -15,6 +15,8 @@ import sys
 
 import torch
 
+from interdomain.scan.triton_plan import alternatives
+
 from . import _apart, _features
 from ._bench import (
     Deadline,
@@ -27,8 +29,8 @@ from ._bench import (
     require_healthy,
 )
 from ._cli import user_errors
-from ._mixers import ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segments, tiles
+from ._mixers import ALTERNATIVES, ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
+from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segments, tiles
 from ._timing import Ceilings, Yardsticks, host_ms, interleaved, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
@@ -38,7 +40,7 @@ COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "I/O floor ms", "byte floor ms"),
     *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "host ms", "peak MiB", "by", "remark"),
 ]
-OURS = ("chunkwise", "chunkwise-kept")
+OURS = ("chunkwise", "chunkwise-kept", "chunkwise-gluon")
 TARGETS = (  # which (the faster of these), over what (the best of these), at which T, at most
     (OURS, ATTENTION, 4096, 0.3),
     (OURS, ATTENTION, 16384, 0.12),
@@ -116,7 +118,7 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     inout = io_bytes(shape, name)[phase]
     nbytes, flops = inout, None
     if name in OURS and importlib.util.find_spec("triton"):  # whose plans say what is executed
-        recompute, cut = name == "chunkwise", segments(shape, device)
+        recompute, cut = name != "chunkwise-kept", segments(shape, device)
         costs = chunkwise_costs(shape, tiles(shape, device), recompute=recompute, segments=cut)
         nbytes, flops = costs[phase]
     elif name in ATTENTION:
@@ -278,7 +280,11 @@ def run_case(case, emit, *, device: torch.device, args) -> None:
         for row in _features.bench(shape, device, args.rounds, seconds / 2):
             emit(row)
     else:
-        measure(name, shape, device, args.rounds, seconds, emit)
+        with alternatives(**ALTERNATIVES.get(name, {})):
+            if name in ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
+                emit({"remark": "Hopper has these kernels, at M = 64 and heads of 64"})
+            else:
+                measure(name, shape, device, args.rounds, seconds, emit)
     release(device)
 
 

@@ -126,9 +126,9 @@ import pytest
 sys.path.insert(0, {repository!r})
 from tests.scan import triton_interpreter
 triton_interpreter.repair(pytest.MonkeyPatch())
-from interdomain.scan import triton_launch
+from interdomain.scan import triton_plan
 from interdomain.tools import _passes, bench_kernels
-triton_launch._MIN_SEGMENT = 1  # cut time where a GPU would: two chunks are two segments
+triton_plan._MIN_SEGMENT = 1  # cut time where a GPU would: two chunks are two segments
 _passes.TILES = {{name: tiles[:1] for name, tiles in _passes.TILES.items()}}
 _passes.CHUNKS = (16,)
 flags = ["--out", sys.argv[1], "--basis", "16", "--heads", "1", "--rounds", "1", "--shapes", "1x70x16"]
