@@ -1,5 +1,6 @@
 """What one forward and one backward launch: Triton kernels, and operations of PyTorch that would launch one. No GPU."""
 
+import math
 import os
 
 import pytest
@@ -28,7 +29,12 @@ class Launches(TorchDispatchMode):
             self.name, self.names = name, names
 
         def __getitem__(self, grid):
-            return lambda *args, **constants: self.names.append(self.name)
+            return self.launch
+
+        def launch(self, *args, **constants):
+            # Triton compiles for multiples of 16 bytes, or for a load per number.
+            assert not any(x.data_ptr() % 16 for x in args if isinstance(x, torch.Tensor)), self.name
+            self.names.append(self.name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         view = any(x.alias_info and not x.alias_info.is_write for x in func._schema.returns)
@@ -42,14 +48,14 @@ class Launches(TorchDispatchMode):
         return names
 
 
-def count(monkeypatch, linear, segments, documents=False, M=64):
+def count(monkeypatch, linear, segments, documents=False, M=64, make=torch.zeros):
     """-> names of what a forward launches, and of what a backward does."""
     monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
     B, T, H, R = 2, 256, 3, 64
-    tokens = [torch.zeros(B, T, H, R, dtype=torch.bfloat16) for _ in range(1 if linear else 3)]
-    tables = torch.zeros(H, M, 2), torch.zeros((H, 2 * M) if linear else (H, 2 * M, 2 * M))
-    state = torch.zeros(B, H, M, R if linear else 2 * R, 2)
-    kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if documents else {}
+    tokens = [make(B, T, H, R, dtype=torch.bfloat16) for _ in range(1 if linear else 3)]
+    tables = make(H, M, 2), make(*(H, 2 * M) if linear else (H, 2 * M, 2 * M))
+    state = make(B, H, M, R if linear else 2 * R, 2)
+    kw = {"documents": make(B, T, dtype=torch.int32)} if documents else {}
     forward = kernels.linear_forward if linear else kernels.scan_forward
     backward = kernels.linear_backward if linear else kernels.scan_backward
     with Launches(monkeypatch) as launches:
@@ -85,3 +91,15 @@ def test_linear_readout(segments, M, monkeypatch):
     assert beside(backward) == [*chains, *chains, "sum_kernel", "sum_kernel", "tables_kernel"]
     assert len(forward) <= 6
     assert len(backward) <= 10
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+def test_pointers_are_aligned(linear, segments, documents, monkeypatch):
+    """All inputs start one element in: `launch` above refuses what was not copied."""
+
+    def one_in(*shape, dtype=torch.float32):
+        return torch.zeros(math.prod(shape) + 1, dtype=dtype)[1:].view(shape)
+
+    assert all(map(len, count(monkeypatch, linear, segments, documents, make=one_in)))
