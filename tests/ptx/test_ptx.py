@@ -218,7 +218,7 @@ def test_loops_of_different_length():
     [
         # A forward of three chunks (sm_80), where W has a pass of its own, and of two, with wgmma (sm_90).
         ("80,90", "test_small", [4, 3]),
-        ("90", "test_one_program and T70 and recomputed", [9]),  # forward and backward of the Gluon kernels
+        ("90", "test_one_program and T70 and recomputed", [10]),  # forward and backward of the Gluon kernels
     ],
 )
 def test_compiled_kernels(capabilities, tests, launches, tmp_path):
