@@ -86,7 +86,7 @@ def make_inputs(
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
     """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v], if `linear`), and cotangents of its results.
 
-    device: on which the numbers are drawn, too: on the CPU they are the same on every x86 machine.
+    device: on which the numbers are drawn, too: on the CPU they are the same on every x86 machine with AVX2.
     wider: by how many channels v is wider than q and k (z than 2 d).
 
     Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that
