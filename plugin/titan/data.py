@@ -5,11 +5,10 @@ and its order. It is the same on every rank, so a run continues with the same ba
 """
 
 import json
-import queue
-import threading
 from pathlib import Path
 
 import torch
+from torchdata.nodes import BaseNode, PinMemory, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
@@ -32,13 +31,48 @@ CAUSES = {
 }
 
 
-class PackedLoader(BaseDataLoader):
-    """Endless: ({"input": [B, T]}, labels [B, T]), both int64; labels are the inputs' next tokens.
+class MicroBatches(BaseNode):
+    """torchdata's source node: one rank's micro-batches, without end.
 
     Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
-    `local_batch` of them. A step's samples therefore depend on the global batch size alone. A thread reads ahead (worker
-    processes would cost more than they save: a window is a copy out of mapped memory); the state counts what was
-    handed out, so nothing of what was read ahead is lost or repeated by a run that continues.
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. State: the samples that all ranks
+    together have consumed. A sample that cannot be read is handed on as the ValueError, for torchdata would print a traceback.
+    """
+
+    def __init__(self, dataset, *, local_batch: int, rank: int, ranks: int, positions: bool) -> None:
+        super().__init__()
+        self.dataset, self.local_batch, self.rank, self.positions = dataset, local_batch, rank, positions
+        self.per_batch = local_batch * ranks
+        self.consumed = 0
+
+    def reset(self, initial_state: dict | None = None) -> None:
+        super().reset(initial_state)
+        self.consumed = (initial_state or {}).get("consumed", 0)
+
+    def get_state(self) -> dict:
+        return {"consumed": self.consumed}
+
+    def next(self):
+        first = self.consumed + self.rank * self.local_batch
+        self.consumed += self.per_batch
+        indices = range(first, first + self.local_batch)
+        try:
+            windows = torch.from_numpy(self.dataset.read_batch(indices))
+        except ValueError as e:  # ids outside the vocabulary: a damaged shard
+            return e
+        inputs = {"input": windows[:, :-1].contiguous()}
+        if self.positions:
+            inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(g)) for g in indices])
+        return inputs, windows[:, 1:].contiguous()
+
+
+class PackedLoader(BaseDataLoader):
+    """Endless: ({"input": [B, T]}, labels [B, T]), both int64, in pinned memory where there is a GPU; labels are the inputs'
+    next tokens.
+
+    torchdata reads ahead in a thread (worker processes would cost more than they save: a window is a copy out of mapped
+    memory). The state counts what was handed out, so nothing of what was read ahead is lost or repeated by a run that
+    continues, on any number of ranks and with any `prefetch`.
 
     Args:
         prefetch: micro-batches to read ahead; 0 reads when asked.
@@ -55,73 +89,30 @@ class PackedLoader(BaseDataLoader):
         prefetch: int = 0,
         positions: bool = False,
     ) -> None:
-        self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
-        self.prefetch, self.positions = prefetch, positions
-        self.consumed = 0
+        self.dataset = dataset
+        self.batches = MicroBatches(dataset, local_batch=local_batch, rank=rank, ranks=ranks, positions=positions)
+        self.prefetch, self.consumed = prefetch, 0
 
     def __iter__(self):
-        batches = self._ahead() if self.prefetch else map(self._read, self._firsts())
-        try:
-            while True:
-                batch = self._take(batches)
-                # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
-                self.consumed += self.local_batch * self.ranks
-                yield batch
-        finally:
-            if self.prefetch:
-                batches.close()
+        start = {"consumed": self.consumed}
+        node = self.batches
+        if torch.cuda.is_available():
+            node, start = PinMemory(node), _before(start)
+        if self.prefetch:
+            node, start = Prefetcher(node, self.prefetch), _before(start)
+        node.reset(start)
+        while True:
+            batch = self._take(node)
+            # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
+            self.consumed += self.batches.per_batch
+            yield batch
 
     @one_paragraph
-    def _take(self, batches):
-        return next(batches)  # refuses ids outside the vocabulary: a damaged shard
-
-    def _firsts(self):
-        first = self.consumed + self.rank * self.local_batch
-        while True:
-            yield first
-            first += self.local_batch * self.ranks
-
-    def _read(self, first: int):
-        indices = range(first, first + self.local_batch)
-        windows = torch.from_numpy(self.dataset.read_batch(indices))
-        inputs = {"input": windows[:, :-1].contiguous()}
-        if self.positions:
-            inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(g)) for g in indices])
-        return inputs, windows[:, 1:].contiguous()
-
-    def _ahead(self):
-        """The batches, read by a thread of their own, which ends with this generator."""
-        ready, stop = queue.Queue(self.prefetch), threading.Event()
-
-        def put(item) -> bool:
-            while not stop.is_set():
-                try:
-                    ready.put(item, timeout=0.2)
-                    return True
-                except queue.Full:
-                    pass
-            return False
-
-        def read() -> None:
-            try:
-                for first in firsts:
-                    if not put((self._read(first), None)):
-                        return
-            except BaseException as e:  # raised where the batch is asked for
-                put((None, e))
-
-        firsts = self._firsts()
-        thread = threading.Thread(target=read, name="data", daemon=True)
-        thread.start()
-        try:
-            while True:
-                batch, error = ready.get()
-                if error is not None:
-                    raise error
-                yield batch
-        finally:
-            stop.set()
-            thread.join()
+    def _take(self, node):
+        batch = next(node)
+        if isinstance(batch, ValueError):
+            raise batch
+        return batch
 
     def state_dict(self) -> dict:
         made_of = json.dumps(self.dataset.made_of)
@@ -139,6 +130,11 @@ class PackedLoader(BaseDataLoader):
                 "--checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state["consumed_samples"]
+
+
+def _before(state: dict) -> dict:
+    """The state of a torchdata node with a thread that has handed out nothing since its source had this state."""
+    return {"snapshot": state, "steps_since_snapshot": 0}
 
 
 class TitanTokenizer(BaseTokenizer):
