@@ -67,14 +67,14 @@ class Run:
             model_parts=[self.model],
             states={"train_state": self.trainer},
             checkpoint_config=config,
-            sd_adapter=None,
             base_folder=str(folder),
+            record={
+                **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
+                "run": {"tokens_per_step": 512, "planned_steps": 100},
+            },
+            tokenizer=tokenizer,
+            lock=None,
         )
-        self.manager.record = {
-            **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
-            "run": {"tokens_per_step": 512, "planned_steps": 100},
-        }
-        self.manager.tokenizer = tokenizer
 
     def set(self, step):
         self.trainer.step = step
