@@ -32,7 +32,8 @@ def stock(tmp_path_factory, corpus):
     """(finished process, folder) of a run of two ranks with everything on."""
     folder = tmp_path_factory.mktemp("stock")
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
-    arguments = flags(corpus, folder, training__local_batch_size=4, **settings)
+    colours = {"metrics__disable_color_printing": False}  # left to the program
+    arguments = flags(corpus, folder, training__local_batch_size=4, **settings, **colours)
     done = torchrun(2, *ONE, "-m", "interdomain.titan.entry", *arguments)
     assert done.returncode == 0, done.stderr[-8000:]
     return done, folder
