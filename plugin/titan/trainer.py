@@ -197,6 +197,7 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             if self.job_config.validation.enable:
                 self.validator.make_up(self.model_parts, self.step)
+            self.preemption.cast_now(self.device)
         if not super().should_continue_training():
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()
