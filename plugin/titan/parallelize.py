@@ -3,6 +3,8 @@
 Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
 """
 
+import warnings
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -62,7 +64,9 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
 
     dynamics = [layer.attention.ssm for layer in model.layers.values() if hasattr(layer.attention, "ssm")]
     if dynamics:
-        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout.
+        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout. They are handed
+        # out as views, which nothing writes into: a copy of each would be a kernel per layer and parameter.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPSSMDynamics.* returned a view tensor")
         float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(dynamics, **config, mp_policy=float32, reshard_after_forward=False)
     fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)

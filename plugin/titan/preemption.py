@@ -59,6 +59,12 @@ class Preemption:
             copied.record()
         self.before, self.last = self.last, (vote, copied)
 
+    def cast_now(self, device: torch.device) -> None:
+        """A vote before the first step. Collective."""
+        vote = torch.full((), float(self.asked is not None), device=device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        self.cast(vote)
+
     def agreed(self) -> bool:
         """Whether any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
         if self.before is None:

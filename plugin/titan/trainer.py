@@ -6,6 +6,8 @@ state in a checkpoint. What it builds we build ourselves, from the plan and the 
 
 import logging
 import os
+import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from interdomain.model import Transformer
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
 from .data import build_dataloader, build_tokenizer
-from .device import use_cpu_if_alone
+from .device import device_here, use_cpu_if_alone
 from .errors import one_paragraph
 from .host import (
     TRAIN_STATE,
@@ -47,6 +49,8 @@ from .validate import build_validator
 def run(job) -> None:
     """Build, train and close the run of a configuration (`settings.read_job_config`), on every rank that torchrun started."""
     init_logger()
+    # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     trainer = InterdomainTrainer(job)
@@ -83,6 +87,7 @@ class InterdomainTrainer(Trainer):
         self.lock = None if self.alone else hold_folder(job)
 
         self.job_config = config = translate(job)
+        config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
         self.parallel_dims = self.init_distributed()
         self.plan = plan = settled(self.plan, config)
@@ -125,6 +130,7 @@ class InterdomainTrainer(Trainer):
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.size, f"{plan.n_params:,}", plan.steps)
 
     def init_distributed(self):
+        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         dims = super().init_distributed()
         if not self.alone:
             require_shared(self.job_config, self.lock)
@@ -190,6 +196,7 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             if self.job_config.validation.enable:
                 self.validator.make_up(self.model_parts, self.step)
+            self.preemption.cast_now(self.device)
         if not super().should_continue_training():
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()
@@ -210,7 +217,7 @@ def settled(plan: RunPlan, config) -> RunPlan:
     if config.mixer.recompute != "auto":
         return plan
     here = plan.execution.recompute
-    there = torch.tensor(int(here), device=local_device())
+    there = torch.tensor(int(here), device=device_here())
     dist.all_reduce(there, op=dist.ReduceOp.MAX)
     config.mixer.recompute = bool(there.item())  # what is recorded
     if "scores" in plan.computed:

@@ -51,8 +51,7 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
     assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
 
 
-def test_the_plan_fills_torchtitans_fields(alone, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def test_the_plan_fills_torchtitans_fields(alone):
     job = parse(training__tokens=10_000, training__steps=None, lr_scheduler__total_steps=None)
     trainer.settled(make_plan(job, 2), job)
     assert (job.training.steps, job.training.tokens) == (20, 0)  # 19.5 steps of 512 tokens, rounded up
@@ -145,7 +144,6 @@ def test_a_run_begins_with_how_it_is_computed(elsewhere, monkeypatch, caplog, al
     on_a_gpu(monkeypatch, 100 * GIB)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op: x.fill_(max(x.item(), elsewhere)))
     library._log_once.cache_clear()
-    monkeypatch.setattr(trainer, "local_device", lambda: "cpu")
     job = parse()
     with caplog.at_level("INFO"):
         settled = trainer.settled(make_plan(job, 1), job)

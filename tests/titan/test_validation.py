@@ -1,6 +1,8 @@
 """The validator in one process, against the plainest computation of the same number."""
 
 import math
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.corpora import open_dataset
+from interdomain.titan.preemption import SIGNALS, Preemption
 from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import build_validator
 
@@ -130,15 +133,24 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lac
     assert ("step 3 was saved and not validated, and is not now: with compile.enable" in caplog.text) == shape_forbids
 
 
-def test_a_signal_meanwhile_is_noted():
-    """Not what ends the rank: all ranks leave together at the next boundary."""
-    happened = []
+def test_a_signal_meanwhile_is_answered_after_the_first_step(alone, monkeypatch):
+    """It does not end the rank: all ranks leave together."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     this = InterdomainTrainer.__new__(InterdomainTrainer)
-    this.alone, this.step, this.model_parts = False, 3, []
+    this.alone, this.step, this.model_parts, this.device = False, 3, [], torch.device("cpu")
     this.job_config = SimpleNamespace(validation=SimpleNamespace(enable=True), training=SimpleNamespace(steps=6))
     this.checkpointer = SimpleNamespace(require_folder=lambda: None)
-    this.preemption = SimpleNamespace(listening=False, listen=lambda: happened.append("listen"), agreed=lambda: False)
-    this.validator = SimpleNamespace(make_up=lambda *_: happened.append("make up"))
-    assert this.should_continue_training()
-    assert happened == ["listen", "make up"]
-    del this.checkpointer
+    this.preemption = Preemption()
+    this.validator = SimpleNamespace(make_up=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    try:
+        assert this.should_continue_training()
+        assert not this.preemption.agreed()
+        this.preemption.cast(torch.zeros(()))  # the first step's, in which nobody is asked
+        assert this.preemption.agreed()
+        this.preemption.cast(torch.zeros(()))
+        assert not this.preemption.agreed()
+    finally:
+        del this.checkpointer
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,7 +9,7 @@ all that are overridden or called, and `require_hooks` refuses to start where on
 import copy
 import math
 import os
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 
 import torch
 from torchtitan.components import metrics
@@ -99,13 +99,11 @@ class Configuration(JobConfig):
 def translate(job) -> Configuration:
     """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field."""
     config = Configuration()
-    for section in fields(job):
-        ours = getattr(job, section.name)
-        theirs = getattr(config, section.name, None)
-        if theirs is None:
-            setattr(config, section.name, copy.copy(ours))
+    for name, section in vars(job).items():
+        if hasattr(config, name):
+            vars(getattr(config, name)).update(vars(section))
         else:
-            vars(theirs).update(vars(ours))
+            setattr(config, name, copy.copy(section))
     return config
 
 
