@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from interdomain.tools import main
 
 from .common import REPOSITORY
 
@@ -328,6 +331,9 @@ def test_no_file_names_a_machine_s_paths():
 # The tools
 
 TOOLS = [name for name in MODULES if name.startswith("interdomain.tools.") and "._" not in name]
+COMMANDS = {f"interdomain.tools.{module}": name for name, (module, _) in main.COMMANDS.items()}
+# One word for one thing: --output, --workers, --prefill-chunk, --batch-size.
+OTHER_WORDS = re.compile(r"--(out|jobs|processes|chunk|batch)(?![\w-])")
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -338,21 +344,59 @@ def test_tools_open_with_a_line_that_can_be_pasted(tool):
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_tools_help(tool, capsys):
+def test_the_line_to_paste_parses(tool):
+    line = shlex.split(ast.get_docstring(ast.parse(MODULES[tool].read_text())).split("\n")[0])[3:]
     module = importlib.import_module(tool)
+    if module is main:
+        module, *line = importlib.import_module(f"interdomain.tools.{main.COMMANDS[line[0]][0]}"), *line[1:]
+    module.parse(line)  # argparse ends the process where an option is unknown or missing
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
+def test_tools_help(tool, capsys):
     with pytest.raises(SystemExit) as ended:
-        module.main(["--help"])
-    assert ended.value.code == 0
-    usage = capsys.readouterr().out.split("\n")[0]
-    assert usage.startswith(f"usage: python -m {tool} ") or ("launch" in tool and usage.startswith("usage: launch.sh "))
+        importlib.import_module(tool).main(["--help"])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert text.startswith(("usage: launch.sh ", f"usage: python -m {tool} "))
+    assert not OTHER_WORDS.search(text)
+
+
+def test_every_tool_is_a_command():
+    assert {*COMMANDS, "interdomain.tools.main"} == {*TOOLS}
+    assert PYPROJECT["project"]["scripts"] == {"interdomain": "interdomain.tools.main:main"}
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
+def test_commands_help(tool, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["interdomain"])
+    with pytest.raises(SystemExit) as ended:
+        main.main([*COMMANDS[tool].split(), "--help"])
+    assert not ended.value.code
+    usage = capsys.readouterr().out
+    assert usage.startswith(("usage: launch.sh ", f"usage: interdomain {COMMANDS[tool]} "))
+
+
+def test_the_list_of_commands_imports_nothing_heavy(tmp_path):
+    code = "import sys; from interdomain.tools import main; main.main([]); print(*sys.modules)"
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    *listed, modules = done.stdout.splitlines()
+    for name, (_, what) in main.COMMANDS.items():
+        assert any(line.split() == [*name.split(), *what.split()] for line in listed)
+    assert not {"torch", "numpy", "torchtitan"} & {*modules.split()}
+
+
+@pytest.mark.parametrize("argv", [["prepar"], ["bench", "everything"]])
+def test_an_unknown_command(argv, capsys):
+    assert main.main(argv) == 2
+    assert f"there is no command '{' '.join(argv)}'" in capsys.readouterr().err
 
 
 def test_help_from_the_command_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "interdomain.tools.train_tokenizer", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python -m interdomain.tools.train_tokenizer")
+    for argv in (["interdomain.tools.train_tokenizer"], ["interdomain.tools.main", "train-tokenizer"]):
+        done = subprocess.run([sys.executable, "-m", *argv, "--help"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(
+            ("usage: python -m interdomain.tools.train", "usage: interdomain train-tokenizer")
+        )

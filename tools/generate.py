@@ -6,7 +6,6 @@ once: --save-state FILE keeps what the model holds after it, and --load-state FI
 text or without.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -19,11 +18,11 @@ from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, 
 from interdomain.model.pretrained import DTYPES, load_pretrained
 from interdomain.model.saved_state import SavedState, load_state, save_state
 
-from ._cli import user_errors, visible
+from ._cli import add_device, argument_parser, choose_device, user_errors, visible
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m interdomain.tools.generate", description=__doc__.split("\n\n")[1])
+    p = argument_parser(__doc__)
     p.add_argument("folder", help="standalone folder (made by interdomain.tools.convert)")
     p.add_argument(
         "--prompt", action="append", help="text to continue; repeat for several. Default: read standard input"
@@ -41,7 +40,7 @@ def parse(argv):
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-stop", action="store_true", help="write on after the end-of-text token")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(p)
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a prompt per pass")
     p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
@@ -50,17 +49,6 @@ def parse(argv):
     p.add_argument("--compile", action="store_true", help="compile the step: half a minute first, faster then")
     p.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     return p.parse_args(argv)
-
-
-def check_device(device: str) -> None:
-    """Raises ValueError unless torch can hold a tensor there."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:  # a build without CUDA asserts
-        raise ValueError(
-            f"--device {device} cannot be used here ({str(e).splitlines()[0]}). Choose --device cpu, or cuda where "
-            "torch.cuda.is_available() is true."
-        ) from e
 
 
 def check(args) -> None:
@@ -82,7 +70,7 @@ def check(args) -> None:
         raise FileNotFoundError(f"there is no folder {args.save_state.parent} for --save-state. Make it first.")
     if args.load_state and not args.load_state.is_file():
         raise FileNotFoundError(f"there is no state {args.load_state}. Write one with --save-state.")
-    check_device(args.device)
+    args.device = choose_device(args.device)
 
 
 def prompts_of(args) -> list[str] | None:

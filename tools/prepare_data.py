@@ -6,7 +6,6 @@ number of worker processes. The folder appears under its name when everything in
 leaves a hidden folder beside it, and the same command goes on from there.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,15 +23,15 @@ from interdomain.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from interdomain.data.tokenizer_json import CONFIG_FILE
 from interdomain.folders import kept_folder, write_whole
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from .train_tokenizer import DEFAULT_VOCAB_SIZE, counted, train_sentencepiece
 
 LOG_SECONDS = 60.0
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
+def parse(argv):
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -276,7 +275,7 @@ def verify(folder):
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse_arguments(argv)
+    args = parse(argv)
     if args.verify is not None:
         print(verify(args.verify))
         return 0

@@ -25,8 +25,8 @@ from ..common import REPOSITORY
 from .checkpoints import Runs, record_of, small_model, write_checkpoint, write_record
 
 
-def run(*argv, expect=0):
-    assert convert.main([str(a) for a in argv]) == expect
+def run(source, output, *options, expect=0):
+    assert convert.main([str(a) for a in (source, "--output", output, *options)]) == expect
 
 
 def error(capsys):
@@ -100,7 +100,6 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     }
     code = {path.name: path.read_text() for path in output.glob("*.py")}
     assert code == bundle.bundled()
-    assert all(path.stat().st_mode & 0o777 == 0o644 for path in output.iterdir())
     config, record = read_config(output)
     assert config == model.config
     facts = record["facts"]
@@ -128,6 +127,17 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_files_have_the_permissions_that_the_umask_gives(checkpoint, output, umask):
+    before = os.umask(umask)
+    try:
+        run(checkpoint, output, "--no-logit-check")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o666 & ~umask}
+    assert output.stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_the_poison_is_real(tmp_path, checkpoint):
@@ -402,7 +412,7 @@ sys.exit(convert.main(sys.argv[1:]))
 
 @pytest.mark.e2e
 def test_killed_when_all_is_written_but_not_checked(checkpoint, output, model):
-    argv = [sys.executable, "-c", SLOW_CHECK, str(checkpoint), str(output)]
+    argv = [sys.executable, "-c", SLOW_CHECK, str(checkpoint), "--output", str(output)]
     with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGKILL)

@@ -26,7 +26,7 @@ def source(tmp_path_factory, tokenizer):
     """A folder made by convert."""
     path = tmp_path_factory.mktemp("generate")
     checkpoint = write_checkpoint(path / "run", small_model(), tokenizer)
-    assert convert.main([str(checkpoint), str(path / "folder")]) == 0
+    assert convert.main([str(checkpoint), "--output", str(path / "folder")]) == 0
     return path / "folder"
 
 
@@ -314,9 +314,9 @@ def newer(folder):
 def sharded(folder):
     """The same model in several files, one of them lost."""
     checkpoint = folder.parent / "step-0"
-    assert convert.main([str(folder), str(checkpoint), "--to-checkpoint"]) == 0
+    assert convert.main([str(folder), "--output", str(checkpoint), "--to-checkpoint"]) == 0
     shutil.rmtree(folder)
-    assert convert.main([str(checkpoint), str(folder), "--max-shard-gb", "2e-5"]) == 0
+    assert convert.main([str(checkpoint), "--output", str(folder), "--max-shard-gb", "2e-5"]) == 0
     min(folder.glob("model-00002-of-*.safetensors")).unlink()
 
 

@@ -18,7 +18,7 @@ def output(tmp_path):
 
 
 def convert_to(output, checkpoint):
-    assert convert.main([str(checkpoint), str(output)]) == 0
+    assert convert.main([str(checkpoint), "--output", str(output)]) == 0
 
 
 def test_what_transformers_generates_with(tmp_path, tokenizer, output):
