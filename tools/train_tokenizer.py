@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 from tqdm import tqdm
 
-from interdomain.data.documents import list_files, read_documents
+from interdomain.data.documents import left_out, list_files, read_documents, tally
 from interdomain.folders import write_whole
 
 from ._cli import argument_parser, user_errors
@@ -88,6 +88,8 @@ def main(argv=None) -> int:
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
     size = sum(file.size for file in list_files(args.input))
+    if skipped := left_out(args.input):
+        print(f"left out {tally(skipped, names=3)}", flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)  # before an hour's training
     with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
