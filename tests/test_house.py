@@ -22,6 +22,7 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 MAX_LINES = 450
+WRITTEN = ("data", "exports", "outputs")  # by the README's commands; git ignores them
 LONGER = ()  # files past MAX_LINES, each with a reason that a reader would accept
 
 
@@ -35,6 +36,8 @@ def files(*endings):
         found = [REPOSITORY / name for name in listed.split("\0") if name]
     else:  # an unpacked archive
         found = [p for p in REPOSITORY.rglob("*") if not any(part.startswith(".") for part in p.parts)]
+        made = tuple(REPOSITORY / name for name in WRITTEN)
+        found = [p for p in found if not any(p.is_relative_to(folder) for folder in made)]
     return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
 
 
@@ -305,6 +308,18 @@ def test_no_file_is_too_long():
         if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert sorted(too_long) == sorted(LONGER), too_long
+
+
+def test_what_the_readme_s_commands_write_is_ignored():
+    """Else the tests of this file would read it: a model's code, a run's paths."""
+    written = re.findall(r"--(?:output|save-curve) (?!DIR)([^\s`]+)", (REPOSITORY / "README.md").read_text())
+    assert len(written) > 5
+    for path in written:
+        assert path.startswith(tuple(f"{name}/" for name in WRITTEN)), path
+    if (REPOSITORY / ".git").exists():
+        check = ["git", "check-ignore", "--no-index", *written]
+        found = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+        assert found == written
 
 
 MACHINE_PATH = re.compile(r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w")

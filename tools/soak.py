@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.soak --kills 20 --output soak
+"""python -m interdomain.tools.soak --kills 20 --output outputs/soak
 
 Train one run twice, once undisturbed and once killed at random moments, and compare: the final checkpoints to the bit, and
 every loss of the curve wherever it was computed, and computed again. Kills are real: SIGKILL to a rank (torchrun restarts

@@ -12,6 +12,8 @@ import pytest
 
 from interdomain.tools import bench_gpu
 
+from ..common import TIMEOUT
+
 # `python -m interdomain.tools.TOOL ...`: says in $CALLS that it was called, and does what $FAKE has for its part.
 TOOL = """#!{python} -SE
 import json, os, signal, sys, time
@@ -82,7 +84,7 @@ class Machine:
         )
 
     def end(self):
-        self.said = self.process.communicate(timeout=60)[0]
+        self.said = self.process.communicate(timeout=TIMEOUT)[0]
         return self.process.returncode
 
     @property

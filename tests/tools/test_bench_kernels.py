@@ -10,7 +10,7 @@ import torch
 
 from interdomain.tools import _bench, _mixers, bench_decode, bench_kernels, check_kernels
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, TIMEOUT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
 
@@ -147,7 +147,7 @@ def test_passes_and_tiles_in_the_interpreter(tmp_path):
         [sys.executable, "-c", INTERPRETED.format(repository=str(REPOSITORY)), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]

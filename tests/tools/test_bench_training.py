@@ -14,7 +14,7 @@ from interdomain.data import TokenCorpus, load_tokenizer
 from interdomain.tools import _bench, bench_training
 from interdomain.tools.bench_training import Case
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, TIMEOUT
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -261,7 +261,7 @@ def gpu_sh(root, *argv, **env):
         ["bash", str(root / "benchmarks/gpu.sh"), *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, **env},
     )
 

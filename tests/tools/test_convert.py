@@ -129,17 +129,6 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert first == second
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o077])
-def test_files_have_the_permissions_that_the_umask_gives(checkpoint, output, umask):
-    before = os.umask(umask)
-    try:
-        run(checkpoint, output, "--no-logit-check")
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o666 & ~umask}
-    assert output.stat().st_mode & 0o777 == 0o777 & ~umask
-
-
 def test_the_poison_is_real(tmp_path, checkpoint):
     """What the tests above do not load would run code if it were loaded."""
     index = checkpoints.SafeReader(checkpoint).read_metadata()
