@@ -74,12 +74,23 @@ def check(args) -> None:
 
 
 def prompts_of(args) -> list[str] | None:
-    """None where the text of a saved state is to go on as it is."""
-    if args.prompt_file:
-        return [args.prompt_file.read_text(encoding="utf-8")]
-    if args.prompt or args.load_state:
-        return args.prompt
-    return [sys.stdin.read().rstrip("\n")]
+    """None where the text of a saved state is to go on as it is. Raises: ValueError for text that is not UTF-8."""
+    where = args.prompt_file or "--prompt"
+    try:
+        if args.prompt_file:
+            prompts = [args.prompt_file.read_text(encoding="utf-8")]
+        elif args.prompt or args.load_state:
+            prompts = args.prompt
+        else:
+            where = "standard input"
+            ask = "type the text to continue, then Ctrl-D" if sys.stdin.isatty() else "reading it from standard input"
+            print(f"[no --prompt: {ask}]", file=sys.stderr)
+            prompts = [sys.stdin.read().rstrip("\n")]
+        for prompt in prompts or ():
+            prompt.encode()  # what a shell hands over may be bytes in any encoding
+    except UnicodeError:
+        raise ValueError(f"{where} is not UTF-8. Convert the text first, as by iconv -f latin1 -t utf-8.") from None
+    return prompts
 
 
 def read_prompts(args, model, tokenizer, prompts: list[str] | None) -> SavedState:
