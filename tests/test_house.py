@@ -212,6 +212,7 @@ def test_the_wheel_holds_every_module(wheel):
     assert sites == {path.name for path in (wheel / "interdomain" / "tools" / "sites").iterdir()}
     (info,) = wheel.glob("*.dist-info")
     assert (info / "licenses" / "LICENSE").is_file()
+    assert "interdomain = interdomain.tools.main:main" in (info / "entry_points.txt").read_text()
     metadata = (info / "METADATA").read_text()
     for dependency in PYPROJECT["project"]["dependencies"]:
         assert f"Requires-Dist: {dependency}" in metadata
