@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # benchmarks/gpu.sh                       everything in ten minutes, most telling first; results.tar.gz, summary.md and log.txt
 # benchmarks/gpu.sh kernels [TOOL FLAGS]  one part; benchmarks/gpu.sh --help lists them
-# benchmarks/gpu.sh all --out DIR         results go to DIR (default: benchmarks/results/<UTC date and time>)
+# benchmarks/gpu.sh all --output DIR      results go to DIR (default: benchmarks/results/<UTC date and time>)
 #
 # Needs PyTorch and Triton, and no network: nothing is installed. INTERDOMAIN_PYTHON names the interpreter (default: .venv's,
 # else python3); a clone that is not installed there is imported as it lies. INTERDOMAIN_COMMIT names the commit of a tree

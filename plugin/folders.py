@@ -6,6 +6,7 @@ import glob
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 
@@ -107,6 +108,23 @@ def require_empty(output):
             f"{output} exists and is not empty; nothing was written and nothing is overwritten. Choose another output "
             "folder or remove this one."
         )
+
+
+def private_folder(path):
+    """Make a folder that its owner alone can enter, unless it is there: for files that are run as code.
+
+    Returns: its path. Raises: PermissionError for what is not a folder of this user's, or is one that others can write to.
+    """
+    path = Path(path)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = os.lstat(path)  # not of what a link points to
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{path} is not a folder that only you can write to, so others could put code there that you would run. Remove "
+            "it, or set TMPDIR to a folder of yours."
+        )
+    return path
 
 
 def require_utf8(path):

@@ -1,11 +1,14 @@
 """What several rooms' tests share."""
 
+import os
 from pathlib import Path
 
 from interdomain.data.documents import read_documents
 from interdomain.tools.train_tokenizer import train_sentencepiece
 
 REPOSITORY = Path(__file__).parent.parent
+# Seconds after which a test gives up a process that it started: for one that hangs, not for a machine that is busy.
+TIMEOUT = int(os.environ.get("INTERDOMAIN_TEST_TIMEOUT", "1800"))
 
 
 def small_tokenizer(path: Path, vocab_size: int = 400) -> Path:

@@ -24,6 +24,22 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["record.json"]
 
 
+def test_a_private_folder(tmp_path, monkeypatch):
+    folder = folders.private_folder(tmp_path / "new")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert folders.private_folder(folder) == folder  # again
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "file").touch()
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name in ("link", "file", "open"):
+        with pytest.raises(PermissionError, match=f"{name} is not a folder that only you can write to.*TMPDIR"):
+            folders.private_folder(tmp_path / name)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError):
+        folders.private_folder(folder)
+
+
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     path = tmp_path / "record.json"

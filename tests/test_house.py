@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from interdomain.tools import main
+
 from .common import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 MAX_LINES = 450
+WRITTEN = ("data", "exports", "outputs")  # by the README's commands; git ignores them
 LONGER = ()  # files past MAX_LINES, each with a reason that a reader would accept
 
 
@@ -32,6 +36,8 @@ def files(*endings):
         found = [REPOSITORY / name for name in listed.split("\0") if name]
     else:  # an unpacked archive
         found = [p for p in REPOSITORY.rglob("*") if not any(part.startswith(".") for part in p.parts)]
+        made = tuple(REPOSITORY / name for name in WRITTEN)
+        found = [p for p in found if not any(p.is_relative_to(folder) for folder in made)]
     return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
 
 
@@ -208,6 +214,7 @@ def test_the_wheel_holds_every_module(wheel):
     assert sites == {path.name for path in (wheel / "interdomain" / "tools" / "sites").iterdir()}
     (info,) = wheel.glob("*.dist-info")
     assert (info / "licenses" / "LICENSE").is_file()
+    assert "interdomain = interdomain.tools.main:main" in (info / "entry_points.txt").read_text()
     metadata = (info / "METADATA").read_text()
     for dependency in PYPROJECT["project"]["dependencies"]:
         assert f"Requires-Dist: {dependency}" in metadata
@@ -306,6 +313,18 @@ def test_no_file_is_too_long():
     assert sorted(too_long) == sorted(LONGER), too_long
 
 
+def test_what_the_readme_s_commands_write_is_ignored():
+    """Else the tests of this file would read it: a model's code, a run's paths."""
+    written = re.findall(r"--(?:output|save-curve) (?!DIR)([^\s`]+)", (REPOSITORY / "README.md").read_text())
+    assert len(written) > 5
+    for path in written:
+        assert path.startswith(tuple(f"{name}/" for name in WRITTEN)), path
+    if (REPOSITORY / ".git").exists():
+        check = ["git", "check-ignore", "--no-index", *written]
+        found = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
+        assert found == written
+
+
 MACHINE_PATH = re.compile(r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w")
 
 
@@ -330,6 +349,9 @@ def test_no_file_names_a_machine_s_paths():
 # The tools
 
 TOOLS = [name for name in MODULES if name.startswith("interdomain.tools.") and "._" not in name]
+COMMANDS = {f"interdomain.tools.{module}": name for name, (module, _) in main.COMMANDS.items()}
+# One word for one thing: --output, --workers, --prefill-chunk, --batch-size.
+OTHER_WORDS = re.compile(r"--(out|jobs|processes|chunk|batch)(?![\w-])")
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -340,21 +362,59 @@ def test_tools_open_with_a_line_that_can_be_pasted(tool):
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_tools_help(tool, capsys):
+def test_the_line_to_paste_parses(tool):
+    line = shlex.split(ast.get_docstring(ast.parse(MODULES[tool].read_text())).split("\n")[0])[3:]
     module = importlib.import_module(tool)
+    if module is main:
+        module, *line = importlib.import_module(f"interdomain.tools.{main.COMMANDS[line[0]][0]}"), *line[1:]
+    module.parse(line)  # argparse ends the process where an option is unknown or missing
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
+def test_tools_help(tool, capsys):
     with pytest.raises(SystemExit) as ended:
-        module.main(["--help"])
-    assert ended.value.code == 0
-    usage = capsys.readouterr().out.split("\n")[0]
-    assert usage.startswith(f"usage: python -m {tool} ") or ("launch" in tool and usage.startswith("usage: launch.sh "))
+        importlib.import_module(tool).main(["--help"])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    assert text.startswith(("usage: launch.sh ", f"usage: python -m {tool} "))
+    assert not OTHER_WORDS.search(text)
+
+
+def test_every_tool_is_a_command():
+    assert {*COMMANDS, "interdomain.tools.main"} == {*TOOLS}
+    assert PYPROJECT["project"]["scripts"] == {"interdomain": "interdomain.tools.main:main"}
+
+
+@pytest.mark.parametrize("tool", COMMANDS)
+def test_commands_help(tool, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["interdomain"])
+    with pytest.raises(SystemExit) as ended:
+        main.main([*COMMANDS[tool].split(), "--help"])
+    assert not ended.value.code
+    usage = capsys.readouterr().out
+    assert usage.startswith(("usage: launch.sh ", f"usage: interdomain {COMMANDS[tool]} "))
+
+
+def test_the_list_of_commands_imports_nothing_heavy(tmp_path):
+    code = "import sys; from interdomain.tools import main; main.main([]); print(*sys.modules)"
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    *listed, modules = done.stdout.splitlines()
+    for name, (_, what) in main.COMMANDS.items():
+        assert any(line.split() == [*name.split(), *what.split()] for line in listed)
+    assert not {"torch", "numpy", "torchtitan"} & {*modules.split()}
+
+
+@pytest.mark.parametrize("argv", [["prepar"], ["bench", "everything"]])
+def test_an_unknown_command(argv, capsys):
+    assert main.main(argv) == 2
+    assert f"there is no command '{' '.join(argv)}'" in capsys.readouterr().err
 
 
 def test_help_from_the_command_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "interdomain.tools.train_tokenizer", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python -m interdomain.tools.train_tokenizer")
+    for argv in (["interdomain.tools.train_tokenizer"], ["interdomain.tools.main", "train-tokenizer"]):
+        done = subprocess.run([sys.executable, "-m", *argv, "--help"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(
+            ("usage: python -m interdomain.tools.train", "usage: interdomain train-tokenizer")
+        )

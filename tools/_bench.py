@@ -19,6 +19,7 @@ import torch
 from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
+from . import _cli
 from .launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
@@ -29,25 +30,22 @@ SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--device, --out and --time-limit, the same in every part."""
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<date>-<device>)")
+    """--device, --output and --time-limit, the same in every part."""
+    _cli.add_device(parser)
+    parser.add_argument(
+        "--output", type=Path, help="folder of the results (default: benchmarks/results/<date>-<device>)"
+    )
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
 
 
 def choose_device(name: str) -> torch.device:
     """Raises: ValueError for a GPU that is not there, that PyTorch cannot use, or for which nothing can be compiled."""
-    available = torch.cuda.is_available()
     if name == "auto":
         refuse_idle_gpus()  # the driver may be too old: the CPU's tiny mode would pass for its check
-    if name == "cuda" and not available:
-        raise ValueError(
-            "--device cuda: PyTorch sees no GPU here. Leave --device out for the CPU tiny mode, or install a CUDA build of "
-            "PyTorch and a driver."
-        )
-    if available and name != "cpu" and (problem := cannot_launch()):
+    device = _cli.choose_device(name)
+    if device.type == "cuda" and (problem := cannot_launch()):
         raise ValueError(f"{problem}.")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
+    return device
 
 
 def choose(what: str, wanted: list[str] | None, allowed) -> list[str]:
@@ -94,7 +92,7 @@ class Report:
         for path in (self.json, self.markdown):
             if path.exists():
                 raise FileExistsError(
-                    f"{path} is there already, and results are never overwritten. Give another folder by --out, or "
+                    f"{path} is there already, and results are never overwritten. Give another folder by --output, or "
                     "remove this one."
                 )
         self.folder.mkdir(parents=True, exist_ok=True)

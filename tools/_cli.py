@@ -1,11 +1,50 @@
-"""What the command-line tools share: a user's mistake is one paragraph on standard error and exit status 2."""
+"""What the command-line tools share: options of one kind, and a user's mistake as one paragraph with exit status 2."""
 
+import argparse
 import functools
 import os
 import re
 import select
 import signal
 import sys
+
+
+def argument_parser(doc: str) -> argparse.ArgumentParser:
+    """A tool's parser. doc: its module's docstring, which is a line to paste and then a paragraph on what the tool does."""
+    line, description, *_ = doc.split("\n\n")
+    name = " ".join(line.split()[:3])  # python -m interdomain.tools.NAME
+    if sys.argv[0].startswith("interdomain "):  # tools.main puts `interdomain COMMAND` there
+        name = sys.argv[0]
+    # No abbreviations: an option of an older version must not pass for the beginning of another.
+    return argparse.ArgumentParser(name, description=description, epilog=f"Example: {line}", allow_abbrev=False)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, or one of several: cuda:1"
+    )
+
+
+def choose_device(name: str):
+    """The torch.device that --device names, made the current one. Raises: ValueError for one that is not there."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        usable = device.type == "cpu" or torch.cuda.is_available()
+        if device.index is not None and device.type == "cuda" and usable:
+            torch.cuda.set_device(device)  # Triton launches on the current one
+    except RuntimeError:  # no name of a device, or one GPU too many
+        usable = False
+    if not usable or device.type not in ("cpu", "cuda"):
+        seen = torch.cuda.device_count() if torch.cuda.is_available() else "no"
+        raise ValueError(
+            f"--device {name} cannot be used here: PyTorch sees {seen} GPU(s). Choose cpu, cuda, cuda:N with N from 0 on, or "
+            "auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
+        )
+    return device
 
 
 def visible(text: str) -> str:

@@ -3,13 +3,13 @@
 import os
 import shutil
 import sys
-import tempfile
-from pathlib import Path
 
 from . import launch
+from ._cli import user_errors
 from ._supervise import supervise
 
 
+@user_errors
 def main(argv=None) -> int:
     ranks, *torchrun = sys.argv[1:] if argv is None else argv
     binding = [flag for flag in torchrun if flag.startswith("--numa-binding=")]
@@ -23,9 +23,6 @@ def main(argv=None) -> int:
     first = os.environ["SLURM_NODEID"] == "0"
     # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
     ours = {"PET_RDZV_CONF": f"is_host={str(first).lower()}"}
-    # On the node's own disk: thousands of small files, which every rank of a shared one would wait for.
-    caches = Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}"
-    ours |= {"TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     return supervise(torchrun, {**ours, **launch.environment(int(ranks))})
 
 

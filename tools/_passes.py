@@ -137,7 +137,7 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline
         problem = f"The passes are Triton and need a GPU: {problem or 'there is none here'}."
         if args.once:
             raise ValueError(problem)
-        report = Report(part, args.out, device, {})
+        report = Report(part, args.output, device, {})
         report.note(problem)
         report.finish("skipped")
         return 0
@@ -150,7 +150,7 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline
 
     if args.worker:
         return _apart.serve(args.worker, handle)
-    report = Report(part, args.out, device, {"rounds": args.rounds, "dtype": "bfloat16"})
+    report = Report(part, args.output, device, {"rounds": args.rounds, "dtype": "bfloat16"})
     if args.tune and device.type == "cuda":
         compile_apart(args, deadline)
     jobs, add = (tune_jobs if args.tune else pass_jobs)(report, shapes, device)
@@ -287,7 +287,7 @@ def compile_apart(args, deadline: Deadline) -> None:
     if exclusive():  # the GPU is this process's
         return
     jobs = processes(torch.device("cuda"))
-    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--tune", "--device", "cuda"]
+    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--tune", "--device", args.device]
     for flag, values in (("--shapes", args.shapes), ("--heads", args.heads), ("--basis", args.basis)):
         if values:
             command += [flag, *map(str, values if isinstance(values, list) else [values])]

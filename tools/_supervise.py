@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from interdomain.folders import private_folder
 from interdomain.outcome import LEFT, OUTCOME, STOPPED
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
@@ -25,6 +26,19 @@ ELASTIC = {
 QUIET = (signal.SIGUSR1, signal.SIGHUP)  # for the launcher alone
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30  # torchrun's own patience with ranks after one that failed
+
+
+def caches() -> dict[str, str]:
+    """Variables that say where Triton and Inductor keep what they compiled; none if the user set both.
+
+    On this machine's own disk: they are thousands of small files, which every rank of a shared disk would wait for.
+    Raises: PermissionError if others could write there.
+    """
+    names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    if names.keys() <= os.environ.keys():
+        return {}
+    folder = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
+    return {name: str(folder / place) for name, place in names.items()}
 
 
 def supervise(command: list[str], environment: dict[str, str]) -> int:

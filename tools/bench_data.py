@@ -6,7 +6,6 @@ of processor time tell what it costs, and stay true on a machine that others use
 tokenizer: give yours by --input and --tokenizer.
 """
 
-import argparse
 import gzip
 import itertools
 import json
@@ -25,7 +24,7 @@ from interdomain.data.documents import list_files, read_documents
 from interdomain.data.pieces import check_files
 
 from . import _bench
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from .train_tokenizer import train_sentencepiece
 
 FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
@@ -33,24 +32,24 @@ BATCH = 64  # documents that the library gets at once, as prepare_data's workers
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m interdomain.tools.bench_data", description=__doc__.split("\n\n", 1)[1])
+    p = argument_parser(__doc__)
     p.add_argument("--input", nargs="+", default=["stdlib"], help="text, as of prepare_data (default: stdlib)")
     p.add_argument("--tokenizer", help="as of prepare_data; default: sentencepiece, trained on the text")
     p.add_argument("--vocab-size", type=int, default=8192, help="of the trained one (default %(default)s)")
     p.add_argument("--megabytes", type=float, default=48, help="of text, repeated as often as needed (default 48)")
-    p.add_argument("--processes", type=int, nargs="+", help="default: 1, 2, 4, ... up to the machine's cores")
+    p.add_argument("--workers", type=int, nargs="+", help="default: 1, 2, 4, ... up to the machine's cores")
     p.add_argument("--formats", nargs="+", help=f"of the input, default all: {', '.join(FORMATS)}")
     p.add_argument("--seq-len", type=int, default=4096, help="of the loader's samples (default %(default)s)")
-    p.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<date>-cpu)")
+    p.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results/<date>-cpu)")
     args = p.parse_args(argv)
     args.formats = _bench.choose("--formats", args.formats, FORMATS)
     cores = len(os.sched_getaffinity(0))
-    args.processes = args.processes or [n for n in (2**i for i in range(10)) if n < cores] + [cores]
+    args.workers = args.workers or [n for n in (2**i for i in range(10)) if n < cores] + [cores]
     for name in ("megabytes", "vocab_size", "seq_len"):
         if getattr(args, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive: got {getattr(args, name)}.")
-    if min(args.processes) < 1:
-        raise ValueError(f"--processes must be at least 1: got {min(args.processes)}.")
+    if min(args.workers) < 1:
+        raise ValueError(f"--workers must be at least 1: got {min(args.workers)}.")
     return args
 
 
@@ -150,7 +149,7 @@ def main(argv=None) -> int:
             path = load_tokenizer(args.tokenizer).write(folder)
         tokenizer = load_tokenizer(path)
         options |= {"tokenizer": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
-        report = _bench.Report("data", args.out, torch.device("cpu"), options)
+        report = _bench.Report("data", args.output, torch.device("cpu"), options)
         columns = ["what", "processes", "tokens/s", "MB/s", "tokens per CPU s", "of the library's", "peak MB"]
         report.table("text to tokens", columns)
         tokens, seconds, cpu = min((library(tokenizer, texts) for _ in range(2)), key=lambda run: run[2])
@@ -160,7 +159,7 @@ def main(argv=None) -> int:
         for kind in args.formats:
             source = folder / f"rows.{kind}"
             write(texts, source)
-            for processes in args.processes:
+            for processes in args.workers:
                 output = folder / f"{kind}-{processes}"
                 seconds, cpu, peak = prepare(source, path, output, processes)
                 row = {"what": f"prepare_data, {kind}", "processes": processes, "tokens/s": tokens / seconds}

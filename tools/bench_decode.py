@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_decode --out benchmarks/results/today
+"""python -m interdomain.tools.bench_decode --output benchmarks/results/today
 
 Time one token of one layer while decoding: the fused step in place (eager and in a CUDA graph) and in plain PyTorch, beside
 softmax attention against a cache of 512, 4,096 and 16,384 tokens. Microseconds, bytes, and what part of the measured copy
@@ -19,7 +19,7 @@ from interdomain import scan
 from interdomain.scan import step
 
 from ._bench import Deadline, Report, add_arguments, choose_device, reason
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._problems import attention_step_bytes, dynamics, step_bytes
 from ._timing import LEAD_MS, ceilings, interleaved, ratio, release, usable
 
@@ -177,9 +177,7 @@ def compared(rows: list[dict]) -> list[dict]:
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.bench_decode", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, BATCHES))}")
     p.add_argument("--caches", nargs="+", type=int, help=f"tokens; default {' '.join(map(str, CACHES))}")
@@ -212,7 +210,7 @@ def main(argv=None) -> int:
         if min(values) < 1:
             raise ValueError(f"{flag} must be at least 1: got {min(values)}.")
     options = {"heads": H, "head_dim": d, "basis": M, "rounds": rounds, "dtype": "bfloat16, states float32"}
-    report = Report("decode", args.out, device, options)
+    report = Report("decode", args.output, device, options)
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
     report.note(f"Measured copy bandwidth: {limits.bandwidth / 1e12:.3g} TB/s, read and written. One layer, one token.")

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_gpu --out benchmarks/results/today
+"""python -m interdomain.tools.bench_gpu --output benchmarks/results/today
 
 Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part has a
 share of the time and a process of its own; after every part and every few seconds the folder holds a whole archive of all
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from interdomain.folders import write_whole
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._gpu_run import ARCHIVE, ROOT, Part, Run, adopt_orphans
 
 SECONDS = 540.0
@@ -53,7 +53,7 @@ def tool(
     """A benchmark with its flags; on_gpu: those for a GPU; in_all: and there among all parts."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        limit = [*("--out", str(run.folder)), *("--time-limit", f"{max(1.0, seconds):.0f}")]
+        limit = [*("--output", str(run.folder)), *("--time-limit", f"{max(1.0, seconds):.0f}")]
         more = [*(on_gpu if run.gpu else ()), *(in_all if run.gpu and run.out else ())]
         return [sys.executable, "-m", f"interdomain.tools.{module}", *limit, *flags, *more]
 
@@ -61,7 +61,7 @@ def tool(
 
 
 def environment(run: Run, seconds: float) -> list[str]:
-    return [sys.executable, "-m", "interdomain.tools.bench_gpu", "--environment", "--out", str(run.folder)]
+    return [sys.executable, "-m", "interdomain.tools.bench_gpu", "--environment", "--output", str(run.folder)]
 
 
 def watched(program: str, *flags: str, passes: tuple[str, ...]) -> Callable[[Run, float], list[str] | str]:
@@ -97,7 +97,7 @@ PARTS = {  # in the order in which `all` runs them
         150,
         tool(
             "bench_training",
-            in_all=(*("--size", "350M", "--seq-len", "4096", "65536", *RATIO), *("--trace", "--case-limit", "75")),
+            in_all=(*("--sizes", "350M", "--seq-len", "4096", "65536", *RATIO), *("--trace", "--case-limit", "75")),
         ),
     ),
     "profile": Part(
@@ -128,7 +128,7 @@ PARTS = {  # in the order in which `all` runs them
         SECONDS,
         tool(
             "bench_training",
-            on_gpu=(*("--size", "350M", "1.3B", "--seq-len", "4096", "65536", "16384", *RATIO), "--steps", "15"),
+            on_gpu=(*("--sizes", "350M", "1.3B", "--seq-len", "4096", "65536", "16384", *RATIO), "--steps", "15"),
         ),
         in_all=False,
     ),
@@ -289,13 +289,13 @@ def record_environment(folder: Path) -> int:
 
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.bench_gpu", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     p.add_argument(
         "part", nargs="?", default="all", help=f"all (default), or one of {', '.join(PARTS)}, with its flags"
     )
-    p.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<UTC date and time>)")
+    p.add_argument(
+        "--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC date and time>)"
+    )
     p.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)  # the process of that part
     argv = list(sys.argv[1:] if argv is None else argv)
     args, flags = p.parse_known_args(argv)
@@ -312,13 +312,13 @@ def parse(argv) -> tuple[argparse.Namespace, list[str]]:
 def main(argv=None) -> int:
     args, flags = parse(argv)
     if args.environment:
-        return record_environment(args.out)
+        return record_environment(args.output)
     seconds = float(os.environ.get("INTERDOMAIN_SECONDS") or SECONDS)
-    out = (args.out or ROOT / "benchmarks/results" / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())).absolute()
+    out = (args.output or ROOT / "benchmarks/results" / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())).absolute()
     out.mkdir(parents=True, exist_ok=True)
     if (out / ARCHIVE).exists():
         raise FileExistsError(
-            f"{out / ARCHIVE} is there already, and results are never overwritten. Give another --out."
+            f"{out / ARCHIVE} is there already, and results are never overwritten. Give another --output."
         )
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_inference --out benchmarks/results/today
+"""python -m interdomain.tools.bench_inference --output benchmarks/results/today
 
 Time inference as in the paper's appendix: a decode step of the whole model over batch and prefix, interdomain and softmax,
 eager and in CUDA graphs; the four sizes; peak memory and speed of reading a prompt; beside the least that each must move, and
@@ -16,7 +16,7 @@ from interdomain.model.generation import PREFILL_CHUNK
 
 from . import _inference_paper as paper
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._inference import (
     CONDITIONS,
     Setup,
@@ -216,9 +216,7 @@ def settle(args, device: torch.device) -> tuple[list[str], Mode]:
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.bench_inference", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)} (default: the four; CPU: a tiny model)")
     p.add_argument(
@@ -252,7 +250,7 @@ def main(argv=None) -> int:
     }
     on_cpu = device.type == "cpu" and args.sizes
     label = f"measured on a CPU, {torch.get_num_threads()} thread(s)" if on_cpu else None
-    report = Report("inference", args.out, device, options, label)
+    report = Report("inference", args.output, device, options, label)
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
     setup = Setup(device, mode.steps, mode.rounds, mode.seconds, mode.eager_only, args.compile)

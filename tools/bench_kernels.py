@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_kernels --out benchmarks/results/today
+"""python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
 Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages,
 flash-linear-attention or mamba_ssm where installed, on the same inputs, beside the least that each must cost in bytes and
@@ -28,7 +28,7 @@ from ._bench import (
     reason,
     require_healthy,
 )
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._mixers import ALTERNATIVES, ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
 from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segments, tiles
 from ._timing import Ceilings, Yardsticks, host_ms, interleaved, peak_memory, ratio, release, usable
@@ -158,9 +158,7 @@ def targets(tables: dict[Shape, dict[str, dict]]) -> list[dict]:
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.bench_kernels", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument(
         "--shapes", nargs="+", metavar="BxTxD", help=f"batch, tokens, head width (default: {' '.join(SHAPES)})"
@@ -191,7 +189,7 @@ def work(args, device: torch.device, jobs: list[list], add, handle, deadline: De
     if device.type != "cuda":
         _apart.inline(jobs, add, handle, left=lambda: deadline.left)
         return
-    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", "cuda"]
+    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", str(device)]
     command += [flag for flag in ("--passes", "--tune") if getattr(args, flag[2:])]
     for flag, value in (("--heads", args.heads), ("--basis", args.basis), ("--rounds", args.rounds)):
         command += [flag, str(value)]
@@ -227,7 +225,7 @@ def main(argv=None) -> int:
     handle = functools.partial(run_case, device=device, args=args)
     if args.worker:
         return _apart.serve(args.worker, handle)
-    report = Report("kernels", args.out, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"})
+    report = Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"})
     report.note(
         f"Yardsticks, in turns with the row's own calls: a copy and {'a bf16' if cuda else 'an fp32'} matrix product. Floors "
         "are times at these."

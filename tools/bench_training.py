@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_training --out benchmarks/results/today
+"""python -m interdomain.tools.bench_training --output benchmarks/results/today
 
 Time real training steps: TorchTitan with this plugin, started by torchrun as launch.sh does, on random tokens, by condition,
 with torch.compile and activation checkpointing on and off, over sizes and sequence lengths. Tokens per second, memory,
@@ -24,7 +24,7 @@ import torch
 
 from . import _apart, launch
 from ._bench import Deadline, Report, add_arguments, choose, choose_device, say, without_paths
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
 
@@ -106,7 +106,7 @@ TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
 def flags(case: Case, args, data: Path, output: Path) -> list[str]:
     """TorchTitan's flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
-    batch = args.batch * args.ranks
+    batch = args.batch_size * args.ranks
     return [
         *("--job.dump_folder", str(output)),
         *("--mixer.condition", case.condition),
@@ -114,7 +114,7 @@ def flags(case: Case, args, data: Path, output: Path) -> list[str]:
         *("--data.corpus", str(data / "random"), "--data.tokenizer", str(data / "tokenizer.model")),
         *("--training.seq_len", str(args.seq_len)),
         *("--training.tokens", "0", "--training.steps", str(args.steps)),
-        *("--training.local_batch_size", str(args.batch), "--training.global_batch_size", str(batch)),
+        *("--training.local_batch_size", str(args.batch_size), "--training.global_batch_size", str(batch)),
         *("--lr_scheduler.warmup_tokens", "0", "--lr_scheduler.warmup_steps", "1"),
         "--compile.enable" if case.compiled else "--compile.no-enable",
         *("--activation_checkpoint.mode", case.checkpointing),
@@ -123,7 +123,7 @@ def flags(case: Case, args, data: Path, output: Path) -> list[str]:
         *("--metrics.log_freq", str(args.log_freq), "--metrics.mixer_freq", "0", "--metrics.histogram_freq", "0"),
         "--metrics.disable_color_printing",
         *(trace_flags(args) if args.trace else ()),
-        *args.flags,
+        *args.train_flags,
     ]
 
 
@@ -242,22 +242,20 @@ def figures(seen: dict[str, dict[int, float]], args) -> dict:
         # TorchTitan counts per rank: all ranks together.
         row["tokens/s of a rank, by step"] = {step: speed[step] for step in steady}
         row["tokens/s"] *= args.ranks
-        row["ms a step"] = 1e3 * args.batch * args.ranks * args.seq_len / row["tokens/s"]
+        row["ms a step"] = 1e3 * args.batch_size * args.ranks * args.seq_len / row["tokens/s"]
     if not torch.cuda.is_available():
         row.pop("MFU %", None)  # nothing to compare a CPU with
     return row
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.bench_training", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
-    p.add_argument("--size", nargs="+", help="files of train_configs; default 1.3B (CPU: debug)")
+    p.add_argument("--sizes", nargs="+", help="files of train_configs; default 1.3B (CPU: debug)")
     p.add_argument("--seq-len", type=int, nargs="+", help="default 4096 (CPU: 64)")
-    p.add_argument("--batch", type=int, help="sequences per rank and step; default 4 (CPU: 2)")
+    p.add_argument("--batch-size", type=int, help="sequences per rank and step; default 4 (CPU: 2)")
     p.add_argument(
-        "--tokens", type=int, help="per rank and step, instead of --batch: as many sequences, and at least one"
+        "--tokens", type=int, help="per rank and step, instead of --batch-size: as many sequences, and at least one"
     )
     p.add_argument("--steps", type=int, help="default 20 (CPU: 3)")
     p.add_argument("--log-freq", type=int, help="steps from one log to the next; default 5 (CPU: 1)")
@@ -271,7 +269,7 @@ def parse(argv) -> argparse.Namespace:
     )
     p.add_argument("--case-limit", type=float, metavar="S", help="seconds for one case (default: what is left)")
     p.add_argument(
-        "--flags",
+        "--train-flags",
         nargs=argparse.REMAINDER,
         default=[],
         help="last: TorchTitan flags for every case, --mixer.backend fft",
@@ -283,13 +281,13 @@ def settle(args, cuda: bool) -> tuple[list[Case], dict[str, Path]]:
     """Defaults for this device, in `args`; the cases and the TOML files by size. Raises: ValueError."""
     from interdomain.model import CONDITIONS
 
-    usual = dict(size=["1.3B"], seq_len=[4096], batch=4, tokens=None, steps=20, log_freq=5, ranks=1)
-    tiny = dict(size=["debug"], seq_len=[64], batch=2, tokens=None, steps=3, log_freq=1, ranks=1)
+    usual = dict(sizes=["1.3B"], seq_len=[4096], batch_size=4, tokens=None, steps=20, log_freq=5, ranks=1)
+    tiny = dict(sizes=["debug"], seq_len=[64], batch_size=2, tokens=None, steps=3, log_freq=1, ranks=1)
     for name, value in (usual if cuda else tiny).items():
         given = getattr(args, name)
         if given is None:
             setattr(args, name, value)
-        elif name != "size" and (least := min(given if isinstance(given, list) else [given])) < 1:
+        elif name != "sizes" and (least := min(given if isinstance(given, list) else [given])) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {least}.")
     args.trace = args.trace and cuda
     args.skip = args.log_freq if args.log_freq > 1 else 1
@@ -300,12 +298,12 @@ def settle(args, cuda: bool) -> tuple[list[Case], dict[str, Path]]:
             f"than {least}."
         )
     folder = Path(__file__).resolve().parents[1] / "train_configs"
-    configs = {size: folder / f"{size}.toml" for size in args.size}
+    configs = {size: folder / f"{size}.toml" for size in args.sizes}
     for size, config in configs.items():
         if not config.is_file():
             known = ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
             raise ValueError(
-                f"--size {size}: there is no such file in train_configs; allowed: {known or 'none found'}."
+                f"--sizes {size}: there is no such file in train_configs; allowed: {known or 'none found'}."
             )
     conditions = choose("--conditions", args.conditions, CONDITIONS)
     cases = [Case.parse(text, tuple(CONDITIONS)) for text in args.cases or (CASES if cuda else TINY_CASES)]
@@ -316,12 +314,15 @@ def settle(args, cuda: bool) -> tuple[list[Case], dict[str, Path]]:
 def main(argv=None) -> int:
     args = parse(argv)
     device = choose_device(args.device)
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ValueError("--device cpu: the trainer takes the GPU that is there. Hide it with CUDA_VISIBLE_DEVICES=''.")
+    if (device.type == "cpu" and torch.cuda.is_available()) or device.index:
+        raise ValueError(
+            f"--device {args.device}: the trainer takes the first GPUs that it sees. Set CUDA_VISIBLE_DEVICES; '' means the "
+            "CPU."
+        )
     deadline = Deadline(args.time_limit)
     cases, configs = settle(args, device.type == "cuda")
-    shown = ("size", "seq_len", "batch", "tokens", "ranks", "steps", "log_freq", "flags")
-    report = Report("training", args.out, device, {k: getattr(args, k) for k in shown})
+    shown = ("sizes", "seq_len", "batch_size", "tokens", "ranks", "steps", "log_freq", "train_flags")
+    report = Report("training", args.output, device, {k: getattr(args, k) for k in shown})
     if missing := absent(next(iter(configs.values()))):
         report.note(f"Skipped: {missing} cannot be imported here; the extra `train` installs what training needs.")
         report.finish("skipped")
@@ -331,15 +332,15 @@ def main(argv=None) -> int:
         "highest. FLOPs per token are each condition's own count (plugin/model/flops.py), MFU against the datasheet rate that "
         "TorchTitan has for this GPU: compare conditions by tokens/s."
     )
-    cells = [(size, length) for size in args.size for length in args.seq_len]
+    cells = [(size, length) for size in args.sizes for length in args.seq_len]
     if len(cells) > 1:
         report.table(LENGTHS, ["size", *(f"T = {length:,}" for length in args.seq_len)])
-        report.rows(LENGTHS).extend({"size": size} for size in args.size)
+        report.rows(LENGTHS).extend({"size": size} for size in args.sizes)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for size, length in cells:
             if args.tokens:
-                args.batch = max(1, args.tokens // length)
+                args.batch_size = max(1, args.tokens // length)
             rows += measure(cases, args, size, length, configs[size], deadline, report, Path(temporary))
             args.trace = False  # of the first cell only
     ran = sum("tokens/s" in row for row in rows)
@@ -362,14 +363,14 @@ def measure(
     cases: list[Case], args, size: str, length: int, config: Path, deadline: Deadline, report: Report, temporary: Path
 ) -> list[dict]:
     """Rows of one size and length; ratios are to a softmax of the same settings that ran before."""
-    name = f"{size}, {args.batch} x {length:,} tokens per rank and step"
+    name = f"{size}, {args.batch_size} x {length:,} tokens per rank and step"
     report.table(name, COLUMNS)
     softmax = {}
     args = argparse.Namespace(**{**vars(args), "seq_len": length})
     folder = temporary / f"{size}-{length}"
     data = folder / "data"
     data.mkdir(parents=True)
-    write_data(data, vocabulary_of(config), (args.steps + 1) * args.batch * args.ranks * (length + 1))
+    write_data(data, vocabulary_of(config), (args.steps + 1) * args.batch_size * args.ranks * (length + 1))
     for i, case in enumerate(cases):
         if deadline.passed:
             row = {"case": str(case), "remark": "not run: time limit"}
@@ -384,7 +385,7 @@ def measure(
             softmax.setdefault(settings, row["tokens/s"])
         row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
         if case.condition == "interdomain" and row["over softmax"] and LENGTHS in report.contents["tables"]:
-            report.rows(LENGTHS)[args.size.index(size)].setdefault(f"T = {length:,}", row["over softmax"])
+            report.rows(LENGTHS)[args.sizes.index(size)].setdefault(f"T = {length:,}", row["over softmax"])
         report.add(name, row)
         if args.trace:
             add_kernels(report, f"{case}, {name}", folder / f"run{i}")

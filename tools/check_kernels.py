@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.check_kernels --out benchmarks/results/today
+"""python -m interdomain.tools.check_kernels --output benchmarks/results/today
 
 Run every backend of the scan and the one-token step on this machine's GPU (without one: on the CPU, tiny) and compare
 outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; then once more, for equal
@@ -35,7 +35,7 @@ from ._bench import (
     without_paths,
 )
 from ._cases import BOUNDS, COLUMNS, GLUON, STEPS, Case, bound, groups
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._problems import CPU, make_documents, make_inputs, move
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
@@ -234,7 +234,7 @@ def _worker(name: str, device: torch.device, file: Path, deadline: Deadline) -> 
     command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--groups", name, "--rows", str(file)]
     try:
         done = subprocess.run(
-            [*command, "--device", device.type], capture_output=True, text=True, timeout=deadline.left
+            [*command, "--device", str(device)], capture_output=True, text=True, timeout=deadline.left
         )
     except subprocess.TimeoutExpired:
         return f"{FAIL}: cut by the time limit"
@@ -244,13 +244,11 @@ def _worker(name: str, device: torch.device, file: Path, deadline: Deadline) -> 
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.check_kernels", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
     p.add_argument(
-        "--jobs",
+        "--workers",
         type=int,
         help="processes at a time (default: half the cores, at most 8; 1 on the CPU, and on a GPU that takes no more)",
     )
@@ -267,12 +265,12 @@ def main(argv=None) -> int:
     deadline = Deadline(args.time_limit)
     available = groups(device.type == "cuda")
     names = choose("--groups", args.groups, available)
-    if args.jobs is not None and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
-    if device.type == "cuda" and (args.jobs or 1) > 1 and exclusive():
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers must be at least 1: got {args.workers}.")
+    if device.type == "cuda" and (args.workers or 1) > 1 and exclusive():
         raise ValueError(
-            f"--jobs {args.jobs}: the GPU takes one process at a time (nvidia-smi: compute mode Exclusive_Process). Leave "
-            "--jobs out, which means --jobs 1 here; or nvidia-smi -c DEFAULT."
+            f"--workers {args.workers}: the GPU takes one process at a time (nvidia-smi: compute mode Exclusive_Process). "
+            "Leave --workers out, which means --workers 1 here; or nvidia-smi -c DEFAULT."
         )
     if args.rows:
         rows = []
@@ -285,7 +283,7 @@ def main(argv=None) -> int:
             run_group(name, available[name], device, keep)
         return 0
 
-    report = Report("check", args.out, device, {"groups": names})
+    report = Report("check", args.output, device, {"groups": names})
     results, alternative = [], []
     for kind in COLUMNS:
         report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
@@ -294,7 +292,7 @@ def main(argv=None) -> int:
         (alternative if row.get("group") == GLUON else results).append(row["result"])
         report.add(kind, row)
 
-    jobs = args.jobs or processes(device)
+    jobs = args.workers or processes(device)
     if device.type == "cuda" or jobs > 1:
         run_apart(names, device, jobs, deadline, add)
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from interdomain.folders import write_whole
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._curves import configuration_of, curves_of, events_folder, read_events
 
 COLUMNS = {  # as they are compared, stored and printed
@@ -200,9 +200,7 @@ def _span(steps: Collection[int]) -> str:
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.compare_runs", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json, .csv)")
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
     p.add_argument(

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.convert outputs/debug exports/debug
+"""python -m interdomain.tools.convert outputs/debug --output exports/debug
 
 Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer, model card, and the code that
 transformers' AutoModelForCausalLM runs), and back: with --to-checkpoint, a standalone folder becomes a checkpoint that training
@@ -9,7 +9,6 @@ state is never touched. It is safe while training goes on. The result is read ba
 dtype, and the logits of a forward pass.
 """
 
-import argparse
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from interdomain.folders import new_folder, require_utf8
 from interdomain.model import ModelConfig, Transformer, condition_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._model_card import last_validation, write_card
 
 CHECK_TOKENS = 64
@@ -37,9 +36,9 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m interdomain.tools.convert", description=__doc__.split("\n\n", 1)[1])
+    p = argument_parser(__doc__)
     p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
-    p.add_argument("output", type=Path, help="folder to write; must not exist or be empty")
+    p.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
     p.add_argument(
         "--dtype", choices=pretrained.DTYPES, default="float32", help="of the weights; the dynamics stay float32"

@@ -25,7 +25,7 @@ from interdomain.model.generation import PREFILL_CHUNK, prefill
 from interdomain.model.transformer import meta_model
 
 from . import _inference_paper as paper
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._inference import model_bytes
 from .bench_inference import LONG_PROMPT
 
@@ -134,13 +134,11 @@ def prefill_bytes(config: ModelConfig, batch: int, length: int, chunk: int) -> i
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.count_memory", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
     p.add_argument("--prompts", nargs="+", help="sequences x tokens, such as 8x4096; default: bench_inference's")
-    p.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
+    p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
     return p.parse_args(argv)
 
 
@@ -148,8 +146,8 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     prompts = [_prompt(p) for p in args.prompts] if args.prompts else [*paper.MEMORY, LONG_PROMPT]
-    if args.chunk < 1:
-        raise ValueError(f"--chunk must be at least 1: got {args.chunk}.")
+    if args.prefill_chunk < 1:
+        raise ValueError(f"--prefill-chunk must be at least 1: got {args.prefill_chunk}.")
     ways = [f"{condition} {way}" for condition in args.conditions for way in ("whole", "chunked")]
     print(f"{args.size}, bf16: GiB at the peak of reading a prompt, counted, not measured\n")
     print("| prompt | " + " | ".join(ways) + " |")
@@ -158,7 +156,9 @@ def main(argv=None) -> int:
         cells = [f"B={batch}, {length:,} tokens"]
         for condition in args.conditions:
             config = build_config(args.size, condition)
-            cells += [f"{prefill_bytes(config, batch, length, piece) / 2**30:.2f}" for piece in (length, args.chunk)]
+            cells += [
+                f"{prefill_bytes(config, batch, length, piece) / 2**30:.2f}" for piece in (length, args.prefill_chunk)
+            ]
         print(f"| {' | '.join(cells)} |", flush=True)
     return 0
 

@@ -8,7 +8,6 @@ with matplotlib a plot of perplexity too. The harness's data sets come from the 
 a machine without a network.
 """
 
-import argparse
 import datetime
 import gc
 import hashlib
@@ -34,7 +33,7 @@ from interdomain.model.pretrained import (
 )
 
 from . import _bench, _harness, _perplexity, _task_table
-from ._cli import user_errors
+from ._cli import add_device, argument_parser, user_errors
 from ._plots import Curve, Panel, draw
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
@@ -43,10 +42,10 @@ PACKAGES, ABSENT = ("lm_eval", "transformers", "accelerate", "datasets"), "not i
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m interdomain.tools.evaluate", description=__doc__.split("\n\n", 1)[1])
+    p = argument_parser(__doc__)
     p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="made by interdomain.tools.convert; first")
-    p.add_argument("--out", type=Path, help="folder of the results (default: outputs/evaluations/<time>)")
-    p.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: a GPU if there is one")
+    p.add_argument("--output", type=Path, help="folder of the results (default: outputs/evaluations/<time>)")
+    add_device(p)
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
     p.add_argument("--batch-size", type=int, default=8, help="texts or windows at once (default %(default)s)")
     p.add_argument("--limit", type=int, help="only the first so many samples of a task and spans of a corpus: a trial")
@@ -76,7 +75,7 @@ def parse(argv):
         "--packed", action="store_true", help="join a corpus's documents: for such as are shorter than that"
     )
     text.add_argument("--text-field", default="text", help="column or field with the text (default %(default)s)")
-    text.add_argument("--chunk", type=int, default=PREFILL_CHUNK, help="tokens per pass (default %(default)s)")
+    text.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens per pass (default %(default)s)")
     return p.parse_args(argv)
 
 
@@ -128,7 +127,7 @@ def open_folders(paths: list[Path]) -> list[Folder]:
 
 def check(args) -> None:
     """What is wrong with the flags, whatever the folders are. Raises: ValueError."""
-    for name in ("batch_size", "limit", "max_length", "chunk"):
+    for name in ("batch_size", "limit", "max_length", "prefill_chunk"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
@@ -152,7 +151,7 @@ class Results:
         for name in (JSON, MARKDOWN, PLOT):
             if (self.folder / name).exists():
                 raise FileExistsError(
-                    f"{self.folder / name} is there already, and results are never overwritten. Give another --out."
+                    f"{self.folder / name} is there already, and results are never overwritten. Give another --output."
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = _bench.environment(device) | {name: _version(name) for name in PACKAGES}
@@ -275,7 +274,7 @@ def run_tasks(args, folders: list[Folder], tasks: dict[str, dict], device, resul
             start=folder.tokenizer.eos_id,
             max_length=results.contents["options"]["max_length"],
             batch_size=args.batch_size,
-            device=device.type,
+            device=str(device),
             dtype=args.dtype,
             limit=args.limit,
         )
@@ -290,7 +289,13 @@ def run_perplexity(args, folders: list[Folder], spans: dict, device, results: Re
             for length in args.lengths:
                 name = f"{folder.label}, {corpus}"
                 row = _perplexity.measure(
-                    model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, chunk=args.chunk, name=name
+                    model,
+                    used,
+                    length,
+                    folder.tokenizer.eos_id,
+                    batch=args.batch_size,
+                    chunk=args.prefill_chunk,
+                    name=name,
                 )
                 row |= {"documents": used.documents, "too short": used.skipped}
                 results.contents["perplexity"].append({"folder": folder.label, "corpus": corpus, **row})
@@ -334,9 +339,11 @@ def main(argv=None) -> int:
     options = {
         "tasks": names,
         "max_length": args.max_length or min(folder.config.max_seq_len for folder in folders),
-        **{name: getattr(args, name) for name in ("batch_size", "dtype", "limit", "lengths", "packed", "chunk")},
+        **{
+            name: getattr(args, name) for name in ("batch_size", "dtype", "limit", "lengths", "packed", "prefill_chunk")
+        },
     }
-    results = Results(args.out, folders, device, options)
+    results = Results(args.output, folders, device, options)
     if tasks:
         run_tasks(args, folders, tasks, device, results)
     if spans:

@@ -6,7 +6,6 @@ once: --save-state FILE keeps what the model holds after it, and --load-state FI
 text or without.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -19,11 +18,11 @@ from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, 
 from interdomain.model.pretrained import DTYPES, load_pretrained
 from interdomain.model.saved_state import SavedState, load_state, save_state
 
-from ._cli import user_errors, visible
+from ._cli import add_device, argument_parser, choose_device, user_errors, visible
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m interdomain.tools.generate", description=__doc__.split("\n\n")[1])
+    p = argument_parser(__doc__)
     p.add_argument("folder", help="standalone folder (made by interdomain.tools.convert)")
     p.add_argument(
         "--prompt", action="append", help="text to continue; repeat for several. Default: read standard input"
@@ -41,7 +40,7 @@ def parse(argv):
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-stop", action="store_true", help="write on after the end-of-text token")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(p)
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a prompt per pass")
     p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
@@ -50,17 +49,6 @@ def parse(argv):
     p.add_argument("--compile", action="store_true", help="compile the step: half a minute first, faster then")
     p.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
     return p.parse_args(argv)
-
-
-def check_device(device: str) -> None:
-    """Raises ValueError unless torch can hold a tensor there."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:  # a build without CUDA asserts
-        raise ValueError(
-            f"--device {device} cannot be used here ({str(e).splitlines()[0]}). Choose --device cpu, or cuda where "
-            "torch.cuda.is_available() is true."
-        ) from e
 
 
 def check(args) -> None:
@@ -82,16 +70,27 @@ def check(args) -> None:
         raise FileNotFoundError(f"there is no folder {args.save_state.parent} for --save-state. Make it first.")
     if args.load_state and not args.load_state.is_file():
         raise FileNotFoundError(f"there is no state {args.load_state}. Write one with --save-state.")
-    check_device(args.device)
+    args.device = choose_device(args.device)
 
 
 def prompts_of(args) -> list[str] | None:
-    """None where the text of a saved state is to go on as it is."""
-    if args.prompt_file:
-        return [args.prompt_file.read_text(encoding="utf-8")]
-    if args.prompt or args.load_state:
-        return args.prompt
-    return [sys.stdin.read().rstrip("\n")]
+    """None where the text of a saved state is to go on as it is. Raises: ValueError for text that is not UTF-8."""
+    where = args.prompt_file or "--prompt"
+    try:
+        if args.prompt_file:
+            prompts = [args.prompt_file.read_text(encoding="utf-8")]
+        elif args.prompt or args.load_state:
+            prompts = args.prompt
+        else:
+            where = "standard input"
+            ask = "type the text to continue, then Ctrl-D" if sys.stdin.isatty() else "reading it from standard input"
+            print(f"[no --prompt: {ask}]", file=sys.stderr)
+            prompts = [sys.stdin.read().rstrip("\n")]
+        for prompt in prompts or ():
+            prompt.encode()  # what a shell hands over may be bytes in any encoding
+    except UnicodeError:
+        raise ValueError(f"{where} is not UTF-8. Convert the text first, as by iconv -f latin1 -t utf-8.") from None
+    return prompts
 
 
 def read_prompts(args, model, tokenizer, prompts: list[str] | None) -> SavedState:

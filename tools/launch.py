@@ -19,7 +19,7 @@ import torch
 from . import _slurm
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
-from ._supervise import CONTINUE, keep_going, supervise
+from ._supervise import CONTINUE, caches, keep_going, supervise
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -114,7 +114,7 @@ def python_here() -> str:
 
 def environment(ranks: int) -> dict[str, str]:
     """The run's environment: what the user set wins."""
-    ours = {"PYTHONUNBUFFERED": "1"}
+    ours = {"PYTHONUNBUFFERED": "1", **caches()}
     if torch.cuda.is_available():
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
@@ -182,7 +182,7 @@ def next_steps(config: str, flags: list[str], job, plan) -> str:
         length = ["--training.tokens", "0", "--training.steps", str(2 * plan.steps)]  # the file may set tokens
     lines = {
         "train on, to twice the length": ["./launch.sh", config, *rest, *length],
-        "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],
+        "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, "--output", export],
         "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
         "watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs],
     }

@@ -6,7 +6,6 @@ number of worker processes. The folder appears under its name when everything in
 leaves a hidden folder beside it, and the same command goes on from there.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -17,27 +16,37 @@ from pathlib import Path
 from tqdm import tqdm
 
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest, sealed
-from interdomain.data.documents import describe_inputs, in_validation, list_files, read_documents
+from interdomain.data.documents import (
+    READ,
+    describe_inputs,
+    in_validation,
+    left_out,
+    list_files,
+    read_documents,
+    read_in,
+    tally,
+)
 from interdomain.data.pieces import check_files
 from interdomain.data.preparation import JOURNAL, Encoding, Journal, write_splits
 from interdomain.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from interdomain.data.tokenizer_json import CONFIG_FILE
 from interdomain.folders import kept_folder, write_whole
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from .train_tokenizer import DEFAULT_VOCAB_SIZE, counted, train_sentencepiece
 
 LOG_SECONDS = 60.0
+NAMES = 3  # of each kind of file that is left out
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
+def parse(argv):
+    parser = argument_parser(__doc__)
     parser.add_argument(
         "--input",
         nargs="+",
         default=["stdlib"],
-        help="stdlib; files, folders and globs of .txt .py .md .jsonl[.gz|.zst] .parquet; hf:NAME[@REVISION][:CONFIG[:SPLIT]]",
+        help=f"stdlib; files, folders and globs of {READ}; hf:NAME[@REVISION][:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")
     parser.add_argument(
@@ -55,6 +64,7 @@ def parse_arguments(argv):
     parser.add_argument(
         "--skip-existing", action="store_true", help="if the output is this very corpus already: success"
     )
+    parser.add_argument("--strict", action="store_true", help="refuse folders with files in them that are not read")
     parser.add_argument("--restart", action="store_true", help="throw an unfinished preparation away")
     parser.add_argument(
         "--verify", type=Path, metavar="CORPUS", help="read a whole corpus against its manifest instead"
@@ -209,7 +219,7 @@ class Progress:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
 
-def build(folder, args, request, files):
+def build(folder, args, request, files, skipped):
     """Writes a whole corpus into `folder`, from where an earlier run stopped. Returns tokens per second of this run."""
     if is_whole(folder, request):
         return ""
@@ -253,6 +263,10 @@ def build(folder, args, request, files):
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "source": request,
+        "left_out": {
+            kind: {"files": len(found), "bytes": sum(size for _, size in found), "names": [n for n, _ in found[:NAMES]]}
+            for kind, found in skipped.items()
+        },
         "totals": {
             split: {count: sum(shard[count] for shard in shards) for count in ("documents", "tokens")}
             for split, shards in splits.items()
@@ -276,22 +290,30 @@ def verify(folder):
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse_arguments(argv)
+    args = parse(argv)
     if args.verify is not None:
         print(verify(args.verify))
         return 0
-    files = list_files(args.input)
+    files, skipped = list_files(args.input), left_out(args.input)
+    if skipped and args.strict:
+        raise ValueError(
+            f"--strict: of the input would be left out {tally(skipped, NAMES)}. What is read: {READ}. Remove or convert the "
+            "others, name by globs what to read, or leave --strict out."
+        )
     request = build_request(args)
     if check_output(args.output, request, args.skip_existing):
         print(describe(args.output, "kept"))
         return 0
+    print(f"reading {tally(read_in(files))}")
+    if skipped:
+        print(f"left out {tally(skipped, NAMES)}", flush=True)
     check_files(files, args.text_field)
     if args.tokenizer is not None:
         require_eos(load_tokenizer(args.tokenizer))
     try:
         with kept_folder(args.output, wait=args.skip_existing) as folder:
             try:
-                rate = build(folder, args, request, files)
+                rate = build(folder, args, request, files, skipped)
             except BaseException:
                 if (journal := Journal.read(folder)) is None or journal.splits is None:
                     shutil.rmtree(folder)  # nothing that could be continued

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.soak --kills 20 --output soak
+"""python -m interdomain.tools.soak --kills 20 --output outputs/soak
 
 Train one run twice, once undisturbed and once killed at random moments, and compare: the final checkpoints to the bit, and
 every loss of the curve wherever it was computed, and computed again. Kills are real: SIGKILL to a rank (torchrun restarts
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from interdomain.outcome import OUTCOME
 
 from . import launch
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._supervise import ELASTIC
 
 KINDS = ("SIGKILL rank", "SIGKILL torchrun", "SIGTERM torchrun", "SIGUSR1 rank")
@@ -220,12 +220,7 @@ def require_comparable(job, steps: int) -> None:
 
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.soak",
-        description="Kill a run at random moments and compare it with the undisturbed one.",
-        epilog="Every other flag goes to TorchTitan.",
-        allow_abbrev=False,
-    )
+    p = argument_parser(__doc__)
     p.add_argument("--kills", type=int, default=20, help="default 20")
     p.add_argument("--steps", type=int, default=400, help="of the run (default 400)")
     p.add_argument("--interval", type=int, default=10, help="steps between checkpoints (default 10)")

@@ -14,7 +14,7 @@ from pathlib import Path
 from interdomain.folders import write_whole
 
 from ._bench import markdown_rows
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._curves import configuration_of, curves_of, events_folder, hyperparameters_of, read_events
 from ._plots import Curve, Panel, draw
 
@@ -183,17 +183,15 @@ def panels(runs: list[Run]) -> list[Panel]:
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.study", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder (job.dump_folder)")
-    p.add_argument("--out", type=Path, metavar="DIR", help=f"write {', '.join(FILES)} there; nothing is overwritten")
+    p.add_argument("--output", type=Path, metavar="DIR", help=f"write {', '.join(FILES)} there; nothing is overwritten")
     args = p.parse_args(argv)
     if len({path.resolve() for path in args.runs}) < len(args.runs):
         raise ValueError("a run was given twice.")
-    for name in FILES if args.out else ():
-        if (args.out / name).exists():
-            raise FileExistsError(f"{args.out / name} is there already. Give another --out.")
+    for name in FILES if args.output else ():
+        if (args.output / name).exists():
+            raise FileExistsError(f"{args.output / name} is there already. Give another --output.")
     return args
 
 
@@ -203,13 +201,15 @@ def main(argv=None) -> int:
     runs = [read_run(path) for path in args.runs]
     found, said = rows(runs), remarks(runs)
     print(page(found, said), end="")
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_whole(args.out / "study.md", page(found, said).encode())
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        write_whole(args.output / "study.md", page(found, said).encode())
         contents = {"rows": found, "remarks": said, "validation": {run.name: run.validation for run in runs}}
-        write_whole(args.out / "study.json", (json.dumps(contents, indent=1) + "\n").encode())
-        drawn = draw(args.out / "study.png", panels(runs))
-        print(f"wrote {args.out}" if drawn else f"wrote {args.out}, without a figure: matplotlib is not installed")
+        write_whole(args.output / "study.json", (json.dumps(contents, indent=1) + "\n").encode())
+        drawn = draw(args.output / "study.png", panels(runs))
+        print(
+            f"wrote {args.output}" if drawn else f"wrote {args.output}, without a figure: matplotlib is not installed"
+        )
     return 0
 
 

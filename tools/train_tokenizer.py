@@ -4,7 +4,6 @@ Trains a sentencepiece BPE tokenizer in Llama 2's style: bytes stand in for what
 alone, text is not normalised, whitespace survives exactly. The same input gives the same file.
 """
 
-import argparse
 import io
 import sys
 from pathlib import Path
@@ -12,10 +11,10 @@ from pathlib import Path
 import sentencepiece
 from tqdm import tqdm
 
-from interdomain.data.documents import list_files, read_documents
+from interdomain.data.documents import left_out, list_files, read_documents, tally
 from interdomain.folders import write_whole
 
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 
 DEFAULT_VOCAB_SIZE = 2048
 # 256 bytes, 3 control tokens and a few dozen characters; sentencepiece names the exact bound for a text.
@@ -71,8 +70,8 @@ def train_sentencepiece(documents, vocab_size):
     return model.getvalue()
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1], usage=__doc__.splitlines()[0])
+def parse(argv):
+    parser = argument_parser(__doc__)
     parser.add_argument("--input", nargs="+", default=["stdlib"], help="as of prepare_data")
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
@@ -83,12 +82,14 @@ def parse_arguments(argv):
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse_arguments(argv)
+    args = parse(argv)
     if args.output.suffix != ".model":
         raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
     size = sum(file.size for file in list_files(args.input))
+    if skipped := left_out(args.input):
+        print(f"left out {tally(skipped, names=3)}", flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)  # before an hour's training
     with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)

@@ -6,6 +6,7 @@ made them, and `manifest.json`:
     {"format": "interdomain-corpus", "format_version": 1,
      "tokenizer": {"file": "tokenizer.model", "sha256": ...}, "vocab_size": 2048, "eos_id": 2,
      "source": {...},             what was asked for: options, and the inputs' names and sizes
+     "left_out": {...},           files of the input's folders that were not read, by ending: number, bytes, some names
      "splits": {"train": [{"name": "train-00000", "documents": ..., "tokens": ...,
                            "bin_bytes": ..., "bin_sha256": ..., "idx_bytes": ..., "idx_sha256": ...}, ...],
                 "validation": [...]},

@@ -1,13 +1,14 @@
 """Where documents come from: `for document in read_documents(["stdlib"]): document.text`.
 
 A source is `stdlib` (the sources of Python's standard library, which every machine has), local files, globs or folders
-of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents come in one fixed order, cut into
+of text, JSON or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents come in one fixed order, cut into
 pieces that any process can read by itself (`interdomain.data.pieces`). Which split a document belongs to is a function
 of its text alone (`in_validation`).
 """
 
 import glob
 import hashlib
+import os
 import platform
 import sysconfig
 from dataclasses import dataclass
@@ -15,10 +16,14 @@ from pathlib import Path
 
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
-TEXT_SUFFIXES = (".txt", ".py", ".md")
-LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")  # the last two: C4's names for lines
-PARQUET_SUFFIX = ".parquet"
-SUFFIXES = (*TEXT_SUFFIXES, *LINE_SUFFIXES, PARQUET_SUFFIX)
+COMPRESSIONS = (".gz", ".bz2", ".zst")
+KINDS = {  # by ending, before that of a compression
+    **dict.fromkeys((".txt", ".py", ".md", ".rst"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "lines"),
+    ".json": "json",  # an array of rows, or lines, as C4 calls them
+    ".parquet": "parquet",
+}
+READ = f"{' '.join(KINDS)} files, all but the last also as {' '.join(COMPRESSIONS)}"
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the
 # next.
 STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
@@ -37,7 +42,7 @@ class SourceFile:
 
     name: str
     path: Path | None
-    kind: str  # text, lines, parquet or hugging face
+    kind: str  # text, lines, json, parquet or hugging face
     from_stdlib: bool = False
 
     @property
@@ -69,26 +74,88 @@ def stdlib_files():
     return sorted(files)
 
 
-def _kind(path):
+def _ending(path):
+    """(".jsonl", ".gz") of rows.jsonl.gz, (".jsonl", "") of rows.jsonl."""
     name = path.name.lower()
-    if name.endswith(LINE_SUFFIXES):
-        return "lines"
-    if name.endswith(PARQUET_SUFFIX):
-        return "parquet"
-    return "text" if name.endswith(TEXT_SUFFIXES) else None
+    compression = next((c for c in COMPRESSIONS if name.endswith(c)), "")
+    return Path(name.removesuffix(compression)).suffix, compression
+
+
+def _kind(path):
+    """The kind of a SourceFile, or None for a file that is not read."""
+    plain, compression = _ending(path)
+    return None if plain == ".parquet" and compression else KINDS.get(plain)
+
+
+def _inside(folder):
+    """[(name, path, why it is left out or None)] of everything in a folder and its folders, sorted by name.
+
+    Raises: OSError for a folder that cannot be listed.
+    """
+
+    def refuse(error):
+        raise error
+
+    found = []
+    for where, folders, files in os.walk(folder, onerror=refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]  # not followed
+        for path in (Path(where, name) for name in (*files, *links)):
+            name = path.relative_to(folder)
+            why = None
+            if any(part.startswith(".") for part in name.parts):
+                why = "hidden"
+            elif not path.is_file():
+                why = "link to a folder" if path.is_dir() else "not a file"
+            elif _kind(path) is None:
+                why = "".join(_ending(path)) or "no ending"
+            found.append((name.as_posix(), path, why))
+    return sorted(found, key=lambda entry: entry[:2])
 
 
 def _matches(item):
-    """(name, path) of the files that one path, glob or folder names. A folder gives every file in it that can be read."""
-    if glob.has_magic(item) and not Path(item).exists():
-        paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
-        return [(path.name, path) for path in paths if not path.is_dir()]
+    """[(name, path, why it is left out or None)] of what one path, glob or folder names."""
     path = Path(item)
-    if not path.is_dir():
-        return [(path.name, path)] if path.exists() else []
-    inside = [p for p in path.rglob("*") if _kind(p) and p.is_file()]
-    hidden = [p for p in inside if any(part.startswith(".") for part in p.relative_to(path).parts)]
-    return sorted((p.relative_to(path).as_posix(), p) for p in inside if p not in hidden)
+    if path.is_dir():
+        return _inside(path)
+    if glob.has_magic(item) and not path.exists():
+        paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
+        # ** matches folders beside what is in them.
+        return [(p.name, p, "folder" if p.is_dir() else None) for p in paths if not (p.is_dir() and "**" in item)]
+    return [(path.name, path, None)] if path.exists() else []
+
+
+def left_out(inputs):
+    """What stands in the folders among `inputs` and is not read: {ending or reason: [(name, bytes), ...]}."""
+    found = {}
+    for item in map(str, inputs):
+        if item != STDLIB and not item.startswith(HUGGING_FACE):
+            for name, path, why in _matches(item):
+                if why:
+                    found.setdefault(why, []).append((name, path.lstat().st_size))
+    return found
+
+
+def read_in(files):
+    """What is read, in the form of `left_out`."""
+    found = {}
+    for file in files:
+        found.setdefault("".join(_ending(file.path)) if file.path else file.name, []).append((file.name, file.size))
+    return found
+
+
+def tally(found, names=0):
+    """`left_out` or `read_in` in words, the most bytes first, with so many names of each kind."""
+
+    def size_of(files):
+        size = sum(size for _, size in files)
+        return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} KB"
+
+    kinds = []
+    for kind, files in sorted(found.items(), key=lambda entry: -sum(size for _, size in entry[1])):
+        some = ", ".join(name for name, _ in files[:names]) + (", ..." if len(files) > names > 0 else "")
+        kinds.append(f"{len(files):,} {kind} ({size_of(files)}{': ' * bool(some)}{some})")
+    every = [file for files in found.values() for file in files]
+    return f"{len(every):,} file{'s' * (len(every) > 1)} ({size_of(every)}): {', '.join(kinds)}"
 
 
 def list_files(inputs):
@@ -104,18 +171,18 @@ def list_files(inputs):
         if item.startswith(HUGGING_FACE):
             files.append(SourceFile(item, None, "hugging face"))
             continue
-        found = _matches(item)
+        found = [(name, path) for name, path, why in _matches(item) if not why]
         if not found:
             raise FileNotFoundError(
-                f"No file matches the input {item}; give {STDLIB}, or paths, folders or quoted globs of "
-                f"{', '.join(SUFFIXES)} files, or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
+                f"No file matches the input {item}; give {STDLIB}, or paths, folders or quoted globs of {READ}, or "
+                f"{HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
             )
         for name, path in found:
             kind = _kind(path)
             if kind is None:
                 raise ValueError(
-                    f"{path} is not a kind of file that is read; inputs are {STDLIB}, files, folders and globs of "
-                    f"{', '.join(SUFFIXES)}, and {HUGGING_FACE}NAME."
+                    f"{path} is not a kind of file that is read; inputs are {STDLIB}, files, folders and globs of {READ}, "
+                    f"and {HUGGING_FACE}NAME."
                 )
             files.append(SourceFile(name, path, kind))
     if not files:

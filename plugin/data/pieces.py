@@ -5,17 +5,21 @@ what only one process can read (a compressed stream, a dataset from a network) i
 in the piece. `piece.after` is where to go on: a run that was killed cuts again from there.
 """
 
+import bz2
+import codecs
 import functools
 import io
 import itertools
 import json
+import re
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from interdomain.data.documents import HUGGING_FACE, Document
+from interdomain.data.documents import COMPRESSIONS, HUGGING_FACE, Document
 
 PIECE_BYTES = 2_000_000  # of text, about; a function of nothing, or shards would depend on it
+ARRAY_BYTES = 1 << 20  # of a JSON array at once, or more where one row is longer
 READ_BYTES = 1 << 12  # of a compressed file at once: 4 bytes of zstd may hold 128 KB
 
 
@@ -28,7 +32,7 @@ class Piece:
     start: int = 0  # lines: a byte; parquet: a row of the file; rows and lines in `data`: the first one's number - 1
     stop: int = 0
     groups: tuple[int, int, int] = (0, 0, 0)  # parquet: row groups [first, last), and the first one's first row
-    data: object = None  # lines: bytes; rows: texts
+    data: object = None  # lines: bytes; rows (of an array or a dataset): texts
     lenient: bool = False  # text that is not UTF-8 is left out
     size: int = 0  # bytes on the disk that it accounts for
     after: tuple[int, int] = (0, 0)  # (file, pieces of it) that come before what follows this piece
@@ -47,8 +51,13 @@ def cut(files, text_field="text", begin=(0, 0)):
             yield piece
             i, skip = piece.after[0], 0
             continue
-        pieces = {"lines": _line_pieces, "parquet": _parquet_pieces, "hugging face": _dataset_pieces}[file.kind]
-        for n, piece in enumerate(pieces(file, text_field, skip), skip + 1):
+        pieces = {
+            "lines": _line_pieces,
+            "json": _json_pieces,
+            "parquet": _parquet_pieces,
+            "hugging face": _dataset_pieces,
+        }
+        for n, piece in enumerate(pieces[file.kind](file, text_field, skip), skip + 1):
             yield replace(piece, after=(i, n))
         i, skip = i + 1, 0
 
@@ -86,7 +95,8 @@ def _text_piece(files, i):
 
 def _read_text(piece, _):
     for path in piece.paths:
-        data = path.read_bytes()
+        with open(path, "rb") as f:
+            data = b"".join(_blocks(path, f))
         try:
             # From bytes: reading in text mode would turn CRLF into LF.
             yield Document(data.decode(), len(data))
@@ -97,12 +107,24 @@ def _read_text(piece, _):
                 ) from e
 
 
-# JSON lines
+# Compressed files
+
+
+def _is_compressed(path):
+    return path.name.lower().endswith(COMPRESSIONS)
+
+
+def _blocks(path, f):
+    """A file's bytes, decompressed, block by block."""
+    return _decompressed(path, f) if _is_compressed(path) else iter(lambda: f.read(ARRAY_BYTES), b"")
+
+
+# JSON
 
 
 def _line_pieces(file, _, skip):
     path = file.path
-    if path.name.lower().endswith((".gz", ".zst")):
+    if _is_compressed(path):
         yield from itertools.islice(_compressed_pieces(path), skip, None)
         return
     for start in range(skip * PIECE_BYTES, file.size, PIECE_BYTES):
@@ -119,10 +141,12 @@ def _zstandard(path):
 
 
 def _decompressed(path, f):
-    """Blocks of the decompressed stream: gzip and zstd alike, of one or several members."""
+    """Blocks of the decompressed stream: of one or several members, whichever compression it is."""
     if path.name.lower().endswith(".zst"):
         zstandard = _zstandard(path)
         make, error = lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+    elif path.name.lower().endswith(".bz2"):
+        make, error = bz2.BZ2Decompressor, OSError
     else:
         make, error = lambda: zlib.decompressobj(wbits=31), zlib.error
     member = None
@@ -171,6 +195,63 @@ def _read_lines(piece, text_field):
         while at < piece.stop and (line := f.readline()):
             yield from _row(line, text_field, path, lambda at=at: _line_number(path, at))
             at += len(line)
+
+
+def _json_pieces(file, text_field, skip):
+    """Of an array of rows, or of lines."""
+    path = file.path
+    with open(path, "rb") as f:
+        first = next(filter(None, (block.lstrip() for block in _blocks(path, f))), b"")
+        if first[:1] != b"[":
+            yield from _line_pieces(file, text_field, skip)
+            return
+        f.seek(0)
+        yield from _row_pieces(path, _array_rows(path, f), text_field, skip, f.tell)
+
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def _array_rows(path, f):
+    """The elements of a JSON array, parsed here as far as the file is read: nobody can begin in its middle."""
+    decode, utf8 = json.JSONDecoder().raw_decode, codecs.getincrementaldecoder("utf-8")()
+    text, held, size, number = "", [], 0, 1
+    before = "["  # what stands before the next element
+    try:
+        for block in itertools.chain(_blocks(path, f), [b""]):
+            held.append(block)
+            size += len(block)
+            if block and size < max(ARRAY_BYTES, len(text)):  # what did not end yet is parsed again: not too often
+                continue
+            text, at = text + utf8.decode(b"".join(held), final=not block), 0
+            held, size = [], 0
+            while before:
+                start = _SPACE.match(text, at).end()
+                mark = text[start : start + 1]
+                first = _SPACE.match(text, start + 1).end()
+                if mark == "]" and before == ",":
+                    before, at = "", start + 1
+                elif mark == before == "[" and text[first : first + 1] == "]":
+                    before, at = "", first + 1
+                elif mark not in ("", before):
+                    raise json.JSONDecodeError(f"{mark} stands where {before} should", text, start)
+                else:
+                    try:
+                        row, at = decode(text, first)
+                    except (ValueError, RecursionError):
+                        if not block:
+                            raise
+                        break  # it goes on in the next block
+                    yield row
+                    before, number = ",", number + 1
+            text = text[at:]
+            if not before and text.strip():
+                raise json.JSONDecodeError("the array ends before the file does", text, 0)
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8 ({e.reason}); convert it, or leave it out.") from e
+    except (json.JSONDecodeError, RecursionError) as e:
+        why = getattr(e, "msg", e)  # without its position, which is not the file's
+        raise ValueError(f"{path}, row {number}, is not JSON ({why}); repair it or leave the file out.") from e
 
 
 def _line_number(path, at):
@@ -333,23 +414,33 @@ def open_stream(name):
 
 
 def _dataset_pieces(file, text_field, skip):
-    rows, size, texts, number, pieces = iter(open_stream(file.name)), 0, [], 0, 0
-    while True:
-        row = next(rows, None)
-        if texts and (row is None or size >= PIECE_BYTES):
+    return _row_pieces(file.name, iter(open_stream(file.name)), text_field, skip)
+
+
+# Rows that only the process that cuts can read: of a dataset, of a JSON array
+
+
+def _row_pieces(name, rows, text_field, skip, tell=lambda: 0):
+    """`tell`: how many bytes of the disk were read."""
+    size, texts, number, pieces, told = 0, [], 0, 0, 0
+    for row in itertools.chain(rows, [_END]):
+        if texts and (row is _END or size >= PIECE_BYTES):
             pieces += 1
             if pieces > skip:
-                yield Piece("rows", (Path(file.name),), start=number - len(texts), data=texts)
-            texts, size = [], 0
-        if row is None:
+                yield Piece("rows", (Path(name),), start=number - len(texts), data=texts, size=tell() - told)
+            texts, size, told = [], 0, tell()
+        if row is _END:
             return
-        if text_field not in row:
+        if not isinstance(row, dict) or text_field not in row:
+            has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(
-                f"{file.name} has no field {text_field!r} (it has: {', '.join(row)}); name the right one with "
-                "--text-field."
+                f"{name}, row {number + 1}, has no field {text_field!r} (it has: {has}); name the right one with --text-field."
             )
         texts.append(row[text_field])
-        number, size = number + 1, size + len(row[text_field] or "")
+        number, size = number + 1, size + (len(texts[-1]) if isinstance(texts[-1], str) else 0)
+
+
+_END = object()
 
 
 def _read_rows(piece, text_field):

@@ -71,11 +71,13 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
+        (folder / file).touch()
+        mode = (folder / file).stat().st_mode  # by the umask; safetensors writes for the owner alone
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
             raise OSError(f"writing {folder / file} failed ({e}). Check the free space and the permissions.") from e
-        (folder / file).chmod(0o644)  # safetensors writes for the owner alone
+        (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(t.numel() * dtypes[name].itemsize for name, t in expected.items())

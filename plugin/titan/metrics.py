@@ -1,6 +1,7 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
 import copy
+import logging
 import math
 import re
 import time
@@ -48,6 +49,8 @@ class InterdomainMetrics(MetricsProcessor):
         self.last_logged: int | None = None
         self.clock_since: int | None = None  # the step after which TorchTitan's clock began
         self.life_signs_at: int | None = None
+        if math.isinf(self.gpu_peak_flops):  # no figure of this device to compare with
+            logger.addFilter(_without_utilisation)
 
     def should_log(self, step: int) -> bool:
         self._begin(step)  # the trainer asks after every step: here the checkpoint has been loaded
@@ -238,3 +241,9 @@ def _short(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return str(n)
+
+
+def _without_utilisation(record: logging.LogRecord) -> bool:
+    """TorchTitan's line of a step without its MFU of 0."""
+    record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: 0\.00%", "", str(record.msg))
+    return True

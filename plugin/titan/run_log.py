@@ -64,6 +64,8 @@ class RunLog(BaseLogger):
 
     @_or_without
     def log(self, metrics: dict, step: int) -> None:
+        if not metrics.get("mfu(%)"):  # no figure of this device to compare with
+            metrics = {tag: value for tag, value in metrics.items() if tag != "mfu(%)"}
         metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
         if "throughput(tps)" in metrics:  # of one rank
             metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * self.plan.world_size

@@ -14,6 +14,7 @@ import pytest
 
 from interdomain.tools import _slurm, compare_runs
 
+from ..common import TIMEOUT
 from .nodes import Cluster, missing
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ class Job:
 
     def until_saved(self, step: int) -> None:
         done = self.run / f"checkpoint/step-{step}/.metadata"
-        self.cluster.wait(done.is_file, 240, f"{done}; see {self.log}")
+        self.cluster.wait(done.is_file, TIMEOUT, f"{done}; see {self.log}")
 
     def until(self, state: str, seconds: int = 300) -> None:
         self.cluster.wait(

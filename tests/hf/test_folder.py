@@ -79,7 +79,7 @@ def test_in_float64(exported, case):
 def test_shards(tmp_path, exported):
     model, folder = exported("interdomain")
     run = folder.with_name("interdomain-run")
-    assert convert.main([str(run / "step-100"), str(tmp_path / "sharded"), "--max-shard-gb", "2e-5"]) == 0
+    assert convert.main([str(run / "step-100"), "--output", str(tmp_path / "sharded"), "--max-shard-gb", "2e-5"]) == 0
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
     tokens = random_texts(1, 9)
     found = load(tmp_path / "sharded")
@@ -364,7 +364,8 @@ def test_a_tokenizer_without_a_counterpart_is_refused(tmp_path, tokenizer, capsy
     model.pieces[300].type = model.pieces[300].USER_DEFINED
     (tmp_path / "defined.model").write_bytes(model.SerializeToString())
     defined, folder = load_tokenizer(tmp_path / "defined.model"), tmp_path / "folder"
-    assert convert.main([str(write_checkpoint(tmp_path / "run", small_model(), defined)), str(folder)]) == 0
+    checkpoint = write_checkpoint(tmp_path / "run", small_model(), defined)
+    assert convert.main([str(checkpoint), "--output", str(folder)]) == 0
     assert "AutoTokenizer refuses the folder: only sentencepiece BPE" in capsys.readouterr().err
     assert "no exact counterpart of this folder's tokenizer, `tokenizer.model`" in (folder / "README.md").read_text()
     with pytest.raises(OSError, match=r"no_exact_tokenizer_for_transformers\.py"):

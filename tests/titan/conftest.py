@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from interdomain.tools import prepare_data
 
+from ..common import TIMEOUT
+
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 TINY = HERE / "tiny.toml"
-TIMEOUT = 240  # seconds for any start of torchrun; the slowest takes a minute on two cores
 
 
 def environment():

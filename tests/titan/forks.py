@@ -16,12 +16,11 @@ import traceback
 import torchtitan.train  # noqa: F401
 
 import interdomain.titan.trainer  # noqa: F401
-
-LIMIT = 240  # seconds for one start
+from tests.common import TIMEOUT
 
 
 def run(program, rank, log):
-    signal.alarm(LIMIT)
+    signal.alarm(TIMEOUT)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     for output in (1, 2):
         os.dup2(log, output)

@@ -11,8 +11,8 @@ pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
 
 def test_tokens_per_second_by_processes(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("some words to be counted, again and again.\n" * 400)
-    options = ["--input", tmp_path / "a.txt", "--vocab-size", 310, "--megabytes", 0.05, "--processes", 1, 2]
-    options += ["--formats", "parquet", "--seq-len", 16, "--out", tmp_path / "out"]
+    options = ["--input", tmp_path / "a.txt", "--vocab-size", 310, "--megabytes", 0.05, "--workers", 1, 2]
+    options += ["--formats", "parquet", "--seq-len", 16, "--output", tmp_path / "out"]
     # A vocabulary that such a text can train: sentencepiece names the bound for a text.
     assert bench_data.main([str(option) for option in options]) in (0, 2)
     if "Vocabulary size" in capsys.readouterr().err:
@@ -33,7 +33,7 @@ def test_tokens_per_second_by_processes(tmp_path, capsys):
     [
         (["--formats", "xml"], "--formats xml: unknown"),
         (["--megabytes", "0"], "--megabytes must be positive"),
-        (["--processes", "0"], "--processes must be at least 1"),
+        (["--workers", "0"], "--workers must be at least 1"),
         (["--input", "none.txt"], "No file matches"),
     ],
 )

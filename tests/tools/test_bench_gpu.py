@@ -12,6 +12,8 @@ import pytest
 
 from interdomain.tools import bench_gpu
 
+from ..common import TIMEOUT
+
 # `python -m interdomain.tools.TOOL ...`: says in $CALLS that it was called, and does what $FAKE has for its part.
 TOOL = """#!{python} -SE
 import json, os, signal, sys, time
@@ -27,9 +29,9 @@ if part == "environment":
     contents["environment"] = {{"GPU": "Stand-in 9000", "ptxas": "12.8"}}
 if os.environ.get("TRITON_PTXAS_PATH") and not how.get("always"):
     how, contents = {{}}, {{"status": "passed"}}
-if "--out" in argv:
+if "--output" in argv:
     for ending, text in (("json", json.dumps(contents)), ("md", "# page of " + part)):
-        with open(os.path.join(argv[argv.index("--out") + 1], part + "." + ending), "w") as f:
+        with open(os.path.join(argv[argv.index("--output") + 1], part + "." + ending), "w") as f:
             f.write(text)
 print("said by", part, flush=True)
 if how.get("hangs"):
@@ -74,7 +76,7 @@ class Machine:
         env |= {"FAKE": json.dumps(dict(fake)), "INTERDOMAIN_SECONDS": seconds}
         env.pop("TRITON_PTXAS_PATH", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER.format(setup=setup), str(folder / "bin/python"), "--out", str(self.out)],
+            [sys.executable, "-c", DRIVER.format(setup=setup), str(folder / "bin/python"), "--output", str(self.out)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -82,7 +84,7 @@ class Machine:
         )
 
     def end(self):
-        self.said = self.process.communicate(timeout=60)[0]
+        self.said = self.process.communicate(timeout=TIMEOUT)[0]
         return self.process.returncode
 
     @property
@@ -122,7 +124,7 @@ def test_everything_in_order_and_what_comes_back(tmp_path):
     assert "said by inference" in (machine.out / "log.txt").read_text()
     assert machine.said.splitlines()[-1].startswith(f"wrote {machine.out} in ")
     again = subprocess.run(
-        [sys.executable, "-m", "interdomain.tools.bench_gpu", "--out", machine.out], capture_output=True, text=True
+        [sys.executable, "-m", "interdomain.tools.bench_gpu", "--output", machine.out], capture_output=True, text=True
     )
     assert (again.returncode, "never overwritten" in again.stderr) == (2, True)
 

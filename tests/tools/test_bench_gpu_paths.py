@@ -126,7 +126,19 @@ def results(folder, part):
 
 def test_kernels(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_kernels, "TARGETS", ((bench_kernels.OURS, bench_kernels.ATTENTION, 256, 0.3),))
-    argv = ["--out", str(tmp_path), "--shapes", "1x32x64", "1x256x64", "--heads", "1", "--basis", "8", "--rounds", "1"]
+    argv = [
+        "--output",
+        str(tmp_path),
+        "--shapes",
+        "1x32x64",
+        "1x256x64",
+        "--heads",
+        "1",
+        "--basis",
+        "8",
+        "--rounds",
+        "1",
+    ]
     assert bench_kernels.main([*argv, "--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn", "fla-gla"]) == 0
     contents = results(tmp_path, "kernels")
     *tables, features, targets = contents["tables"].values()
@@ -154,7 +166,7 @@ def test_kernels(gpu, tmp_path, monkeypatch):
 def test_passes_and_tiles_go_to_workers(gpu, tmp_path, monkeypatch):
     """The cases that a worker gets, and what becomes of its rows; here no pass can run, which each row says."""
     monkeypatch.setattr(_timing, "release", lambda device: None)  # slow, and once for every failure
-    few = ["--out", str(tmp_path), "--shapes", "1x128x64", "1x1024x64", "--heads", "1", "--rounds", "1"]
+    few = ["--output", str(tmp_path), "--shapes", "1x128x64", "1x1024x64", "--heads", "1", "--rounds", "1"]
     assert bench_kernels.main(["--passes", *few]) == 0
     short, cut = results(tmp_path, "passes")["tables"].values()
     names = [row["pass"] for row in cut["rows"]]
@@ -179,7 +191,7 @@ def test_shapes_that_a_gpu_gets_by_default():
 
 def test_decode(gpu, tmp_path):
     argv = [
-        "--out",
+        "--output",
         str(tmp_path),
         "--batches",
         "1",
@@ -219,7 +231,7 @@ def test_inference(replaying, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_inference, "GPU", dataclasses.replace(bench_inference.GPU, **few))
     monkeypatch.setitem(SIZES, "debug", dict(dim=16, n_layers=1, n_heads=2, head_dim=8, n_basis=4, vocab_size=64))
     argv = ["--sizes", "debug", "--batches", "1", "2", "--prefixes", "8", "12", "--steps", "2", "--rounds", "1"]
-    assert bench_inference.main(["--out", str(tmp_path), *argv]) == 0
+    assert bench_inference.main(["--output", str(tmp_path), *argv]) == 0
     contents = results(tmp_path, "inference")
     tables = contents["tables"]
     rows = tables["decode, debug"]["rows"]
@@ -238,7 +250,7 @@ def test_inference(replaying, tmp_path, monkeypatch):
 
 def test_a_gpu_that_nothing_can_be_compiled_for_is_refused(gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(_bench, "cannot_launch", lambda: "there is no C compiler")
-    assert check_kernels.main(["--out", str(tmp_path / "x")]) == 2
+    assert check_kernels.main(["--output", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err == "error: there is no C compiler.\n"
     assert not (tmp_path / "x").exists()
 
@@ -249,8 +261,8 @@ def test_a_gpu_that_takes_one_process_at_a_time(gpu, monkeypatch, tmp_path, caps
     assert (_bench.processes(torch.device("cuda")), _bench.processes(torch.device("cpu"))) == (8, 1)
     monkeypatch.setattr(_bench, "_nvidia_smi", {"compute_mode": "Exclusive_Process"}.get)
     assert _bench.processes(torch.device("cuda")) == 1
-    assert check_kernels.main(["--out", str(tmp_path / "x"), "--jobs", "8"]) == 2
-    assert "Leave --jobs out, which means --jobs 1 here" in capsys.readouterr().err
+    assert check_kernels.main(["--output", str(tmp_path / "x"), "--workers", "8"]) == 2
+    assert "Leave --workers out, which means --workers 1 here" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     monkeypatch.setattr(_passes.subprocess, "Popen", None)
     _passes.compile_apart(bench_kernels.parse(["--tune"]), _bench.Deadline(10))
@@ -269,15 +281,15 @@ def test_training_cases(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
     seen = {"throughput(tps)": {1: 1.0, 5: 2.0, 10: 40_000.0, 20: 42_000.0}, "mfu(%)": {10: 50.0, 20: 51.0}}
     monkeypatch.setattr(bench_training, "scalars", lambda output: seen)
-    assert bench_training.main(["--out", str(tmp_path), "--conditions", "softmax", "interdomain"]) == 0
+    assert bench_training.main(["--output", str(tmp_path), "--conditions", "softmax", "interdomain"]) == 0
     contents = results(tmp_path, "training")
-    assert contents["options"]["size"] == ["1.3B"]
+    assert contents["options"]["sizes"] == ["1.3B"]
     ((name, table),) = contents["tables"].items()
     assert name == "1.3B, 4 x 4,096 tokens per rank and step"
     assert {row["case"].split(":")[0] for row in table["rows"]} == {"softmax", "interdomain"}
     assert all(row["tokens/s"] == 41_000 and row["MFU %"] == 50.5 for row in table["rows"])
     assert all(row["over softmax"] == 1.0 for row in table["rows"])
-    assert bench_training.main(["--out", str(tmp_path / "x"), "--device", "cpu"]) == 2
+    assert bench_training.main(["--output", str(tmp_path / "x"), "--device", "cpu"]) == 2
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
 
 

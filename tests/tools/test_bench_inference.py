@@ -29,7 +29,7 @@ def results(folder):
 
 
 def test_every_path_in_tiny_mode(tmp_path, capsys):
-    assert bench_inference.main(["--out", str(tmp_path), "--batches", "2"]) == 0
+    assert bench_inference.main(["--output", str(tmp_path), "--batches", "2"]) == 0
     contents, page = results(tmp_path)
     assert contents["status"] == "complete"
     assert contents["label"] == _bench.CPU_LABEL
@@ -67,7 +67,9 @@ def test_a_cpu_is_measured_where_a_size_is_asked_for(tmp_path):
         "1",
     ]
     threads = torch.get_num_threads()
-    assert bench_inference.main(["--out", str(tmp_path), *argv, "--dtype", "bfloat16", "--threads", str(threads)]) == 0
+    assert (
+        bench_inference.main(["--output", str(tmp_path), *argv, "--dtype", "bfloat16", "--threads", str(threads)]) == 0
+    )
     contents, page = results(tmp_path)
     assert contents["label"] == f"measured on a CPU, {threads} thread(s)"
     assert _bench.CPU_LABEL not in page
@@ -83,7 +85,7 @@ def test_a_cpu_is_measured_where_a_size_is_asked_for(tmp_path):
 def test_the_plot(tmp_path):
     pytest.importorskip("matplotlib", reason="draws nothing without")
     argv = ["--parts", "decode", "--batches", "1", "--prefixes", "8", "16", "--steps", "1", "--rounds", "1"]
-    assert bench_inference.main(["--out", str(tmp_path), *argv]) == 0
+    assert bench_inference.main(["--output", str(tmp_path), *argv]) == 0
     assert (tmp_path / "inference.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -97,7 +99,7 @@ def test_what_does_not_fit_is_a_result(tmp_path, monkeypatch):
         return init_state(self, batch, capacity)
 
     monkeypatch.setattr(Transformer, "init_state", little)
-    assert bench_inference.main(["--out", str(tmp_path), "--batches", "1", "--parts", "decode", "memory"]) == 0
+    assert bench_inference.main(["--output", str(tmp_path), "--batches", "1", "--parts", "decode", "memory"]) == 0
     contents, _ = results(tmp_path)
     assert contents["status"] == "complete"
     rows = contents["tables"]["decode, debug"]["rows"]
@@ -114,7 +116,7 @@ def test_not_even_room_to_time_is_a_result(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("Tried to allocate")
 
     monkeypatch.setattr(_inference, "interleaved", full)
-    assert bench_inference.main(["--out", str(tmp_path), "--batches", "1", "--parts", "decode"]) == 0
+    assert bench_inference.main(["--output", str(tmp_path), "--batches", "1", "--parts", "decode"]) == 0
     contents, _ = results(tmp_path)
     rows = contents["tables"]["decode, debug"]["rows"]
     assert [(row["path"], row["prefix"], row["remark"]) for row in rows] == [
@@ -124,7 +126,7 @@ def test_not_even_room_to_time_is_a_result(tmp_path, monkeypatch):
 
 def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_inference.Deadline, "passed", True)
-    assert bench_inference.main(["--out", str(tmp_path)]) == 0
+    assert bench_inference.main(["--output", str(tmp_path)]) == 0
     contents, page = results(tmp_path)
     assert contents["status"] == "unfinished"
     assert contents["tables"]["decode, debug"]["rows"] == []
@@ -141,11 +143,11 @@ def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
         (["--prefixes", "8", "-1"], ["--prefixes must be at least 1: got -1"]),
         (["--steps", "0"], ["--steps must be at least 1: got 0"]),
         (["--threads", "0"], ["--threads must be at least 1: got 0"]),
-        (["--device", "cuda"], ["--device cuda", "no GPU"]),
+        (["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
     ],
 )
 def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
-    assert bench_inference.main(["--out", str(tmp_path / "out"), *argv]) == 2
+    assert bench_inference.main(["--output", str(tmp_path / "out"), *argv]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert message.count("\n") == 1

@@ -10,7 +10,7 @@ import torch
 
 from interdomain.tools import _bench, _mixers, bench_decode, bench_kernels, check_kernels
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, TIMEOUT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
 
@@ -28,7 +28,7 @@ def results(folder, part):
 
 def test_kernel_table(tmp_path, capsys):
     few = ["--mixers", "chunkwise", "linear", "sdpa-flash", "sdpa-cudnn", "sequential", "--rounds", "1"]
-    assert bench_kernels.main(["--out", str(tmp_path), *few, "--shapes", "1x32x8", "--basis", "8"]) == 0
+    assert bench_kernels.main(["--output", str(tmp_path), *few, "--shapes", "1x32x8", "--basis", "8"]) == 0
     contents, page = results(tmp_path, "kernels")
     name, features = contents["tables"]
     assert name == "B=1 T=32 H=2 d=8 M=8"
@@ -83,7 +83,7 @@ def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)
     few = ["--shapes", "1x16x8", "--basis", "8", "--rounds", "1"]
-    assert bench_kernels.main(["--out", str(tmp_path / "out"), *few, "--mixers", *_mixers.PEERS]) == 0
+    assert bench_kernels.main(["--output", str(tmp_path / "out"), *few, "--mixers", *_mixers.PEERS]) == 0
     contents, _ = results(tmp_path / "out", "kernels")
     table = contents["tables"]["B=1 T=16 H=2 d=8 M=8"]
     assert not any(row.get("remark") for row in table["rows"])
@@ -131,7 +131,7 @@ from interdomain.tools import _passes, bench_kernels
 triton_plan._MIN_SEGMENT = 1  # cut time where a GPU would: two chunks are two segments
 _passes.TILES = {{name: tiles[:1] for name, tiles in _passes.TILES.items()}}
 _passes.CHUNKS = (16,)
-flags = ["--out", sys.argv[1], "--basis", "16", "--heads", "1", "--rounds", "1", "--shapes", "1x70x16"]
+flags = ["--output", sys.argv[1], "--basis", "16", "--heads", "1", "--rounds", "1", "--shapes", "1x70x16"]
 sys.exit(
     bench_kernels.main(["--once", "all", *flags])
     or bench_kernels.main(["--passes", *flags])
@@ -147,7 +147,7 @@ def test_passes_and_tiles_in_the_interpreter(tmp_path):
         [sys.executable, "-c", INTERPRETED.format(repository=str(REPOSITORY)), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -171,7 +171,7 @@ def test_passes_and_tiles_in_the_interpreter(tmp_path):
 
 
 def test_passes_without_a_gpu_are_skipped_and_say_so(tmp_path, capsys):
-    assert bench_kernels.main(["--passes", "--out", str(tmp_path)]) == 0
+    assert bench_kernels.main(["--passes", "--output", str(tmp_path)]) == 0
     contents, page = results(tmp_path, "passes")
     assert contents["status"] == "skipped"
     assert "need a GPU" in page
@@ -183,7 +183,7 @@ def test_passes_without_a_gpu_are_skipped_and_say_so(tmp_path, capsys):
 
 def test_decode_table(tmp_path):
     few = ["--batches", "1", "2", "--caches", "8", "16", "--rounds", "1"]
-    assert bench_decode.main(["--out", str(tmp_path), *few]) == 0
+    assert bench_decode.main(["--output", str(tmp_path), *few]) == 0
     contents, page = results(tmp_path, "decode")
     assert list(contents["tables"]) == ["B=1 H=2 d=16 M=16", "B=2 H=2 d=16 M=16"]
     for table in contents["tables"].values():
@@ -240,15 +240,15 @@ def test_decode_keeps_the_fastest_attention():
         (bench_kernels, ["--shapes", "8x4096"], ["--shapes 8x4096", "BATCHxTOKENSxHEAD_DIM"]),
         (bench_kernels, ["--once", "contract"], ["The passes are Triton and need a GPU"]),
         (bench_kernels, ["--rounds", "0"], ["--rounds must be at least 1: got 0"]),
-        (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU"]),
+        (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
         (bench_kernels, ["--time-limit", "-1"], ["--time-limit", "-1"]),
         (bench_decode, ["--batches", "0"], ["--batches must be at least 1: got 0"]),
         (check_kernels, ["--groups", "magic"], ["--groups magic: unknown", "chunkwise-fp32"]),
-        (check_kernels, ["--jobs", "0"], ["--jobs must be at least 1: got 0"]),
+        (check_kernels, ["--workers", "0"], ["--workers must be at least 1: got 0"]),
     ],
 )
 def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):
-    assert tool.main(["--out", str(tmp_path / "out"), *argv]) == 2
+    assert tool.main(["--output", str(tmp_path / "out"), *argv]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert message.count("\n") == 1
@@ -260,7 +260,7 @@ def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):
 @pytest.mark.parametrize("tool", [bench_kernels, bench_decode, check_kernels])
 def test_where_nothing_can_be_written(tool, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert tool.main(["--out", str(tmp_path / "file" / "results")]) == 2
+    assert tool.main(["--output", str(tmp_path / "file" / "results")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert "file" in message
@@ -268,6 +268,6 @@ def test_where_nothing_can_be_written(tool, tmp_path, capsys):
 
 def test_existing_results_stay(tmp_path, capsys):
     (tmp_path / "check.json").write_text("mine")
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference"]) == 2
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "reference"]) == 2
     assert "never overwritten" in capsys.readouterr().err
     assert (tmp_path / "check.json").read_text() == "mine"

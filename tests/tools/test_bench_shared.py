@@ -264,7 +264,7 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, capsys):
 
 def test_results_are_never_overwritten(tmp_path):
     _bench.Report("decode", tmp_path, CPU, {})
-    with pytest.raises(FileExistsError, match=r"decode.json is there already.*--out"):
+    with pytest.raises(FileExistsError, match=r"decode.json is there already.*--output"):
         _bench.Report("decode", tmp_path, CPU, {})
 
 

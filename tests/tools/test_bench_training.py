@@ -14,7 +14,7 @@ from interdomain.data import TokenCorpus, load_tokenizer
 from interdomain.tools import _bench, bench_training
 from interdomain.tools.bench_training import Case
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, TIMEOUT
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -28,15 +28,23 @@ def results(folder):
 
 @pytest.mark.e2e
 def test_a_real_step(tmp_path, capsys):
-    argv = ["--out", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
-    assert bench_training.main([*argv, "--flags", "--mixer.backend", "chunkwise-torch"]) == 0
+    argv = ["--output", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
+    assert bench_training.main([*argv, "--train-flags", "--mixer.backend", "chunkwise-torch"]) == 0
     contents, (row,), page = results(tmp_path)
     assert "remark" not in row, row
     assert contents["status"] == "complete"
     assert contents["label"] == _bench.CPU_LABEL
     assert _bench.CPU_LABEL in page
-    sizes = {"size": ["debug"], "seq_len": [32], "batch": 2, "tokens": None, "ranks": 1, "steps": 2, "log_freq": 1}
-    assert contents["options"] == {**sizes, "flags": ["--mixer.backend", "chunkwise-torch"]}
+    sizes = {
+        "sizes": ["debug"],
+        "seq_len": [32],
+        "batch_size": 2,
+        "tokens": None,
+        "ranks": 1,
+        "steps": 2,
+        "log_freq": 1,
+    }
+    assert contents["options"] == {**sizes, "train_flags": ["--mixer.backend", "chunkwise-torch"]}
     assert row["tokens/s"] > 0
     assert row["ms a step"] == pytest.approx(1e3 * 64 / row["tokens/s"])
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
@@ -59,7 +67,7 @@ def test_data_is_a_shard_and_a_tokenizer_that_the_trainer_takes(tmp_path):
 
 
 def test_figures_leave_the_first_steps_out():
-    args = SimpleNamespace(skip=5, steps=20, ranks=2, batch=4, seq_len=1000, trace=False)
+    args = SimpleNamespace(skip=5, steps=20, ranks=2, batch_size=4, seq_len=1000, trace=False)
     seen = {
         "throughput(tps)": {1: 1.0, 5: 10.0, 10: 400.0, 15: 500.0, 20: 450.0},
         "mfu(%)": {1: 0.1, 5: 1.0, 10: 40.0, 15: 50.0, 20: 45.0},
@@ -100,7 +108,7 @@ def test_lengths_over_softmax_in_one_table(tmp_path, monkeypatch):
     speeds = iter([100.0, 150.0, 100.0, 300.0])
     monkeypatch.setattr(bench_training, "scalars", lambda output: {"throughput(tps)": {2: next(speeds)}})
     argv = [
-        "--out",
+        "--output",
         str(tmp_path),
         "--cases",
         "softmax:eager",
@@ -134,7 +142,7 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
         "true",
     )
     cases = ["softmax", "interdomain", "s4d", "s4d:eager"]
-    assert bench_training.main(["--out", str(tmp_path), "--case-limit", "1", "--cases", *cases]) == 0
+    assert bench_training.main(["--output", str(tmp_path), "--case-limit", "1", "--cases", *cases]) == 0
     contents, rows, page = results(tmp_path)
     assert [row["remark"] for row in rows] == [
         "out of memory",
@@ -153,14 +161,14 @@ def test_ratio_is_to_softmax_of_the_same_settings(tmp_path, monkeypatch):
     speeds = iter([100.0, 150.0, 50.0, 120.0])
     monkeypatch.setattr(bench_training, "scalars", lambda output: {"throughput(tps)": {2: next(speeds)}})
     cases = ["softmax:eager", "interdomain:eager", "interdomain:compile", "interdomain:eager:selective:kept"]
-    assert bench_training.main(["--out", str(tmp_path), "--cases", *cases]) == 0
+    assert bench_training.main(["--output", str(tmp_path), "--cases", *cases]) == 0
     assert [row["over softmax"] for row in results(tmp_path)[1]] == [1.0, 1.5, None, 1.2]
 
 
 def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
     stand_in(monkeypatch)
     monkeypatch.setattr(bench_training.Deadline, "passed", True)
-    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    assert bench_training.main(["--output", str(tmp_path)]) == 0
     contents, rows, _ = results(tmp_path)
     assert {row["remark"] for row in rows} == {"not run: time limit"}
     assert contents["status"] == "unfinished"
@@ -170,7 +178,7 @@ def test_without_torchtitan_the_part_is_skipped(tmp_path, monkeypatch, capsys):
     find = bench_training.importlib.util.find_spec
     hidden = lambda name, *a: None if name == "torchtitan" else find(name, *a)  # noqa: E731
     monkeypatch.setattr(bench_training.importlib.util, "find_spec", hidden)
-    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    assert bench_training.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "training.json").read_text())
     assert contents["status"] == "skipped"
     assert "Skipped: torchtitan cannot be imported here" in contents["notes"][-1]
@@ -180,7 +188,7 @@ def test_without_torchtitan_the_part_is_skipped(tmp_path, monkeypatch, capsys):
 def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch, capsys):
     """Wheels that were carried to a machine without a network: TorchTitan is there and something that it imports is not."""
     monkeypatch.setitem(sys.modules, "typeguard", None)  # tyro imports it to read a configuration
-    assert bench_training.main(["--out", str(tmp_path)]) == 0
+    assert bench_training.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "training.json").read_text())
     assert contents["status"] == "skipped"
     assert "Skipped: typeguard cannot be imported here" in contents["notes"][-1]
@@ -204,7 +212,7 @@ def test_the_default_cases_can_be_planned(tmp_path):
     """Every case for a GPU is a configuration that the trainer takes, at its size."""
     from interdomain.tools import launch
 
-    args = SimpleNamespace(seq_len=4096, batch=4, steps=20, log_freq=5, ranks=1, trace=True, flags=[])
+    args = SimpleNamespace(seq_len=4096, batch_size=4, steps=20, log_freq=5, ranks=1, trace=True, train_flags=[])
     for text in bench_training.CASES:
         case = Case.parse(text, ("softmax", "interdomain", "s4d"))
         assert str(case) == text
@@ -227,16 +235,16 @@ def test_the_default_cases_can_be_planned(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--size", "7B"], ["--size 7B", "1.3B", "debug"]),
+        (["--sizes", "7B"], ["--sizes 7B", "1.3B", "debug"]),
         (["--cases", "mamba:compile"], ["--cases mamba:compile", "softmax", "selective"]),
         (["--cases", "softmax:jit"], ["--cases softmax:jit", "compile|eager"]),
         (["--conditions", "mamba"], ["--conditions mamba: unknown", "s4d"]),
         (["--steps", "1"], ["--steps 1 has no steady step"]),
-        (["--batch", "0"], ["--batch must be at least 1: got 0"]),
+        (["--batch-size", "0"], ["--batch-size must be at least 1: got 0"]),
     ],
 )
 def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
-    assert bench_training.main(["--out", str(tmp_path / "out"), *argv]) == 2
+    assert bench_training.main(["--output", str(tmp_path / "out"), *argv]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert message.count("\n") == 1
@@ -253,7 +261,7 @@ def gpu_sh(root, *argv, **env):
         ["bash", str(root / "benchmarks/gpu.sh"), *argv],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, **env},
     )
 
@@ -269,7 +277,9 @@ def test_one_command_from_a_clone_that_is_not_installed(tmp_path):
     shared = tmp_path / "clone/tools/_bench.py"
     shared.write_text(shared.read_text().replace("CPU tiny mode:", "CPU tiny mode of the clone:"))
     few = ["--batches", "1", "--caches", "8", "--rounds", "1"]
-    done = gpu_sh(tmp_path / "clone", "decode", "--out", str(tmp_path / "out"), *few, INTERDOMAIN_COMMIT="the commit")
+    done = gpu_sh(
+        tmp_path / "clone", "decode", "--output", str(tmp_path / "out"), *few, INTERDOMAIN_COMMIT="the commit"
+    )
     assert done.returncode == 0, done.stderr
     contents = json.loads((tmp_path / "out/decode.json").read_text())
     assert contents["label"].startswith("CPU tiny mode of the clone")
@@ -278,7 +288,7 @@ def test_one_command_from_a_clone_that_is_not_installed(tmp_path):
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"wrote {tmp_path}/out in ")
     assert last.endswith("(decode: complete)")
-    again = gpu_sh(tmp_path / "clone", "decode", "--out", str(tmp_path / "out"), *few)
+    again = gpu_sh(tmp_path / "clone", "decode", "--output", str(tmp_path / "out"), *few)
     assert again.returncode == 2
     assert "never overwritten" in again.stderr
 
@@ -298,6 +308,6 @@ def test_mistakes_in_the_call(argv, said, tmp_path):
 
 
 def test_an_interpreter_without_pytorch_is_named(tmp_path):
-    done = gpu_sh(REPOSITORY, "check", "--out", str(tmp_path), INTERDOMAIN_PYTHON="/bin/false")
+    done = gpu_sh(REPOSITORY, "check", "--output", str(tmp_path), INTERDOMAIN_PYTHON="/bin/false")
     assert done.returncode == 2
     assert "/bin/false has no PyTorch" in done.stderr

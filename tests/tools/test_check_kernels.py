@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny 
 
 
 def test_every_backend_passes(tmp_path, capsys):
-    assert check_kernels.main(["--out", str(tmp_path)]) == 0
+    assert check_kernels.main(["--output", str(tmp_path)]) == 0
     contents, page = results(tmp_path, "check")
     assert contents["status"] == "passed"
     assert contents["options"]["groups"] == list(check_kernels.groups(False))
@@ -34,14 +34,14 @@ def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatc
         return dq, 1.05 * dk, *rest
 
     monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_backward=broken))
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-torch"]) == 1
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-torch"]) == 1
     contents, _ = results(tmp_path, "check")
     assert contents["status"] == "failed"
     found = {row["case"].split()[0]: row["result"] for row in contents["tables"]["scan"]["rows"]}
     assert found == {"chunkwise": "FAIL", "chunkwise-torch": "PASS"}
     (row,) = (row for row in contents["tables"]["scan"]["rows"] if row["result"] == "FAIL")
     assert row["dk"] > 3 * row["bound"] > row["bound"] > row["dq"]
-    assert bench_decode.main(["--out", str(tmp_path), "--batches", "1", "--caches", "8", "--rounds", "1"]) == 0
+    assert bench_decode.main(["--output", str(tmp_path), "--batches", "1", "--caches", "8", "--rounds", "1"]) == 0
     assert _bench.CHECK_FAILED in (tmp_path / "decode.md").read_text()
     capsys.readouterr()
 
@@ -87,7 +87,7 @@ def test_beyond_the_bound_is_not_failed(error, result, code, status, tmp_path, m
     (case, _) = check_kernels.groups(False)["reference"]
     errors = iter([error * check_kernels.BOUNDS[case.arithmetic]])
     monkeypatch.setattr(check_kernels, "relative_rms", lambda got, exact: next(errors, 0.0))
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference"]) == code
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "reference"]) == code
     contents, _ = results(tmp_path, "check")
     assert contents["status"] == status
     (row,), (other,) = (contents["tables"][kind]["rows"] for kind in ("scan", "linear scan"))
@@ -109,7 +109,7 @@ def test_numbers_are_drawn_on_the_cpu(monkeypatch):
 
 
 def test_groups_run_in_processes_of_their_own(tmp_path):
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference", "--jobs", "2"]) == 0
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "reference", "--workers", "2"]) == 0
     contents, _ = results(tmp_path, "check")
     assert {row["result"] for table in contents["tables"].values() for row in table["rows"]} == {"PASS"}
     assert sum(len(table["rows"]) for table in contents["tables"].values()) == 2
@@ -117,7 +117,10 @@ def test_groups_run_in_processes_of_their_own(tmp_path):
 
 def test_a_group_that_dies_has_failed_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(check_kernels.sys, "executable", "false")
-    assert check_kernels.main(["--out", str(tmp_path), "--groups", "reference", "chunkwise-M128", "--jobs", "2"]) == 1
+    assert (
+        check_kernels.main(["--output", str(tmp_path), "--groups", "reference", "chunkwise-M128", "--workers", "2"])
+        == 1
+    )
     contents, _ = results(tmp_path, "check")
     rows = [row for table in contents["tables"].values() for row in table["rows"]]
     assert len(rows) == 3

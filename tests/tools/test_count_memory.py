@@ -81,7 +81,7 @@ def test_at_the_peak_nothing_lives_that_is_not_needed():
 
 
 def test_the_table(capsys):
-    assert count_memory.main(["--size", "debug", "--prompts", "2x64", "1x96", "--chunk", "32"]) == 0
+    assert count_memory.main(["--size", "debug", "--prompts", "2x64", "1x96", "--prefill-chunk", "32"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     ways = [(condition, chunk) for condition in ("interdomain", "softmax") for chunk in (64, 32)]
     figures = [f"{bytes_of('debug', condition, 2, 64, chunk) / 2**30:.2f}" for condition, chunk in ways]
@@ -91,7 +91,11 @@ def test_the_table(capsys):
 
 @pytest.mark.parametrize(
     ("argv", "words"),
-    [(["--prompts", "8"], "'8' is no BxT"), (["--prompts", "0x4"], "'0x4' is no"), (["--chunk", "0"], "--chunk")],
+    [
+        (["--prompts", "8"], "'8' is no BxT"),
+        (["--prompts", "0x4"], "'0x4' is no"),
+        (["--prefill-chunk", "0"], "--prefill-chunk"),
+    ],
 )
 def test_refusals(argv, words, capsys):
     assert count_memory.main(argv) == 2

@@ -30,7 +30,7 @@ def folders(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("evaluate")
     for condition in CONDITIONS:
         checkpoint = write_checkpoint(path / f"run-{condition}", small_model(condition), tokenizer)
-        assert convert.main([str(checkpoint), str(path / condition)]) == 0
+        assert convert.main([str(checkpoint), "--output", str(path / condition)]) == 0
     return [path / condition for condition in CONDITIONS]
 
 
@@ -176,7 +176,21 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
     rows = tmp_path / "first.jsonl"
     rows.write_text(corpus.read_text().replace('"body"', '"text"'))
     out = tmp_path / "out"
-    options = ("--perplexity", rows, second, "--lengths", 80, 40, 80, "--chunk", 32, "--batch-size", 3, "--out", out)
+    options = (
+        "--perplexity",
+        rows,
+        second,
+        "--lengths",
+        80,
+        40,
+        80,
+        "--prefill-chunk",
+        32,
+        "--batch-size",
+        3,
+        "--output",
+        out,
+    )
     run(*folders, *options)
     printed = capsys.readouterr().out
     contents = json.loads((out / "evaluation.json").read_text())
@@ -215,7 +229,7 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
 def test_a_trial_and_a_plot_that_cannot_be(folders, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     options = ("--perplexity", corpus, "--text-field", "body", "--lengths", 30, "--limit", 2, "--dtype", "bfloat16")
-    run(folders[0], *options, "--out", tmp_path)
+    run(folders[0], *options, "--output", tmp_path)
     printed = capsys.readouterr().out
     assert "A trial: only the first 2 " in printed
     assert "no plot without matplotlib: " in printed
@@ -245,7 +259,7 @@ def test_numbers_that_json_lacks():
 
 def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    text = ("--perplexity", corpus, "--text-field", "body", "--out", out)
+    text = ("--perplexity", corpus, "--text-field", "body", "--output", out)
     model = folders[0]
     damaged = shutil.copytree(model, tmp_path / "damaged")
     data = bytearray((damaged / "model.safetensors").read_bytes())
@@ -267,15 +281,15 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
         ((model, *text, "--max-length", -3), "--max-length must be at least 1"),
         ((model, *text, "--lengths", 5000), "the longest of its 4 documents has"),
         ((model, *text, "--lengths", 5000, "--packed"), "it has"),
-        ((model, "--perplexity", tmp_path / "no.txt", "--out", out), "No file matches"),
-        ((model, "--perplexity", corpus, "--out", out), "text"),
+        ((model, "--perplexity", tmp_path / "no.txt", "--output", out), "No file matches"),
+        ((model, "--perplexity", corpus, "--output", out), "text"),
         ((model, other, "--perplexity", corpus, corpus, "--text-field", "body"), "given twice"),
     ):
         run(*argv, expect=2)
         assert part in error(capsys), argv
     assert evaluate.labels([model, other]) == [str(model), str(other)]
     monkeypatch.setattr(_harness, "NEEDED", ())
-    run(bare, "--tasks", "lambada", "--out", out, expect=2)
+    run(bare, "--tasks", "lambada", "--output", out, expect=2)
     assert "lacks tokenizer.json. Convert the checkpoint again" in error(capsys)
     monkeypatch.setattr(_harness, "NEEDED", ("lm_eval",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -289,7 +303,7 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
 def test_a_corpus_of_another_tokenizer(folders, corpus, tmp_path, capsys):
     options = ["--input", "stdlib", "--max-bytes", "60000", "--vocab-size", "450", "--output", tmp_path / "prepared"]
     assert prepare_data.main([*map(str, options), "--validation-fraction", "0"]) == 0
-    run(folders[0], "--perplexity", tmp_path / "prepared", "--lengths", 32, "--out", tmp_path / "out", expect=2)
+    run(folders[0], "--perplexity", tmp_path / "prepared", "--lengths", 32, "--output", tmp_path / "out", expect=2)
     assert "prepared with another tokenizer than the model's" in error(capsys)
     assert not (tmp_path / "out").exists()
 

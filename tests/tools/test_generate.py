@@ -26,7 +26,7 @@ def source(tmp_path_factory, tokenizer):
     """A folder made by convert."""
     path = tmp_path_factory.mktemp("generate")
     checkpoint = write_checkpoint(path / "run", small_model(), tokenizer)
-    assert convert.main([str(checkpoint), str(path / "folder")]) == 0
+    assert convert.main([str(checkpoint), "--output", str(path / "folder")]) == 0
     return path / "folder"
 
 
@@ -173,9 +173,29 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(folder, capsys, toke
 def test_prompt_from_standard_input(source, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run(source, "--max-tokens", 5, "--temperature", 0)
-    piped = capsys.readouterr().out
+    piped, said = capsys.readouterr()
+    assert said.startswith("[no --prompt: reading it from standard input]\n")
     run(source, "--prompt", "import os", "--max-tokens", 5, "--temperature", 0)
     assert capsys.readouterr().out == piped
+    terminal = io.StringIO("import os\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    run(source, "--max-tokens", 1)
+    assert "[no --prompt: type the text to continue, then Ctrl-D]" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_not_utf8_is_one_paragraph(source, tmp_path, capsys, monkeypatch):
+    """From a file, from a shell, and from a pipe as Python reads it in two locales."""
+    (tmp_path / "latin1.txt").write_bytes("é".encode("latin1"))
+    run(source, "--prompt-file", tmp_path / "latin1.txt", expect=2)
+    assert "latin1.txt is not UTF-8" in error(capsys)
+    run(source, "--prompt", os.fsdecode(b"\xe9"), expect=2)
+    assert "--prompt is not UTF-8" in error(capsys)
+    for errors in ("strict", "surrogateescape"):
+        piped = io.TextIOWrapper(io.BytesIO(b"\xe9"), encoding="utf-8", errors=errors)
+        monkeypatch.setattr(sys, "stdin", piped)
+        run(source, expect=2)
+        assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
 class Enough(io.StringIO):
@@ -314,9 +334,9 @@ def newer(folder):
 def sharded(folder):
     """The same model in several files, one of them lost."""
     checkpoint = folder.parent / "step-0"
-    assert convert.main([str(folder), str(checkpoint), "--to-checkpoint"]) == 0
+    assert convert.main([str(folder), "--output", str(checkpoint), "--to-checkpoint"]) == 0
     shutil.rmtree(folder)
-    assert convert.main([str(checkpoint), str(folder), "--max-shard-gb", "2e-5"]) == 0
+    assert convert.main([str(checkpoint), "--output", str(folder), "--max-shard-gb", "2e-5"]) == 0
     min(folder.glob("model-00002-of-*.safetensors")).unlink()
 
 

@@ -14,6 +14,8 @@ import pytest
 
 from interdomain.tools import launch, prepare_data
 
+from ..common import TIMEOUT
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -181,7 +183,7 @@ def test_first_start_end_to_end(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         env={**os.environ, "TQDM_DISABLE": "1"},
     )
     assert run.returncode == 0, run.stderr[-3000:]
@@ -193,7 +195,7 @@ def test_first_start_end_to_end(tmp_path):
     ]
     assert len(commands) == 2  # convert, generate
     for command in commands:
-        pasted = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        pasted = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT)
         assert pasted.returncode == 0, f"{command}\n{pasted.stderr}"
     assert pasted.stdout.startswith("def main(")
     (going_on,) = [line for line in run.stdout.splitlines() if line.startswith("./launch.sh ")]
@@ -277,7 +279,7 @@ def test_it_runs_where_it_stands(tmp_path):
 
 def test_starts_at_once_install_once(checkout):
     starts = [checkout() for _ in range(4)]
-    said = [start.communicate(timeout=60)[0].splitlines() for start in starts]
+    said = [start.communicate(timeout=TIMEOUT)[0].splitlines() for start in starts]
     assert [start.returncode for start in starts] == [0] * 4
     assert [lines[-1] for lines in said] == ["started"] * 4
     assert installed() == ONE_INSTALLATION
@@ -292,7 +294,7 @@ def test_a_start_says_that_it_waits_for_another(checkout):
         start = checkout()
         assert start.stdout.readline() == "waiting for another start, which installs into .venv\n"
         assert not Path("log").exists()
-    assert start.communicate(timeout=60)[0].splitlines()[-1] == "started"
+    assert start.communicate(timeout=TIMEOUT)[0].splitlines()[-1] == "started"
     assert installed() == ONE_INSTALLATION
 
 
@@ -302,7 +304,7 @@ def test_without_locks_it_installs_all_the_same(checkout, flock):
     if flock:
         Path("tools/flock").write_text(flock)
         Path("tools/flock").chmod(0o755)
-    said, _ = checkout().communicate(timeout=60)
+    said, _ = checkout().communicate(timeout=TIMEOUT)
     assert "waiting" not in said
     assert said.endswith("started\n")
     assert installed() == ONE_INSTALLATION

@@ -1,6 +1,7 @@
-"""What an exported folder is called, and says of itself: the model card, and what transformers' `generate` starts from."""
+"""An exported folder: who may read it, its model card, and what transformers' `generate` starts from."""
 
 import json
+import os
 
 import pytest
 
@@ -18,7 +19,7 @@ def output(tmp_path):
 
 
 def convert_to(output, checkpoint):
-    assert convert.main([str(checkpoint), str(output)]) == 0
+    assert convert.main([str(checkpoint), "--output", str(output)]) == 0
 
 
 def test_what_transformers_generates_with(tmp_path, tokenizer, output):
@@ -31,6 +32,18 @@ def test_what_transformers_generates_with(tmp_path, tokenizer, output):
         "pad_token_id": tokenizer.unk_id,
         "suppress_tokens": list(range(tokenizer.vocab_size, 420)),
     }
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o077])
+def test_files_have_the_permissions_that_the_umask_gives(tmp_path, tokenizer, output, umask):
+    checkpoint = write_checkpoint(tmp_path / "run", small_model(), tokenizer)
+    before = os.umask(umask)
+    try:
+        convert_to(output, checkpoint)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o666 & ~umask}
+    assert output.stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])

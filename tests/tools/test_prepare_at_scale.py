@@ -1,5 +1,6 @@
 """Many files of every kind, several processes, kills with SIGKILL, and what a whole corpus says of itself."""
 
+import bz2
 import contextlib
 import gzip
 import json
@@ -36,7 +37,8 @@ def texts():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory, texts):
-    """The same documents as .jsonl, .jsonl.gz (two members), .json.zst (two frames) and .parquet (ragged row groups)."""
+    """The same documents as lines of JSON, plain and in two members of every compression, as a JSON array, and as Parquet with
+    ragged row groups."""
     folder = tmp_path_factory.mktemp("sources")
     lines = [json.dumps({"text": text, "id": i}).encode() + b"\n" for i, text in enumerate(texts)]
     first, second = b"".join(lines[:400]), b"".join(lines[400:])
@@ -44,6 +46,8 @@ def sources(tmp_path_factory, texts):
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress(first) + gzip.compress(second))
     pack = zstandard.ZstdCompressor().compress
     (folder / "rows.json.zst").write_bytes(pack(first) + pack(second))
+    (folder / "rows.ndjson.bz2").write_bytes(bz2.compress(first) + bz2.compress(second))
+    (folder / "rows.json").write_text(json.dumps([json.loads(line) for line in lines], indent=1, ensure_ascii=False))
     columns = {"id": pa.array(range(len(texts))), "text": pa.array(texts, pa.large_string())}
     with pq.ParquetWriter(folder / "rows.parquet", pa.table(columns).schema) as writer:
         for start, stop in ((0, 3), (3, 3), (3, 500), (500, len(texts))):
@@ -56,7 +60,7 @@ def tokenizer(tmp_path_factory):
     return small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
 
 
-KINDS = ("rows.jsonl", "rows.jsonl.gz", "rows.json.zst", "rows.parquet")
+KINDS = ("rows.json", "rows.json.zst", "rows.jsonl", "rows.jsonl.gz", "rows.ndjson.bz2", "rows.parquet")
 
 
 @pytest.mark.parametrize("piece_bytes", [700, 20_000, 10_000_000])
@@ -64,9 +68,11 @@ KINDS = ("rows.jsonl", "rows.jsonl.gz", "rows.json.zst", "rows.parquet")
 def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts, kind, piece_bytes, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(pieces, "READ_BYTES", 256)
+    monkeypatch.setattr(pieces, "ARRAY_BYTES", 256)
     files = list_files([sources / kind])
     found = list(pieces.cut(files))
-    assert len(found) > (50 if piece_bytes == 700 and "zst" not in kind else 0)  # zstd gives 128 kB or more at a time
+    at_once = kind.endswith((".zst", ".bz2"))  # they give 128 kB or more
+    assert len(found) > (50 if piece_bytes == 700 and not at_once else 0)
     assert [d.text for piece in found for d in pieces.read_piece(piece)] == texts
     assert abs(sum(piece.size for piece in found) - files[0].size) <= len(found)
     # Whoever begins after a piece reads exactly the ones that follow it.
@@ -115,7 +121,7 @@ def test_the_same_text_is_the_same_corpus_of_any_kind(sources, texts, tokenizer,
         arguments = ["--input", str(sources / kind), "--tokenizer", str(tokenizer), "--output", str(out)]
         assert prepare_data.main([*arguments, "--validation-fraction", "0.1"]) == 0
         made.append({name: data for name, data in contents(out).items() if name != "manifest.json"})
-    assert made[0] == made[1] == made[2] == made[3]
+    assert all(files == made[0] for files in made)
     assert [d.text for d in read_documents([str(sources)])] == [text for _ in KINDS for text in texts if text]
     corpus = TokenCorpus(tmp_path / "rows.parquet", "validation")
     decode = load_tokenizer(tokenizer).decode
@@ -347,6 +353,12 @@ def damage(sources, folder):
     (folder / "null.parquet").write_bytes(b"")
     pq.write_table(pa.table({"text": ["a", None]}), folder / "null.parquet")
     (folder / "row.jsonl").write_text('{"text": "a"}\n' * 500 + '{"text": 3}\n' + '{"text": "a"}\n' * 500)
+    (folder / "bad.jsonl.bz2").write_bytes(b"\0" * 100)
+    (folder / "row.json").write_text('[{"text": "a"}, {"text": "b"}, {"body": "c"}]')
+    (folder / "cut.json").write_text('[{"text": "a"}, {"text": "b"')
+    (folder / "open.json").write_text('[{"text": "a"}, {"text": "b"}')
+    (folder / "two.json").write_text('[{"text": "a"}] [{"text": "b"}]')
+    (folder / "comma.json").write_text('[{"text": "a"} {"text": "b"}]')
     (folder / "row.jsonl.gz").write_bytes(gzip.compress((folder / "row.jsonl").read_bytes()))
 
 
@@ -357,6 +369,12 @@ def damage(sources, folder):
         ("cut.jsonl.zst", "cut.jsonl.zst is truncated"),
         ("bad.jsonl.gz", "bad.jsonl.gz is damaged"),
         ("bad.jsonl.zst", "bad.jsonl.zst is damaged"),
+        ("bad.jsonl.bz2", "bad.jsonl.bz2 is damaged"),
+        ("row.json", "row.json, row 3, has no field 'text' (it has: body)"),
+        ("cut.json", "cut.json, row 2, is not JSON"),
+        ("open.json", "open.json, row 3, is not JSON"),
+        ("two.json", "the array ends before the file does"),
+        ("comma.json", "row 2, is not JSON ({ stands where , should)"),
         ("cut.parquet", "cut.parquet is not a whole Parquet file"),
         ("bad.parquet", "bad.parquet is damaged"),
         ("null.parquet", "null.parquet, row 2, has no text under 'text'"),

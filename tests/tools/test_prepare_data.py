@@ -1,6 +1,8 @@
 """From text to a prepared corpus, twice; requests that cannot be met; preparations that die."""
 
+import bz2
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -135,6 +137,58 @@ def test_local_files(tmp_path, texts, corpus, capsys):
     assert list(manifest["splits"]) == ["train"]
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (corpus / "tokenizer.model").read_bytes()
+
+
+def test_nothing_of_a_folder_is_left_out_in_silence(tmp_path, corpus, capsys):
+    folder = tmp_path / "mixed"
+    documents = [f"document {i}, {'words ' * (i % 7)}" for i in range(40)]
+    for where in ("", ".git", "deeper"):
+        (folder / where).mkdir(parents=True)
+    (folder / "1.json").write_text(json.dumps([{"text": text} for text in documents[:10]]))
+    (folder / "2.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[10:20]))
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents[20:37])
+    (folder / "3.ndjson.bz2").write_bytes(bz2.compress(rows.encode()))
+    (folder / "4.md").write_text(documents[37])
+    (folder / "5.rst").write_text(documents[38])
+    (folder / "deeper" / "6.TXT.gz").write_bytes(gzip.compress(documents[39].encode()))
+    for name in ("a.pdf", "b.pdf", "deeper/c.pdf", "d.csv.gz", "e.parquet.gz", "Makefile", ".git/config"):
+        (folder / name).write_bytes(bytes(1000))
+    (folder / "linked").symlink_to("deeper")
+    (folder / "gone.txt").symlink_to("nothing")
+    options = ["--input", folder, "--tokenizer", corpus / "tokenizer.model", "--validation-fraction", 0]
+    prepare(tmp_path / "out", *options, "--strict", small=False, expect=2)
+    refused = error(capsys)
+    assert "3 .pdf (3.0 KB: a.pdf, b.pdf, deeper/c.pdf)" in refused
+    assert not (tmp_path / "out").exists()
+    prepare(tmp_path / "out", *options, small=False)
+    read, skipped, *_ = capsys.readouterr().out.splitlines()
+    assert read.startswith("reading 6 files (")
+    for said in ("2 .json (", "1 .ndjson.bz2 (", "1 .md (", "1 .rst (", "1 .txt.gz ("):
+        assert said in read
+    assert skipped.startswith("left out 9 files (")
+    counts = {
+        ".pdf": 3,
+        ".csv.gz": 1,
+        ".parquet.gz": 1,
+        "no ending": 1,
+        "hidden": 1,
+        "link to a folder": 1,
+        "not a file": 1,
+    }
+    assert all(f"{count} {kind} (" in skipped for kind, count in counts.items())
+    manifest = read_manifest(tmp_path / "out")
+    assert {kind: entry["files"] for kind, entry in manifest["left_out"].items()} == counts
+    assert manifest["left_out"][".pdf"] == {"files": 3, "bytes": 3000, "names": ["a.pdf", "b.pdf", "deeper/c.pdf"]}
+    tokenizer = load_tokenizer(corpus / "tokenizer.model")
+    (shard,) = TokenCorpus(tmp_path / "out", "train").shards
+    assert [tokenizer.decode(d[:-1].tolist()) for d in shard] == documents
+    # A glob names each file: what it cannot read is refused, and a folder that it matches is not looked into.
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some.txt").write_text("text")
+    prepare(tmp_path / "glob", "--input", tmp_path / "some*", *options[2:], "--strict", small=False, expect=2)
+    assert "1 folder (" in error(capsys)
+    prepare(tmp_path / "glob", "--input", folder / "*.p*", *options[2:], small=False, expect=2)
+    assert "a.pdf is not a kind of file that is read" in error(capsys)
 
 
 def test_text_field_and_large_vocabulary(tmp_path, corpus):

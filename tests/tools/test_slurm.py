@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,25 @@ def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
     left_out = [flag for flag in given if flag not in _node.main(["4", *given])]
     assert left_out == ([] if found else ["--numa-binding=node"])
     assert ("--numa-binding=node is left out" in capsys.readouterr().err) == (not found)
+
+
+def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(_node, "supervise", lambda command, environment: environment)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    found = _node.main(["4", "python"])
+    folder = Path(found["TRITON_CACHE_DIR"]).parent
+    assert folder == Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")  # as somebody else could, where all can write
+    assert _node.main(["4", "python"]) == 2
+    assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "mine")
+    assert _node.main(["4", "python"])["TRITON_CACHE_DIR"] == "mine"
 
 
 def test_the_example_of_a_batch_script_calls_what_exists():

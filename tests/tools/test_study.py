@@ -45,7 +45,7 @@ def write(tmp_path):
 def test_the_table_of_the_study(write, tmp_path, capsys):
     runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
     runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
-    assert study.main([*runs, "--out", str(tmp_path / "out")]) == 0
+    assert study.main([*runs, "--output", str(tmp_path / "out")]) == 0
     rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
     assert [(row["size"], row["condition"]) for row in rows] == [
         ("125M", "interdomain"),
@@ -88,7 +88,7 @@ def test_what_is_refused(write, tmp_path, capsys):
     (tmp_path / "out" / "study.json").write_text("mine")
     for argv, words in (
         ([run, run], "a run was given twice"),
-        ([run, "--out", str(tmp_path / "out")], "study.json is there already. Give another --out."),
+        ([run, "--output", str(tmp_path / "out")], "study.json is there already. Give another --output."),
         ([str(tmp_path / "nowhere")], "nowhere is no folder. Give a run's folder"),
         ([write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable = true"),
     ):
