@@ -48,9 +48,10 @@ class SSMDynamics(nn.Module):
         return super()._apply(in_float32(fn), recurse)
 
     def forward(self) -> Dynamics:
-        # Views: FSDP2 puts a hook on every tensor that a module returns, and one on a parameter itself would stay there.
+        # Copies: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a
+        # view FSDP2 warns.
         parameters = (getattr(self, name) for name in Dynamics._fields)
-        return Dynamics(*(None if p is None else p.view_as(p) for p in parameters))
+        return Dynamics(*(None if p is None else p.clone() for p in parameters))
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
@@ -74,7 +75,9 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
             table = tables.readout_vector(gain, joined.C, joined.c)
         else:
             table = tables.mixing_matrix(gain, joined.C, readout)
-    return list(zip(log_decay.split(heads), table.split(heads), strict=True))
+    # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
+    by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
+    return list(zip(*by_layer, strict=True))
 
 
 def in_float32(fn):
