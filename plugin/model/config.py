@@ -170,15 +170,15 @@ class ModelConfig:
         mixer = data.pop("mixer", {})
         if not isinstance(mixer, dict):
             raise ValueError(f"mixer must be an object of named settings: got {mixer!r}.")
-        _known("model", data, _MODEL_SETTINGS)
-        _known("mixer", mixer, _MIXER_SETTINGS)
+        check_names("model", data, _MODEL_SETTINGS)
+        check_names("mixer", mixer, MIXER_SETTINGS)
         missing = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in data]
         if missing:
             raise ValueError(f"the model configuration lacks {', '.join(missing)}.")
         return cls(**data, mixer=MixerConfig(**mixer))
 
 
-_MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
+MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
 _MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
 
 
@@ -212,9 +212,9 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
     """
     _one_of("model size", size, tuple(SIZES))
     _one_of("mixer.condition", condition, tuple(CONDITIONS))
-    _known("model or mixer", overrides, _MODEL_SETTINGS + _MIXER_SETTINGS)
+    check_names("model or mixer", overrides, _MODEL_SETTINGS + MIXER_SETTINGS)
     settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
-    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in _MIXER_SETTINGS})
+    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in MIXER_SETTINGS})
     return ModelConfig(**{name: value for name, value in settings.items() if name in _MODEL_SETTINGS}, mixer=mixer)
 
 
@@ -232,7 +232,7 @@ def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
 
 
-def _known(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
+def check_names(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
     unknown = [name for name in got if name not in allowed]
     if unknown:
         raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")

@@ -25,9 +25,18 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    for wrapped_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = clean_name(wrapped_name)
+def initialize(module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "") -> None:
+    """Set every parameter and buffer of a model or a part of one; tensors on the meta device are left alone.
+
+    Args:
+        seed: None takes one from PyTorch's global generator: a constructor follows torch.manual_seed, as PyTorch's own do.
+        prefix: put before the names of the module's tensors.
+    """
+    tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    if seed is None and tensors:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+    for wrapped_name, tensor in tensors:
+        name = prefix + clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
             from torch.distributed.tensor import distribute_tensor
