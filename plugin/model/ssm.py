@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from interdomain.scan import tables
 
 # Shapes: H heads, M basis functions.
-DT_MIN, DT_MAX = 1e-3, 1e-1
 
 
 class Dynamics(NamedTuple):
@@ -90,7 +89,12 @@ def in_float32(fn):
     return moved
 
 
-def s4d_inv_frequencies(n_basis: int) -> Tensor:
-    """Imaginary part of A at initialisation, [M]: M/pi * (M/(2n+1) - 1) (S4D-Inv; paper, recurrent basis projection)."""
+def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
+    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.A_INITS` (formulas there)."""
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
-    return (n_basis / math.pi * (n_basis / (2 * n + 1) - 1)).float()
+    decay, frequency = {
+        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
+        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
+        "s4d-real": (n + 1, torch.zeros_like(n)),
+    }[form]
+    return decay.log().float(), frequency.float()
