@@ -1,3 +1,19 @@
-"""Interdomain Attention: kernels, model, and distributed pretraining under TorchTitan."""
+"""Interdomain Attention: kernels, model, and distributed pretraining under TorchTitan.
+
+from interdomain import InterdomainAttention
+
+layer = InterdomainAttention(dim=512, n_heads=8)  # a layer of your own model
+y = layer(x)                                      # [B, T, 512] -> [B, T, 512]
+"""
 
 __version__ = "0.1.0"
+__all__ = ["InterdomainAttention"]
+
+
+def __getattr__(name: str):
+    # Late: `import interdomain` takes no second for torch.
+    if name in __all__:
+        from . import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

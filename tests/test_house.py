@@ -148,7 +148,7 @@ def late():
 def test_imports_go_one_way(module):
     path = MODULES[module]
     own = room(module)
-    allowed = ROOMS[own.partition(".")[2]] if own != "interdomain" else set()
+    allowed = ROOMS[own.partition(".")[2]] if own != "interdomain" else {"interdomain.model"}  # its layer, late
     for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
         target = room(name)
         assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"

@@ -59,8 +59,6 @@ class InterdomainForCausalLM(PreTrainedModel, GenerationMixin):
         model = Transformer(config.model, Execution(**execution))
         self._modules.update(model._modules)
         self._bind(model)
-        if not self.output.weight.is_meta:  # a new model: from_pretrained builds on the meta device
-            model.init_weights(torch.initial_seed())
         self.post_init()
         # After post_init: transformers 4 refuses names of which a model has no parameter.
         self._keep_in_fp32_modules_strict = {"ssm", "frequencies"}

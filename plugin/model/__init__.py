@@ -1,6 +1,7 @@
 """The model in pure PyTorch: configuration, mixers, decoder, and the standalone folder."""
 
 from .config import CONDITIONS, SIZES, Execution, MixerConfig, ModelConfig, build_config, condition_of
+from .layer import InterdomainAttention
 from .state import KVCache, MixerState, ModelState
 from .transformer import Transformer, count_parameters, meta_model
 
@@ -8,6 +9,7 @@ __all__ = [
     "CONDITIONS",
     "SIZES",
     "Execution",
+    "InterdomainAttention",
     "KVCache",
     "MixerConfig",
     "MixerState",

@@ -15,6 +15,7 @@ MIXERS = ("interdomain", "softmax")
 READOUTS = ("complex", "real", "hermitian")
 C_FORMS = ("full", "diagonal", "identity")
 FEATURE_MAPS = ("silu", "rff")
+A_INITS = ("s4d-inv", "s4d-lin", "s4d-real")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,13 @@ class MixerConfig:
         normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); meant for `rff`.
         output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
+
+    How the recurrence starts, which the paper leaves open (the scale of C decides whether the mixer learns):
+        c_scale: of C, the root mean square of |C_mn|; 1 is S4D's customary complex N(0, 1). None: sqrt(2)/M, or sqrt(2/M) for
+            the diagonal, so N(0, 1/M^2) or N(0, 1/M) for the real and the imaginary part.
+        linear_scale: standard deviation of the linear readout's c. None: 1/sqrt(M).
+        dt_min, dt_max: Delta is log-uniform between them.
+        a_init: `s4d-inv`: A_n = -1/2 + i M/pi (M/(2n+1) - 1); `s4d-lin`: -1/2 + i pi n; `s4d-real`: -(n + 1) (Gu et al., 2022).
     """
 
     kind: str = "interdomain"
@@ -45,6 +53,11 @@ class MixerConfig:
     normalize: bool = False
     output_gate: bool = False
     n_kv_heads: int | None = None
+    c_scale: float | None = None
+    linear_scale: float | None = None
+    dt_min: float = 1e-3
+    dt_max: float = 1e-1
+    a_init: str = "s4d-inv"
 
     def __post_init__(self) -> None:
         _check_types("mixer.", self)
@@ -52,6 +65,14 @@ class MixerConfig:
         _one_of("mixer.readout", self.readout, READOUTS)
         _one_of("mixer.c_form", self.c_form, C_FORMS)
         _one_of("mixer.feature_map", self.feature_map, FEATURE_MAPS)
+        _one_of("mixer.a_init", self.a_init, A_INITS)
+        for name in ("c_scale", "linear_scale", "dt_min", "dt_max"):
+            if getattr(self, name) is not None:
+                _positive(f"mixer.{name}", getattr(self, name))
+        if self.dt_min > self.dt_max:
+            raise ValueError(
+                f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}. Set both."
+            )
         _at_least("mixer.n_basis", self.n_basis, 1)
         _at_least("mixer.conv_width", self.conv_width, 2)
         if self.n_kv_heads is not None:
@@ -69,6 +90,15 @@ class MixerConfig:
                     f"the softmax condition has no such switch: got {changed}. "
                     "Only mixer.n_kv_heads applies to softmax; drop the others or choose another condition."
                 )
+        elif self.c_scale is not None and self.c_form == "identity":
+            raise ValueError(
+                "mixer.c_scale needs a C: with mixer.c_form = 'identity' there is none. Drop one of the two."
+            )
+        elif self.linear_scale is not None and self.query_readout:
+            raise ValueError(
+                "mixer.linear_scale is of the linear readout's c, which the query readout does not have. Drop it, or set "
+                "mixer.query_readout = false."
+            )
         elif not self.query_readout:
             for name in ("normalize", "n_kv_heads"):
                 if getattr(self, name):
@@ -126,8 +156,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_types("", self)
         for name in ("rope_theta", "norm_eps"):
-            if not 0 < getattr(self, name) <= MOST_REAL:
-                raise ValueError(f"{name} must be positive and at most {MOST_REAL:g}: got {getattr(self, name)}.")
+            _positive(name, getattr(self, name))
         for name in ("dim", "n_layers", "n_heads", "head_dim", "vocab_size", "max_seq_len"):
             _at_least(name, getattr(self, name), 1)
         if self.n_heads * self.head_dim != self.dim:
@@ -170,15 +199,15 @@ class ModelConfig:
         mixer = data.pop("mixer", {})
         if not isinstance(mixer, dict):
             raise ValueError(f"mixer must be an object of named settings: got {mixer!r}.")
-        _known("model", data, _MODEL_SETTINGS)
-        _known("mixer", mixer, _MIXER_SETTINGS)
+        check_names("model", data, _MODEL_SETTINGS)
+        check_names("mixer", mixer, MIXER_SETTINGS)
         missing = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in data]
         if missing:
             raise ValueError(f"the model configuration lacks {', '.join(missing)}.")
         return cls(**data, mixer=MixerConfig(**mixer))
 
 
-_MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
+MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
 _MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
 
 
@@ -212,9 +241,9 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
     """
     _one_of("model size", size, tuple(SIZES))
     _one_of("mixer.condition", condition, tuple(CONDITIONS))
-    _known("model or mixer", overrides, _MODEL_SETTINGS + _MIXER_SETTINGS)
+    check_names("model or mixer", overrides, _MODEL_SETTINGS + MIXER_SETTINGS)
     settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
-    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in _MIXER_SETTINGS})
+    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in MIXER_SETTINGS})
     return ModelConfig(**{name: value for name, value in settings.items() if name in _MODEL_SETTINGS}, mixer=mixer)
 
 
@@ -232,7 +261,7 @@ def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
 
 
-def _known(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
+def check_names(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
     unknown = [name for name in got if name not in allowed]
     if unknown:
         raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
@@ -241,10 +270,15 @@ def _known(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
 def _check_types(prefix: str, config: Any) -> None:
     for f in fields(config):
         got = getattr(config, f.name)
-        allowed = int | float if f.type is float else f.type
+        allowed = f.type | int if isinstance(0.0, f.type) else f.type  # a JSON or TOML file may have 1 for 1.0
         # A bool is an int to Python, but `dim = true` is no size.
         if not isinstance(got, allowed) or (isinstance(got, bool) and f.type is not bool):
             raise ValueError(f"{prefix}{f.name} must be {getattr(f.type, '__name__', f.type)}: got {got!r}.")
+
+
+def _positive(name: str, got: float) -> None:
+    if not 0 < got <= MOST_REAL:
+        raise ValueError(f"{name} must be positive and at most {MOST_REAL:g}: got {got}.")
 
 
 def _at_least(name: str, got: int, least: int) -> None:

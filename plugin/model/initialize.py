@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .ssm import DT_MAX, DT_MIN, s4d_inv_frequencies
+from .ssm import initial_A
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
@@ -25,9 +25,18 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    for wrapped_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = clean_name(wrapped_name)
+def initialize(module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "") -> None:
+    """Set every parameter and buffer of a model or a part of one; tensors on the meta device are left alone.
+
+    Args:
+        seed: None takes one from PyTorch's global generator: a constructor follows torch.manual_seed, as PyTorch's own do.
+        prefix: put before the names of the module's tensors.
+    """
+    tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    if seed is None and tensors:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+    for wrapped_name, tensor in tensors:
+        name = prefix + clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
             from torch.distributed.tensor import distribute_tensor
@@ -50,31 +59,31 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(shape, **cpu).uniform_(low, high, generator=generator)
 
-    n_basis = config.mixer.n_basis
+    mixer, n_basis = config.mixer, config.mixer.n_basis
     module, _, leaf = name.rpartition(".")
     kind = module.rpartition(".")[2]
     match kind, leaf:
         case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
             return normal(0.02 / math.sqrt(2 * config.n_layers))
         case "q_conv" | "k_conv" | "v_conv", _:  # PyTorch's default for Conv1d: fan-in is the width
-            bound = 1 / math.sqrt(config.mixer.conv_width)
+            bound = 1 / math.sqrt(mixer.conv_width)
             return uniform(-bound, bound)
         case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
             return torch.ones(shape, **cpu)
         case "k_norm" | "v_norm", "bias":
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":
-            return uniform(math.log(DT_MIN), math.log(DT_MAX))
-        case "ssm", "log_A_real":
-            return torch.full(shape, math.log(0.5), **cpu)
-        case "ssm", "A_imag":
-            return s4d_inv_frequencies(n_basis).expand(shape).clone()
+            return uniform(math.log(mixer.dt_min), math.log(mixer.dt_max))
+        case "ssm", "log_A_real" | "A_imag":
+            return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].expand(shape).clone()
         case "ssm", "C":
+            if mixer.c_scale is not None:
+                return normal(mixer.c_scale / math.sqrt(2))  # of the real and of the imaginary part
             # The scale at which the readout starts decides whether the mixer learns: 1/M for the full
             # matrix; 1/sqrt(M) gives the diagonal the same readout scale (one product per basis function instead of M).
-            return normal(1 / n_basis if config.mixer.c_form == "full" else n_basis**-0.5)
+            return normal(1 / n_basis if mixer.c_form == "full" else n_basis**-0.5)
         case "ssm", "c":
-            return normal(n_basis**-0.5)
+            return normal(n_basis**-0.5 if mixer.linear_scale is None else mixer.linear_scale)
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
             return normal(config.head_dim**-0.25)

@@ -45,13 +45,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        # Without memory there is nothing to draw, and drawing imports torch.compile's front end there: two seconds.
-        if not self.weight.is_meta:
-            super().reset_parameters()
+        """Nothing: the module that holds it draws its values (`initialize`)."""
 
 
 class Linear(nn.Linear):
     """Without a bias."""
+
+    reset_parameters = Embedding.reset_parameters
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)

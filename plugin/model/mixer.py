@@ -11,6 +11,7 @@ from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, l
 
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
+from .initialize import initialize
 from .joined import JoinedProjections
 from .layers import AMD, Linear
 from .ssm import SSMDynamics, fold
@@ -76,6 +77,7 @@ class InterdomainMixer(JoinedProjections):
         )
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
+        initialize(self, config)
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from interdomain.features import input_features, input_features_step
 
 from .config import Execution, ModelConfig
+from .initialize import initialize
 from .joined import JoinedProjections
 from .layers import Linear
 from .state import KVCache, ModelState
@@ -49,6 +50,7 @@ class SoftmaxMixer(JoinedProjections):
         self.wk = Linear(config.dim, kv_dim)
         self.wv = Linear(config.dim, kv_dim)
         self.wo = Linear(config.dim, config.dim)
+        initialize(self, config)
 
     @staticmethod
     def dynamics(mixers: "list[SoftmaxMixer]") -> list[tuple[()]]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from interdomain.scan import tables
 
 # Shapes: H heads, M basis functions.
-DT_MIN, DT_MAX = 1e-3, 1e-1
 
 
 class Dynamics(NamedTuple):
@@ -48,9 +47,10 @@ class SSMDynamics(nn.Module):
         return super()._apply(in_float32(fn), recurse)
 
     def forward(self) -> Dynamics:
-        # Views: FSDP2 puts a hook on every tensor that a module returns, and one on a parameter itself would stay there.
+        # Copies: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a
+        # view FSDP2 warns.
         parameters = (getattr(self, name) for name in Dynamics._fields)
-        return Dynamics(*(None if p is None else p.view_as(p) for p in parameters))
+        return Dynamics(*(None if p is None else p.clone() for p in parameters))
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
@@ -74,7 +74,9 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
             table = tables.readout_vector(gain, joined.C, joined.c)
         else:
             table = tables.mixing_matrix(gain, joined.C, readout)
-    return list(zip(log_decay.split(heads), table.split(heads), strict=True))
+    # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
+    by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
+    return list(zip(*by_layer, strict=True))
 
 
 def in_float32(fn):
@@ -87,7 +89,12 @@ def in_float32(fn):
     return moved
 
 
-def s4d_inv_frequencies(n_basis: int) -> Tensor:
-    """Imaginary part of A at initialisation, [M]: M/pi * (M/(2n+1) - 1) (S4D-Inv; paper, recurrent basis projection)."""
+def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
+    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.A_INITS` (formulas there)."""
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
-    return (n_basis / math.pi * (n_basis / (2 * n + 1) - 1)).float()
+    decay, frequency = {
+        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
+        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
+        "s4d-real": (n + 1, torch.zeros_like(n)),
+    }[form]
+    return decay.log().float(), frequency.float()

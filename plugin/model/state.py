@@ -126,7 +126,9 @@ class ModelState:
     def advance(self, tokens: int, padding: Tensor | None = None) -> None:
         """Count `tokens` of each row, `padding` [B] of which are none."""
         seen = tokens if padding is None else tokens - padding
-        self.position = overwritten(self.position, self.position + seen)
+        position = self.position + seen
+        # With gradients a new tensor: a compiled backward pass may compute the rotary angles again, from the old position.
+        self.position = position if torch.is_grad_enabled() else overwritten(self.position, position)
         if self.cursor is None:
             self.length += tokens
         else:

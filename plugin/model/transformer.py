@@ -19,11 +19,12 @@ class FeedForward(JoinedProjections):
 
     together = ("w1", "w3")
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = Linear(dim, hidden)
-        self.w2 = Linear(hidden, dim)
-        self.w3 = Linear(dim, hidden)
+        self.w1 = Linear(config.dim, config.ffn_hidden)
+        self.w2 = Linear(config.ffn_hidden, config.dim)
+        self.w3 = Linear(config.dim, config.ffn_hidden)
+        initialize(self, config)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.joined is not None and x.shape[1] == 1 and not torch.is_grad_enabled():
@@ -37,7 +38,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         mixer = SoftmaxMixer if config.mixer.kind == "softmax" else InterdomainMixer
         self.attention = mixer(config, execution)
-        self.feed_forward = FeedForward(config.dim, config.ffn_hidden)
+        self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
@@ -50,6 +51,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """tokens [B, T] -> logits [B, T, vocab_size].
 
+    Initialised from PyTorch's global generator; `init_weights(seed)` draws again, the same numbers on every machine.
+
     Args:
         execution: how the mixers are computed; every choice computes the same function. None: the defaults.
     """
@@ -61,6 +64,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Linear(config.dim, config.vocab_size)
+        for name in ("tok_embeddings", "output"):  # the blocks have their values
+            initialize(self._modules[name], config, prefix=f"{name}.")
 
     def forward(
         self,

@@ -47,6 +47,21 @@ class Mixer:
     n_kv_heads: int | None = None
     """Heads of keys, values and state; query heads share them in groups."""
 
+    c_scale: float | None = None
+    """Initial scale of C, the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M (diagonal C: sqrt(2/M))."""
+
+    linear_scale: float | None = None
+    """Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M)."""
+
+    dt_min: float | None = None
+    """Delta starts log-uniform between dt_min and dt_max. Unset: 0.001."""
+
+    dt_max: float | None = None
+    """Unset: 0.1."""
+
+    a_init: str | None = None
+    """How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv."""
+
     backend: str = "auto"
     """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
     All compute the same function."""

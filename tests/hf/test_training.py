@@ -56,6 +56,25 @@ def test_gradients_behind_padding(loaded, case):
             )
 
 
+@pytest.mark.parametrize("case", ["interdomain", "softmax"])
+def test_torch_compile(loaded, case):
+    """Trainer(torch_compile=True) on a batch that the folder's tokenizer pads on the left."""
+    torch._dynamo.reset()
+    _, there = loaded(case)
+    plain = copy.deepcopy(there).double().train()
+    tokens = random_texts(2, 12)
+    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
+    gradients = []
+    for model in (plain, torch.compile(plain, backend="aot_eager")):
+        plain.zero_grad()
+        model(tokens, attention_mask=mask, labels=tokens).loss.backward()
+        gradients.append({name: p.grad for name, p in plain.named_parameters()})
+    for name, wanted in gradients[0].items():
+        torch.testing.assert_close(
+            gradients[1][name], wanted, rtol=1e-6, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_the_base_model_has_no_head(loaded):
     """TRL's trainers ask it for hidden states, and apply the head themselves, with labels of a few tokens."""

@@ -84,6 +84,15 @@ REFUSED = [
     (("125M", "interdomain", dict(norm_eps=10**40)), ["norm_eps", "at most 1e+18"]),
     (("125M", "interdomain", dict(n_layers=10**6)), ["n_layers", "at most 10,000", "got 1,000,000"]),
     (("125M", "interdomain", dict(n_basis=10**12)), ["mixer.n_basis", "at most 100,000,000"]),
+    (("125M", "interdomain", dict(c_scale=0.0)), ["mixer.c_scale", "positive", "got 0.0"]),
+    (("125M", "interdomain", dict(c_scale=True)), ["mixer.c_scale", "float", "True"]),
+    (("125M", "interdomain", dict(c_scale=1.0, c_form="identity")), ["mixer.c_scale", "mixer.c_form = 'identity'"]),
+    (("125M", "interdomain", dict(linear_scale=1.0)), ["mixer.linear_scale", "query_readout = false"]),
+    (("125M", "interdomain", dict(dt_min=-1.0)), ["mixer.dt_min", "positive", "got -1.0"]),
+    (("125M", "interdomain", dict(dt_min=0.2)), ["mixer.dt_min", "mixer.dt_max", "0.2 and 0.1"]),
+    (("125M", "interdomain", dict(dt_max=float("inf"))), ["mixer.dt_max", "at most 1e+18"]),
+    (("125M", "interdomain", dict(a_init="hippo")), ["mixer.a_init", "'hippo'", "s4d-inv, s4d-lin, s4d-real"]),
+    (("125M", "softmax", dict(c_scale=1.0)), ["softmax", "'c_scale': 1.0", "n_kv_heads"]),
     (("125M", "softmax", dict(rope=False)), ["softmax", "'rope': False", "n_kv_heads"]),
     (("125M", "softmax", dict(output_gate=True)), ["softmax", "'output_gate': True", "n_kv_heads"]),
     (("125M", "s4d", dict(normalize=True)), ["mixer.normalize", "query readout", "query_readout = true"]),
@@ -104,6 +113,13 @@ def test_what_no_model_has_is_refused(cell, words):
 
 def described(**changes):
     return {**build_config("debug").to_dict(), **changes}
+
+
+def test_a_record_of_before_the_settings_of_the_start_has_their_defaults():
+    old = described()
+    for name in ("c_scale", "linear_scale", "dt_min", "dt_max", "a_init"):
+        del old["mixer"][name]
+    assert ModelConfig.from_dict(old) == build_config("debug")
 
 
 def without(name):

@@ -7,7 +7,7 @@ import torch
 
 from interdomain.model import CONDITIONS, Transformer, build_config, meta_model
 from interdomain.model.initialize import initial_value, initialize
-from interdomain.model.ssm import s4d_inv_frequencies
+from interdomain.model.ssm import initial_A
 
 from .common import OPTIONS, VARIANTS, random_tokens, small_config
 
@@ -139,7 +139,7 @@ def test_rules(condition):
         elif leaf == "log_A_real":
             assert (x.exp() - 0.5).abs().max() < 1e-7
         elif leaf == "A_imag":
-            assert torch.equal(x, s4d_inv_frequencies(64).expand(8, 64))
+            assert torch.equal(x, initial_A("s4d-inv", 64)[1].expand(8, 64))
         elif leaf == "C":
             assert_normal(x, 1 / 64)
         elif leaf == "c":
@@ -172,6 +172,30 @@ def test_c_scale(c_form, std):
     assert_normal(torch.cat([layer.attention.ssm.C.flatten() for layer in model.layers.values()]), std)
 
 
+@pytest.mark.parametrize("c_form", ["full", "diagonal"])
+def test_a_scale_of_c_is_that_of_the_complex_number(c_form):
+    model = initialized(config_of(c_form=c_form, c_scale=1))
+    C = torch.cat([layer.attention.ssm.C.flatten(end_dim=-2) for layer in model.layers.values()])
+    assert C.square().sum(-1).mean().item() == pytest.approx(1, rel=0.1)  # S4D's complex N(0, 1)
+    assert_normal(C.flatten(), math.sqrt(0.5))
+
+
+def test_settings_of_the_start():
+    shape = dict(dim=2048 * 2, n_heads=2048, head_dim=2, n_basis=4)
+    config = config_of("s4d", **shape, linear_scale=3.0, dt_min=1e-2, dt_max=0.5, a_init="s4d-real")
+    found = {
+        leaf: initial_value(f"layers.0.attention.ssm.{leaf}", torch.Size(size), config, 0)
+        for leaf, size in dict(log_dt=[2048], log_A_real=[2048, 4], A_imag=[2048, 4], c=[2048, 4]).items()
+    }
+    assert_uniform(found["log_dt"], math.log(1e-2), math.log(0.5))
+    assert_normal(found["c"], 3.0)
+    torch.testing.assert_close(found["log_A_real"].exp(), torch.tensor([1.0, 2, 3, 4]).expand(2048, 4))
+    assert not found["A_imag"].any()
+    decay, frequency = initial_A("s4d-lin", 3)
+    torch.testing.assert_close(decay.exp(), torch.full((3,), 0.5))
+    torch.testing.assert_close(frequency, torch.tensor([0, math.pi, 2 * math.pi]))
+
+
 def test_fourier_frequencies():
     model = initialized(config_of(feature_map="rff"))
     for layer in model.layers.values():
@@ -179,7 +203,7 @@ def test_fourier_frequencies():
 
 
 def test_s4d_inv_frequencies():
-    x = s4d_inv_frequencies(64)
+    x = initial_A("s4d-inv", 64)[1]
     for n in (0, 1, 31, 63):
         assert x[n].item() == pytest.approx(64 / math.pi * (64 / (2 * n + 1) - 1), rel=1e-6)
     assert x.max().item() == pytest.approx(1283.4, abs=0.1)

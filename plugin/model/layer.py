@@ -1,0 +1,90 @@
+"""Interdomain Attention as a layer of any model: `from interdomain import InterdomainAttention`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import MIXER_SETTINGS, Execution, MixerConfig, ModelConfig, check_names
+from .feature_map import rope_frequencies, rope_tables
+from .mixer import InterdomainMixer
+from .state import ModelState
+
+# Shapes: B batch, T tokens.
+
+
+class InterdomainAttention(nn.Module):
+    """Causal attention through a state of fixed size: x [B, T, dim] -> [B, T, dim].
+
+    Stands where causal self-attention would: norm and residual connection are the model's around it. Initialised by the
+    project's rules from PyTorch's global generator. The parameters of the recurrence (`mixer.ssm`) stay float32 in
+    `.bfloat16()` and `.half()`. The paper trains them, and the norms' (`k_norm`, `v_norm`), without weight decay and with a
+    learning rate of at most 1e-3.
+
+    Args:
+        n_layers: of the model around it: its output projection starts at a standard deviation of 0.02 / sqrt(2 n_layers).
+        backend: of the scan, one of `interdomain.scan.BACKENDS`.
+        options: any field of `interdomain.model.MixerConfig` but `kind`: n_basis (M), n_kv_heads, readout, c_form, rope, ...
+    Raises: ValueError for a setting that is unknown or that no mixer has.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        *,
+        n_layers: int = 12,
+        rope_theta: float = 10_000.0,
+        norm_eps: float = 1e-5,
+        backend: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_names("mixer", options, [name for name in MIXER_SETTINGS if name != "kind"])
+        if dim % n_heads:
+            raise ValueError(f"n_heads must divide dim: got dim = {dim}, n_heads = {n_heads}.")
+        self.config = ModelConfig(
+            dim=dim,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            head_dim=dim // n_heads,
+            rope_theta=rope_theta,
+            norm_eps=norm_eps,
+            mixer=MixerConfig(**options),
+        )
+        self.mixer = InterdomainMixer(self.config, Execution(backend))
+
+    def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
+        """Whole sequences; with a state, a piece of any length that continues from it. The state is advanced in place.
+
+        Args:
+            state: of `init_state`. Make another after the weights have changed.
+            positions: [B, T] integers, where documents are packed into a sequence: of each token, how many of its document
+                come before it. Nothing is carried from one document into another.
+        """
+        if x.ndim != 3 or x.shape[2] != self.config.dim:
+            raise ValueError(f"x must be [batch, tokens, {self.config.dim}]: got {list(x.shape)}.")
+        if state is not None and positions is not None:
+            raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
+        T, wide = x.shape[1], torch.float64 if x.dtype == torch.float64 else torch.float32
+        if state is None:
+            documents = None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
+            positions = torch.arange(T, device=x.device) if positions is None else positions
+            return self.mixer(x, rope_tables(positions, self._frequencies(x.device), wide), packing=documents)
+        positions = state.position[:, None] + torch.arange(T, device=x.device)
+        y = self.mixer(x, rope_tables(positions, state.frequencies, wide), state.dynamics[0], state.layers[0])
+        state.advance(T)
+        return y
+
+    def init_state(self, batch: int) -> ModelState:
+        """The state before the first token, with what the scan reads of the parameters as they are now."""
+        weight, dynamics = self.mixer.wo.weight, self.mixer.dynamics([self.mixer])
+        layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
+        position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        return ModelState([layer], position, dynamics, self._frequencies(weight.device))
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.config.dim}, n_heads={self.config.n_heads}"
