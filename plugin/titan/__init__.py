@@ -5,7 +5,6 @@ sections. It is the only place that imports TorchTitan; `plan.py` refuses what c
 `trainer.py` holds what TorchTitan has no hook for.
 """
 
-from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from interdomain.model import SIZES, build_config
@@ -32,7 +31,7 @@ register_train_spec(
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
-        build_loss_fn=build_cross_entropy_loss,
+        build_loss_fn=trainer.build_loss,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     ),

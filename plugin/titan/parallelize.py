@@ -28,6 +28,8 @@ def parallelize(model, parallel_dims, job_config):
         )
     if compiled:
         apply_compile(model, job_config.compile)
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        model.output.compile_loss(job_config.compile.backend)
     shard(model, _mesh(parallel_dims), job_config)
     return model
 

@@ -33,10 +33,28 @@ def install(model_name: str) -> None:
             module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
             module.Trainer.should_continue_training = _unless_asked(module.Trainer.should_continue_training, model_name)
             module.Trainer.forward_backward_step = seeing_loss(module.Trainer.forward_backward_step)
+            module.Trainer.post_dataloading_process = _with_labels(module.Trainer.post_dataloading_process, model_name)
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
     dist_utils.clip_grad_norm_ = seeing_norm(dist_utils.clip_grad_norm_)
     dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
+
+
+def _with_labels(post_dataloading_process, model_name: str):
+    """Hands the labels to the model, which computes the loss itself, by pieces."""
+
+    @functools.wraps(post_dataloading_process)
+    def process(trainer, input_dict, labels):
+        inputs, labels, extra_inputs, extra_kwargs = post_dataloading_process(trainer, input_dict, labels)
+        if trainer.job_config.model.name == model_name:
+            extra_kwargs["labels"] = labels
+        return inputs, labels, extra_inputs, extra_kwargs
+
+    return process
+
+
+def build_loss(job_config, **_):
+    return lambda loss, labels: loss  # the model's output already is the loss
 
 
 def _checked_first(init_distributed, model_name: str):

@@ -26,9 +26,9 @@ class FixedValidator(BaseValidator):
 
     checkpoints: SelfDescribingCheckpoints | None = None  # beside which results are noted, from `make_up` on
 
-    def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, loss_fn, metrics_processor, **_) -> None:
+    def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, metrics_processor, **_) -> None:
         super().__init__(job_config)
-        self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
+        self.parallel_dims, self.metrics_processor = parallel_dims, metrics_processor
         self.rank, self.ranks = dp_rank, dp_world_size
         self.dataset = open_dataset(job_config, "validation")
         self.positions = job_config.data.reset_state_at_documents
@@ -99,7 +99,7 @@ class FixedValidator(BaseValidator):
         loss = torch.zeros((), dtype=torch.float64, device=utils.device_type)
         tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
         for inputs, labels in self._batches():
-            loss += self.loss_fn(model(inputs.pop("input"), **inputs), labels)
+            loss += model(inputs.pop("input"), **inputs, labels=labels)
             tokens += (labels != IGNORE_INDEX).sum()
             self.metrics_processor.ntokens_since_last_log += labels.numel()
         mesh = self.parallel_dims.get_optional_mesh("loss")
