@@ -34,7 +34,7 @@ class Head(Linear):
 
 
 def piece_tokens(vocab_size: int) -> int:
-    """n, a multiple of 128."""
+    """n: of what `summed_cross_entropy` computes at once. A multiple of 128."""
     return max(LEAST_TOKENS, PIECE_BYTES // (4 * vocab_size) // 128 * 128)
 
 
@@ -110,6 +110,7 @@ def _by_pieces(
             by_hidden[piece] = by_logits @ W
         if needed[1]:
             by_weight += by_logits.t() @ x
+        del by_logits  # the next piece needs the room
     return loss, by_hidden, by_weight
 
 
