@@ -1,7 +1,8 @@
 """python -m interdomain.tools.count_memory --prompts 8x16384 1x131072
 
 Count, without a GPU, the memory that reading a prompt takes at its peak on one: the model and the launch code of its kernels
-run on tensors without data, no kernel is launched, and the bytes of what is alive are added up. Weights are bf16.
+run on tensors without data, no kernel is launched, and the bytes of what is alive are added up. Weights are bf16. With
+--training, of a training step instead: activations and loss, beside what the dry run estimates.
 """
 
 import argparse
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from interdomain import features, scan
 from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config
+from interdomain.model.config import PRECISIONS
+from interdomain.model.flops import memory_estimate
 from interdomain.model.generation import PREFILL_CHUNK, prefill
 from interdomain.model.transformer import meta_model
 
@@ -29,6 +32,7 @@ from ._cli import argument_parser, user_errors
 from ._inference import model_bytes
 from .bench_inference import LONG_PROMPT
 
+MODES = ("none", "selective", "full")  # of activation checkpointing
 BLOCK = 512  # bytes: PyTorch's allocator hands out multiples
 META, CUDA = torch.device("meta"), torch.device("cuda", 0)
 # Of an H100 or H200: how the kernels are launched depends on them.
@@ -72,7 +76,7 @@ class OnCUDA(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _flash_attention(*args, **kwargs)
         if func is F.rms_norm:
-            return _fused_rms_norm(*args, **kwargs)
+            return _FusedRMSNorm.apply(args[0], kwargs["weight"])
         out = func(*map(_here, args), **{name: _here(x) for name, x in kwargs.items()})
         return CUDA if func == torch.Tensor.device.__get__ and out == META else out
 
@@ -81,18 +85,24 @@ def _here(x):
     return META if isinstance(x, torch.device) and x.type == "cuda" else x
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, **options) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, **options) -> Tensor:
     """As cuDNN's, too: the output, laid out by token, and a float32 per query."""
     if attn_mask is not None:
         raise NotImplementedError("attention under a mask of its own is not counted")
-    B, H, T, _ = q.shape
-    out, _logsumexp = q.new_empty(B, T, H, v.shape[3]), q.new_empty(B, H, T, dtype=torch.float32)
-    return out.transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)[0]
 
 
-def _fused_rms_norm(x: Tensor, normalized_shape, weight=None, eps=None) -> Tensor:
-    out, _rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return out
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx, by_out):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _tensors(tree) -> list[Tensor]:
@@ -100,8 +110,9 @@ def _tensors(tree) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def without_gpu():
-    """In it, tensors without data take the way of CUDA, up to the launch of a Triton kernel."""
+def without_gpu(inside: bool = True):
+    """In it, tensors without data take the way of CUDA, up to the launch of a Triton kernel. inside: what our ops allocate for
+    themselves is counted, and nothing can be differentiated; else, what they return."""
     try:
         from interdomain.scan.triton_launch import expand_kernel
     except ImportError as e:
@@ -109,7 +120,7 @@ def without_gpu():
     ops = [(scan.ops, "scan"), (scan.ops, "linear_scan"), (features.ops, "features")]
     stand_ins = [
         # What an op allocates inside would be left out: run the function that it was made of.
-        *((room, name, getattr(room, name)._init_fn) for room, name in ops),
+        *((room, name, getattr(room, name)._init_fn) for room, name in ops if inside),
         (type(expand_kernel), "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None),
         (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
         (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
@@ -133,11 +144,43 @@ def prefill_bytes(config: ModelConfig, batch: int, length: int, chunk: int) -> i
     return model_bytes(model) + count.peak
 
 
+def training_bytes(
+    config: ModelConfig, batch: int, length: int, checkpointing: str = "none", precision: str = "bf16"
+) -> int:
+    """At the peak of forward and backward pass of tokens [batch, length], not compiled, without parameters and gradients.
+
+    checkpointing: none, selective or full. Not counted: what the kernels of the scan and the features allocate inside.
+    """
+    model = meta_model(config)
+    if precision == "bf16":
+        model.to(torch.bfloat16)
+    if checkpointing != "none":
+        from torchtitan.config.job_config import ActivationCheckpoint
+
+        from interdomain.titan.parallelize import checkpoint_blocks
+
+        settings = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op", determinism_check="none")
+        checkpoint_blocks(model, settings)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 reduces it right away
+    tokens = torch.empty(batch, length, dtype=torch.int64, device=META)
+    with without_gpu(inside=False), LiveBytes() as count:
+        loss = model(tokens, labels=tokens)
+        # loss.backward(), in which blocks that are computed again would not be under OnCUDA.
+        one = torch.empty((), device=META)
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    return count.peak
+
+
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
     p.add_argument("--prompts", nargs="+", help="sequences x tokens, such as 8x4096; default: bench_inference's")
+    p.add_argument("--training", action="store_true", help="a step on --prompts, by activation checkpointing")
+    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="with --training; default %(default)s")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
     return p.parse_args(argv)
 
@@ -148,6 +191,8 @@ def main(argv=None) -> int:
     prompts = [_prompt(p) for p in args.prompts] if args.prompts else [*paper.MEMORY, LONG_PROMPT]
     if args.prefill_chunk < 1:
         raise ValueError(f"--prefill-chunk must be at least 1: got {args.prefill_chunk}.")
+    if args.training:
+        return _training_table(args, prompts if args.prompts else [(8, 4096)])
     ways = [f"{condition} {way}" for condition in args.conditions for way in ("whole", "chunked")]
     print(f"{args.size}, bf16: GiB at the peak of reading a prompt, counted, not measured\n")
     print("| prompt | " + " | ".join(ways) + " |")
@@ -159,6 +204,23 @@ def main(argv=None) -> int:
             cells += [
                 f"{prefill_bytes(config, batch, length, piece) / 2**30:.2f}" for piece in (length, args.prefill_chunk)
             ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+def _training_table(args: argparse.Namespace, batches: list[tuple[int, int]]) -> int:
+    print(f"{args.size}, {args.precision}: GiB of activations and loss in a training step, counted (estimated)\n")
+    print(f"| batch | {' | '.join(f'{condition} {mode}' for condition in args.conditions for mode in MODES)} |")
+    print("|" + "---|" * (1 + len(args.conditions) * len(MODES)))
+    for batch, length in batches:
+        cells = [f"B={batch}, {length:,} tokens"]
+        for config in (build_config(args.size, condition) for condition in args.conditions):
+            for mode in MODES:
+                step = dict(checkpointing=mode, precision=args.precision)
+                counted = training_bytes(config, batch, length, **step)
+                parts = memory_estimate(config, 0, shards=1, local_batch=batch, seq_len=length, **step)
+                estimated = parts["activations"] + parts["loss"]
+                cells.append(f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})")
         print(f"| {' | '.join(cells)} |", flush=True)
     return 0
 

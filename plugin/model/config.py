@@ -118,6 +118,12 @@ class MixerConfig:
                 )
 
 
+PRECISIONS = ("bf16", "bf16-products", "float32")
+"""bf16: parameters (of float32 ones that the optimizer has), residual stream, norms and products. bf16-products: products only,
+as autocast over float32 parameters computes them; the paper's. float32: all. The dynamics, the states and the loss are float32 in
+each."""
+
+
 @dataclass(frozen=True)
 class Execution:
     """How a mixer is computed, which is no property of the model: no field changes the function or its parameters.

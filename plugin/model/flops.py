@@ -4,6 +4,7 @@ Nothing is borrowed from softmax: each mixer core is counted by its own algebra.
 """
 
 from .config import ModelConfig
+from .loss import piece_tokens
 
 CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
 
@@ -75,33 +76,53 @@ def memory_estimate(
     local_batch: int,
     seq_len: int,
     checkpointing: str,
-    bf16: bool,
+    precision: str,
+    compiled: bool = False,
     recompute: bool = True,
 ) -> dict[str, int]:
-    """Bytes per device, by part: an estimate to choose a batch size by, not a measurement.
+    """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
-    Parameters, gradients and two AdamW moments are float32 and sharded. Activations: what autograd keeps per token and layer
-    of an interdomain or softmax block; other conditions keep a little less. `none`: the inputs of norms, products, features,
-    scan and activation (softmax has no feature of v). `selective`: the block's input, the scan and every second product, as
-    TorchTitan chooses (q, v, the gate, the last). `full`: the block's input. Without `recompute` a scan with a query readout
-    also keeps a, 2M numbers per query head.
+    parameters, gradients, optimizer: float32, sharded; AdamW has two moments.
+    gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced. Under autocast
+        without checkpointing, the bf16 weights that the backward pass reads again.
+    activations: what autograd keeps per token and layer. `none`: the inputs of norms, products, features, scan and activation
+        (compiled: without the activation's output). `selective`: the block's input, the scan and every second product, as
+        TorchTitan chooses (q, v, the gate, the last). `full`: the block's input; and once, the rest of a block, computed again.
+        Without `recompute` a scan with a query readout also keeps a, 2M numbers per query head.
+    loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
+        logits of a piece: as the product gives them, in float32, and their softmax.
+    `tools.count_memory --training` counts activations and loss in the real step.
     """
-    width = 2 if bf16 else 4
-    dim, ffn = config.dim, config.ffn_hidden
-    kv = config.n_kv_heads * config.head_dim
-    per_layer = {
-        "none": 7 * dim + (3 if config.mixer.kind == "softmax" else 4) * kv + 4 * ffn,
-        "selective": 4 * dim + kv + ffn,
-        "full": dim,
-        "memory_budget": 4 * dim + kv + ffn,
-    }[checkpointing]
-    if not recompute and config.mixer.kind != "softmax" and config.mixer.query_readout and checkpointing != "full":
-        per_layer += config.n_heads * 2 * config.mixer.n_basis
+    m, dim, ffn, V = config.mixer, config.dim, config.ffn_hidden, config.vocab_size
     tokens = local_batch * seq_len
+    kv = config.n_kv_heads * config.head_dim
+    softmax = m.kind == "softmax"
+    block = (n_params - 2 * V * dim) // config.n_layers
+    stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+
+    query = 3 if softmax or m.query_readout else 2  # widths of dim: q before and after its features, and o; or o alone
+    features = (2 + query) * dim + (3 if softmax else 4) * kv + 3 * ffn
+    everything = 2 * dim * stored + width * (features + ffn)
+    if compiled:
+        everything = dim * stored + width * (features + dim)
+    chosen = dim * stored + width * (3 * dim + kv + ffn)
+    per_layer = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": dim * stored}[checkpointing]
+    if not recompute and not softmax and m.query_readout and checkpointing != "full":
+        per_layer += width * config.n_heads * 2 * m.n_basis
+    activations = tokens * config.n_layers * per_layer
+    piece = min(tokens, piece_tokens(V)) * V * (width + 4 + 4)
+    if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
+        activations += max(0, tokens * (everything - per_layer) - piece)
+    if not softmax and m.query_readout:
+        activations += 4 * config.n_layers * config.n_kv_heads * 14 * m.n_basis**2  # W, and what it was made of
+    gathered = stored * (V * dim + 3 * block) + 4 * block
+    if precision == "bf16-products" and checkpointing == "none":
+        gathered += 2 * config.n_layers * block
     return {
         "parameters": 4 * n_params // shards,
         "gradients": 4 * n_params // shards,
         "optimizer": 8 * n_params // shards,
-        "activations": tokens * config.n_layers * per_layer * width,
-        "logits": tokens * config.vocab_size * (width + 4 + 4),  # as computed, as float32, and their gradient
+        "gathered": gathered,
+        "activations": activations,
+        "loss": tokens * 3 * dim * stored + 4 * V * dim + piece,
     }

@@ -9,6 +9,7 @@ from .feature_map import rope_frequencies, rope_tables
 from .initialize import initialize
 from .joined import JoinedProjections
 from .layers import Embedding, Linear, RMSNorm
+from .loss import Head
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
 from .state import ModelState
@@ -49,7 +50,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens [B, T] -> logits [B, T, vocab_size].
+    """tokens [B, T] -> logits [B, T, vocab_size], or the summed loss of labels.
 
     Initialised from PyTorch's global generator; `init_weights(seed)` draws again, the same numbers on every machine.
 
@@ -63,7 +64,7 @@ class Transformer(nn.Module):
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size)
+        self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
             initialize(self._modules[name], config, prefix=f"{name}.")
 
@@ -75,6 +76,7 @@ class Transformer(nn.Module):
         *,
         padding: Tensor | None = None,
         last: int | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Without a state: logits of whole sequences (training). With one: of a piece that continues from it; it is advanced.
 
@@ -86,6 +88,8 @@ class Transformer(nn.Module):
                 leave no trace: the others' logits and the state are as if they were not there. A text cannot have padding
                 once it has begun.
             last: logits of the last so many positions only, [B, last, V]; None for all.
+            labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
+                over tokens, a float32 scalar. The logits are never whole (`summed_cross_entropy`).
         """
         T, h = tokens.shape[1], self.tok_embeddings(tokens)
         if state is None:
@@ -112,7 +116,8 @@ class Transformer(nn.Module):
             h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
         if state is not None:
             state.advance(T, padding)
-        return self.output(self.norm(h if last is None else h[:, -last:]))
+        h = self.norm(h if last is None else h[:, -last:])
+        return self.output(h) if labels is None else self.output(h, labels)
 
     @property
     def _mixer(self) -> InterdomainMixer | SoftmaxMixer:

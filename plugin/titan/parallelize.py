@@ -19,17 +19,23 @@ SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_sca
 def parallelize(model, parallel_dims, job_config):
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
-        apply_ac(
+        checkpoint_blocks(
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=SAVED_OPS | SCAN_OPS,
             base_folder=job_config.job.dump_folder,
         )
     if compiled:
         apply_compile(model, job_config.compile)
+    if job_config.compile.enable and "loss" in job_config.compile.components:
+        model.output.compile_loss(job_config.compile.backend)
     shard(model, _mesh(parallel_dims), job_config)
     return model
+
+
+def checkpoint_blocks(model, settings, **options) -> None:
+    """Activation checkpointing by settings [activation_checkpoint]."""
+    apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
 
 
 def _mesh(parallel_dims) -> DeviceMesh:

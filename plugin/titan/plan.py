@@ -130,7 +130,8 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         local_batch=local,
         seq_len=seq_len,
         checkpointing=job_config.activation_checkpoint.mode,
-        bf16=training.mixed_precision_param == "bfloat16",
+        precision="bf16" if training.mixed_precision_param == "bfloat16" else "float32",
+        compiled=job_config.compile.enable and "model" in job_config.compile.components,
     )
     device = None if on_gpus else device_here()
     execution, computed = _resolved(execution, config, TORCH_DTYPE_MAP[training.mixed_precision_param], device, memory)

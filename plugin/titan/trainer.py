@@ -25,7 +25,6 @@ from .host import (
     TRAIN_STATE,
     GarbageCollection,
     Trainer,
-    build_cross_entropy_loss,
     clip_grad_norm_,
     dist_max,
     dist_sum,
@@ -99,7 +98,6 @@ class InterdomainTrainer(Trainer):
         self.tokenizer = build_tokenizer(config)
         self.dataloader = build_dataloader(plan=plan, rank=rank, tokenizer=self.tokenizer, job_config=config)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan)
-        self.loss_fn = build_cross_entropy_loss(config)
         model = self._build_model()
         self.model_parts = self.metrics_processor.model_parts = [model]
         self.optimizers = self.metrics_processor.optimizers = build_optimizers([model], config.optimizer)
@@ -123,7 +121,6 @@ class InterdomainTrainer(Trainer):
                 dp_world_size=plan.data_ranks,
                 dp_rank=rank,
                 parallel_dims=self.parallel_dims,
-                loss_fn=self.loss_fn,
                 metrics_processor=self.metrics_processor,
                 checkpoints=self.checkpointer,
             )
@@ -162,7 +159,7 @@ class InterdomainTrainer(Trainer):
                 model.set_requires_gradient_sync(i == plan.accumulation - 1)
             inputs, labels = self._on_device(next(batches))
             # Training's labels are all valid, so the number of tokens is the plan's, on every rank.
-            loss = self.loss_fn(model(inputs.pop("input"), **inputs), labels) / plan.tokens_per_step
+            loss = model(inputs.pop("input"), **inputs, labels=labels) / plan.tokens_per_step
             loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()  # this rank's share
@@ -176,8 +173,7 @@ class InterdomainTrainer(Trainer):
             self._log(loss, norm)
 
     def _on_device(self, batch):
-        """The loader's batches are in pinned memory: the host does not wait, and prepares this one while the device computes the
-        last one."""
+        """Batches are pinned, so the host does not wait: it prepares this one while the device computes the last one."""
         inputs, labels = batch
         inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         return inputs, labels.to(self.device, non_blocking=True)

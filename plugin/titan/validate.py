@@ -31,13 +31,12 @@ class FixedValidator(BaseValidator):
         dp_world_size,
         dp_rank,
         parallel_dims,
-        loss_fn,
         metrics_processor,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
         super().__init__(job_config)
         self.checkpoints = checkpoints
-        self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
+        self.parallel_dims, self.metrics_processor = parallel_dims, metrics_processor
         self.rank, self.ranks = dp_rank, dp_world_size
         self.dataset = open_dataset(job_config, "validation")
         self.positions = job_config.data.reset_state_at_documents
@@ -107,7 +106,7 @@ class FixedValidator(BaseValidator):
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         tokens = torch.zeros((), dtype=torch.float64, device=device_here())
         for inputs, labels in self._batches():
-            loss += self.loss_fn(model(inputs.pop("input"), **inputs), labels)
+            loss += model(inputs.pop("input"), **inputs, labels=labels)
             tokens += (labels != IGNORE_INDEX).sum()
             self.metrics_processor.ntokens_since_last_log += labels.numel()
         mesh = self.parallel_dims.get_optional_mesh("loss")

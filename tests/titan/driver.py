@@ -57,7 +57,7 @@ class Watch:
         self.replace(stack, trainer.dataloader, "_take", lambda take: lambda batches: self.samples(take(batches)))
         self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
         if self.spoil:
-            self.replace(stack, trainer, "loss_fn", self.spoiled)
+            stack.callback(model.register_forward_hook(self.spoiled).remove)
         if "scan" in self.probes:
             chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
             watched = {name: self.counted(getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")}
@@ -105,17 +105,13 @@ class Watch:
             self.seen.setdefault("states", {})[self.trainer.step] = hashlib.sha256(whole_of_it).hexdigest()
         return result
 
-    def spoiled(self, loss_fn):
-        def spoiled_loss(pred, labels):
-            what = self.spoil.get(str(self.trainer.step))
-            if what is None or torch.distributed.get_rank() != self.spoil["rank"]:
-                return loss_fn(pred, labels)
-            if what == "gradient":
-                pred.register_hook(lambda gradient: gradient * math.inf)
-            loss = loss_fn(pred, labels)
-            return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
-
-        return spoiled_loss
+    def spoiled(self, model, inputs, loss):
+        what = self.spoil.get(str(self.trainer.step))
+        if what is None or not model.training or torch.distributed.get_rank() != self.spoil["rank"]:
+            return loss
+        if what == "gradient":
+            loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
     def counted(self, forward):
         def run(*args, **kw):

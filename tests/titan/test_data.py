@@ -20,8 +20,7 @@ from interdomain.tools import prepare_data
 
 from .conftest import TINY, flags, refusal
 
-VALIDATOR = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
-VALIDATOR["checkpoints"] = None
+VALIDATOR = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "metrics_processor": None, "checkpoints": None}
 
 
 def parse(corpus, **settings):

@@ -47,6 +47,8 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
     assert (plan.steps, plan.warmup_steps, plan.tokens_per_step, plan.seed) == (steps, 715, 524_288, 42)
     assert plan.local_batch * ranks * plan.accumulation == plan.global_batch == 128
     assert plan.tokens >= tokens > plan.tokens - plan.tokens_per_step
+    # On cards of 80 GB, the scan's scores kept or not, with room for the allocator.
+    assert 12 * GIB < sum(plan.memory.values()) < 0.7 * 80e9
     assert job.training.mixed_precision_param == "bfloat16"
     assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
 
@@ -380,5 +382,6 @@ def test_what_selective_checkpointing_keeps_is_what_the_plan_counts(condition, m
     counted += (kept(128) - kept(64)) // 64  # final states do not grow
     if condition == "softmax":
         counted += config.n_layers * config.dim
-    settings = dict(shards=1, local_batch=1, seq_len=1, checkpointing="selective", bf16=True)
-    assert memory_estimate(config, 0, **settings)["activations"] == 2 * counted
+    settings = dict(shards=1, seq_len=1, checkpointing="selective", precision="bf16")
+    one, two = (memory_estimate(config, 0, local_batch=n, **settings)["activations"] for n in (1, 2))
+    assert two - one == 2 * counted

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
-from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
@@ -47,7 +46,6 @@ def validator(corpus, rank=0, ranks=1, **settings):
         dp_world_size=ranks,
         dp_rank=rank,
         parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None),
-        loss_fn=cross_entropy_loss,
         metrics_processor=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )

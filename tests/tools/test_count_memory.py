@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from interdomain.model import Transformer, build_config, meta_model
+from interdomain.model.flops import memory_estimate
 from interdomain.scan import interdomain_scan
 from interdomain.tools import _inference_paper as paper
 from interdomain.tools import count_memory
 from interdomain.tools._inference import model_bytes, prefill_figures, random_model
 from interdomain.tools._inference_tables import LONG_PROMPT_GIB
-from interdomain.tools.count_memory import META, LiveBytes, prefill_bytes, without_gpu
+from interdomain.tools.count_memory import META, LiveBytes, prefill_bytes, training_bytes, without_gpu
 
 pytest.importorskip("triton", reason="the kernels' launch code")
 CHUNK = 2048
@@ -87,6 +88,23 @@ def test_the_table(capsys):
     figures = [f"{bytes_of('debug', condition, 2, 64, chunk) / 2**30:.2f}" for condition, chunk in ways]
     assert first == f"| B=2, 64 tokens | {' | '.join(figures)} |"
     assert second.startswith("| B=1, 96 tokens | ")
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
+def test_the_dry_run_estimates_what_a_training_step_takes(condition, checkpointing):
+    for size, batch, length in (("125M", 8, 4096), ("1.3B", 2, 2048)):
+        config, settings = build_config(size, condition), dict(checkpointing=checkpointing, precision="bf16")
+        counted = training_bytes(config, batch, length, **settings)
+        parts = memory_estimate(config, 0, shards=1, local_batch=batch, seq_len=length, **settings)
+        assert parts["activations"] + parts["loss"] == pytest.approx(counted, rel=0.05)
+
+
+def test_the_table_of_training(capsys):
+    argv = ["--training", "--size", "debug", "--conditions", "s4d", "--prompts", "2x64"]
+    assert count_memory.main(argv) == 0
+    counted = training_bytes(build_config("debug", "s4d"), 2, 64, "none") / 2**30
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"| B=2, 64 tokens | {counted:.2f} (")
 
 
 @pytest.mark.parametrize(
