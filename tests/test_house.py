@@ -380,6 +380,26 @@ def test_tools_help(tool, capsys):
     assert not OTHER_WORDS.search(text)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["evaluate", "x", "--out", "y"],
+        ["convert", "x", "y", "--output", "z"],
+        ["check-kernels", "--jobs", "2"],
+        ["bench data", "--processes", "2"],
+        ["bench training", "--size", "debug"],
+        ["count-memory", "--chunk", "32"],
+    ],
+    ids=" ".join,
+)
+def test_words_of_older_versions_are_refused(argv, capsys, monkeypatch):
+    """Not taken for the beginning of another option, either."""
+    monkeypatch.setattr(sys, "argv", ["interdomain"])
+    with pytest.raises(SystemExit):
+        main.main([*argv[0].split(), *argv[1:]])
+    assert "unrecognized arguments: " in capsys.readouterr().err
+
+
 def test_every_tool_is_a_command():
     assert {*COMMANDS, "interdomain.tools.main"} == {*TOOLS}
     assert PYPROJECT["project"]["scripts"] == {"interdomain": "interdomain.tools.main:main"}

@@ -6,6 +6,8 @@ All tools behind one name: once the project is installed, `interdomain COMMAND .
 import importlib
 import sys
 
+from ._cli import user_errors
+
 COMMANDS = {  # name: (module, what it does)
     "train": ("launch", "check a run, say what it is, and start it under TorchTitan"),
     "prepare": ("prepare_data", "turn text into a prepared corpus of tokens"),
@@ -32,16 +34,16 @@ def usage() -> str:
     return "\n".join([*lines, *(f"  {name:<17}{what}" for name, (_, what) in COMMANDS.items())])
 
 
+@user_errors
 def main(argv=None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv in ([], ["-h"], ["--help"], ["bench"], ["bench", "-h"], ["bench", "--help"]):
-        print(usage())
+        print(usage(), flush=True)
         return 0
     words = 2 if argv[0] == "bench" else 1
     name = " ".join(argv[:words])
     if name not in COMMANDS:
-        print(f"error: there is no command '{name}'. `interdomain --help` lists the commands.", file=sys.stderr)
-        return 2
+        raise ValueError(f"there is no command '{name}'. `interdomain --help` lists the commands.")
     sys.argv[0] = f"interdomain {name}"  # what the tool's --help and errors call it
     # Imported only now: some tools need libraries that others do without.
     return importlib.import_module(f"interdomain.tools.{COMMANDS[name][0]}").main(argv[words:])

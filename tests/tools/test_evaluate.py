@@ -276,6 +276,7 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
         ((model, model, *text), "given twice"),
         ((model, *text, "--lengths", 0), "--lengths must be positive"),
         ((model, *text, "--lengths", 64, -1), "--lengths must be positive"),
+        ((model, *text, "--device", "cuda:99"), "--device cuda:99 cannot be used here"),
         ((model, *text, "--batch-size", 0), "--batch-size must be at least 1: got 0"),
         ((model, *text, "--limit", 0), "--limit must be at least 1"),
         ((model, *text, "--max-length", -3), "--max-length must be at least 1"),
