@@ -13,8 +13,6 @@ from torch.utils.tensorboard.summary import hparams
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
-from interdomain.model import condition_of
-
 from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"
@@ -124,10 +122,14 @@ def _thread_failed(args, otherwise=threading.excepthook) -> None:
 
 def hyperparameters(plan, job_config) -> dict:
     """What runs of a study differ in, one row of TensorBoard's table."""
-    optimizer = job_config.optimizer
+    optimizer, mixer = job_config.optimizer, plan.config.mixer
+    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
     return {
-        "model": plan.size,
-        "condition": condition_of(plan.config),
+        "model": plan.cell.size,
+        "condition": plan.cell.condition,
+        **{
+            name: getattr(mixer, name) for name in start if mixer.kind != "softmax" and getattr(mixer, name) is not None
+        },
         "parameters": plan.n_params,
         "tokens": plan.tokens,
         "tokens_per_step": plan.tokens_per_step,
