@@ -105,11 +105,14 @@ class RunLog(BaseLogger):
         self.steps.add_custom_scalars(LAYOUT)
         # Not add_hparams: it would open a run of its own, with the time as its name, at every restart.
         curves = dict.fromkeys(("loss_metrics/global_avg_loss", "validation_metrics/loss"))
-        experiment, session, _ = hparams(hyperparameters(self.plan, self.job_config), curves)
+        facts = hyperparameters(self.plan, self.job_config)
+        experiment, session, _ = hparams(facts, curves)
         self.steps.file_writer.add_summary(experiment)
         self.steps.file_writer.add_summary(session)
         configuration = json.dumps(self.job_config.to_dict(), indent=2, default=str)
-        for tag, text in (("plan", self.plan.describe()), ("configuration", configuration)):
+        # TensorBoard keeps the first start's row of HParams; the text is every start's.
+        texts = {"plan": self.plan.describe(), "hyperparameters": json.dumps(facts), "configuration": configuration}
+        for tag, text in texts.items():
             self.steps.add_text(f"run/{tag}", f"```\n{text}\n```", step)
         self.flush()
 
