@@ -15,7 +15,10 @@ def events_folder(run: Path) -> Path:
     for folder in (run, run / FOLDER):
         if any(folder.glob(EVENTS)):
             return folder
-    below = sorted({file.parent for file in run.rglob(EVENTS)}) if run.is_dir() else []
+    found = {file.parent for file in run.rglob(EVENTS)} if run.is_dir() else set()
+    below = sorted(
+        folder for folder in found if found.isdisjoint(folder.parents)
+    )  # without a run's tokens and earlier-TIME
     if len(below) == 1:
         return below[0]
     if below:
@@ -45,7 +48,11 @@ def curves_of(events) -> Curves:
 
 def configuration_of(events) -> dict:
     """The configuration of a run's last start, by section; empty if it was not written."""
-    tag = "run/configuration/text_summary"
+    return _text(events, "configuration")
+
+
+def _text(events, name: str) -> dict:
+    tag = f"run/{name}/text_summary"
     if tag not in events.Tags()["tensors"]:
         return {}
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
@@ -53,11 +60,17 @@ def configuration_of(events) -> dict:
 
 
 def hyperparameters_of(events) -> dict:
-    """A run's row in TensorBoard's table of runs: model, condition, parameters, tokens, ...; empty if it was not written."""
+    """What a run's last start said of itself: model, condition, parameters, tokens, ...; empty if it was not written.
+
+    An older run has TensorBoard's row of HParams alone, which is its first start's, with floats for numbers.
+    """
+    if facts := _text(events, "hyperparameters"):
+        return facts
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     found = events.summary_metadata.get("_hparams_/session_start_info")
     if found is None:
         return {}
     values = HParamsPluginData.FromString(found.plugin_data.content).session_start_info.hparams
-    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+    facts = {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+    return {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in facts.items()}

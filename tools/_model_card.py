@@ -20,7 +20,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - interdomain-attention
-- {condition}
+- {tag}
 - {state}
 ---
 
@@ -112,6 +112,7 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
     text = CARD.format(
         size=facts["size"],
         condition=facts["condition"],
+        tag=facts["condition"].partition(",")[0],
         kind=KINDS[softmax],
         state="attention" if softmax else "linear-attention",
         facts="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),

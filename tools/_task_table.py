@@ -2,8 +2,8 @@
 
 import math
 
-CONDITIONS = ("softmax", "interdomain", "s4d")
-# The paper's tables at 1.3B: task, metric -> softmax, interdomain, s4d. Accuracies in percent. Its perplexity of WikiText is
+SIZE, CONDITIONS = "1.3B", ("softmax", "interdomain", "s4d")
+# The paper's tables there: task, metric -> softmax, interdomain, s4d. Accuracies in percent. Its perplexity of WikiText is
 # the harness's per word: ln(perplexity) / bits per byte is the same in all its columns, the bytes of WikiText's words. Its
 # bits per byte of LAMBADA, of which the harness has none, are no figure of their own: see LAMBADA_BYTES.
 COMMONSENSE = {
@@ -80,8 +80,12 @@ def task_names(asked: list[str]) -> list[str]:
     return list(dict.fromkeys(task for name in asked for task in SUITES.get(name, [name])))
 
 
-def table(results: dict[str, dict]) -> list[list[str]]:
-    """Folders side by side, {label: {task: {metric: ...}}}, as rows of cells, the head first; the paper's figures beside."""
+def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[str]]:
+    """Folders side by side, {label: {task: {metric: ...}}}, as rows of cells, the head first.
+
+    cells: (size, condition) of the folders. The paper's figures of a condition stand beside them where one is exactly it.
+    """
+    theirs = [i for i, condition in enumerate(CONDITIONS) if (SIZE, condition) in cells]
     found = dict.fromkeys((t, m) for by_task in results.values() for t, ms in by_task.items() for m in ms)
     ours = [key for key in PAPER if key in found]
     tasks = {task for task, _ in ours}
@@ -91,10 +95,10 @@ def table(results: dict[str, dict]) -> list[list[str]]:
         for name, (group, means) in AVERAGES.items():
             if key == list(group)[-1] and group.keys() <= found.keys():
                 rows.append(((name, key[1]), [average(by_task, group) for by_task in results.values()], means))
-    head = ["task", "metric", *results, *(f"paper's 1.3B {c}" for c in CONDITIONS if ours)]
+    head = ["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]
     return [head] + [
         [task, f"{metric} %" if metric in PERCENT else metric, *(_cell(x, metric) for x in values)]
-        + [f"{x:g}" if paper else "-" for x in paper or CONDITIONS if ours]
+        + [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
         for (task, metric), values, paper in rows
     ]
 
@@ -105,13 +109,15 @@ def average(by_task: dict, group: dict) -> dict | None:
     return {"value": sum(x["value"] for x in values) / len(values), "stderr": None} if all(values) else None
 
 
-def lambada_bits(results: dict[str, dict]) -> str | None:
+def lambada_bits(results: dict[str, dict], cells: set[tuple[str, str]]) -> str | None:
     """What the paper calls bits per byte of LAMBADA, of every folder that has its perplexity."""
     found = {label: by_task.get("lambada_openai", {}).get("perplexity") for label, by_task in results.items()}
     bits = [f"{label} {math.log2(x['value']) / LAMBADA_BYTES:.4f}" for label, x in found.items() if x]
-    theirs = ", ".join(f"{bits:g}" for bits in LAMBADA_BITS)
+    pairs = zip(CONDITIONS, LAMBADA_BITS, strict=True)
+    theirs = ", ".join(f"{condition} {bits:g}" for condition, bits in pairs if (SIZE, condition) in cells)
     rule = f"LAMBADA in the paper's bits per byte, log2(perplexity) / {LAMBADA_BYTES}"
-    return f"{rule}: {', '.join(bits)}; the paper's 1.3B: {theirs}." if bits else None
+    paper = f"; the paper's {SIZE}: {theirs}" if theirs else ""
+    return f"{rule}: {', '.join(bits)}{paper}." if bits else None
 
 
 def _cell(x: dict | None, metric: str) -> str:

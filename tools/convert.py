@@ -22,7 +22,7 @@ import interdomain
 from interdomain.bundle import write_code
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
 from interdomain.folders import new_folder, require_utf8
-from interdomain.model import ModelConfig, Transformer, condition_of, meta_model, pretrained
+from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
 from ._cli import argument_parser, user_errors
@@ -79,6 +79,7 @@ def to_folder(args) -> str:
                 folder, config, pretrained.DTYPES[args.dtype], read, int(args.max_shard_gb * 1e9)
             )
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
+        facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         facts["validation"] = last_validation(checkpoint, record["step"])
         tokenizer.write(folder)
@@ -156,8 +157,7 @@ def to_checkpoint(args) -> str:
     sidecar = {
         "format_version": checkpoints.SIDECAR_VERSION,
         "model": config.to_dict(),
-        "size": facts.get("size", "unknown"),
-        "condition": condition_of(config),
+        **cell_of(config, facts.get("size", "unknown"))._asdict(),
         "step": 0,
         "tokens": 0,
         "run": {"started_from": facts},

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from interdomain.folders import write_whole
-from interdomain.model import ModelConfig, condition_of, count_parameters, meta_model
+from interdomain.model import Cell, ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.generation import PREFILL_CHUNK
 from interdomain.model.pretrained import (
     CONFIG,
@@ -89,11 +89,14 @@ class Folder:
     record: dict
     tokenizer: object
 
+    @property
+    def cell(self) -> Cell:
+        return cell_of(self.config, self.record.get("facts", {}).get("size", "unknown"))
+
     def facts(self) -> dict:
         facts = self.record.get("facts", {})
         return {
-            "condition": condition_of(self.config),
-            "size": facts.get("size"),
+            **self.cell._asdict(),
             "parameters": count_parameters(meta_model(self.config)),
             "stored as": self.record.get("dtype"),
             "step": facts.get("step"),
@@ -203,12 +206,12 @@ def markdown(contents: dict) -> str:
         lines += ["", f"**A trial: only the first {options['limit']} samples of each task and spans of each corpus.**"]
     if contents["tasks"]:
         lines += ["", "## Tasks", ""]
-        lines += _bench.markdown_rows(
-            _task_table.table({label: out["results"] for label, out in contents["tasks"].items()})
-        )
+        found = {label: out["results"] for label, out in contents["tasks"].items()}
+        cells = {(facts["size"], facts["condition"]) for facts in folders.values()}
+        lines += _bench.markdown_rows(_task_table.table(found, cells))
         seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
         lines += ["", f"lm-evaluation-harness, {seen}, ± standard error."]
-        bits = _task_table.lambada_bits({label: out["results"] for label, out in contents["tasks"].items()})
+        bits = _task_table.lambada_bits(found, cells)
         lines += ["", bits] if bits else []
     if contents["perplexity"]:
         lines += ["", "## Perplexity by context length", ""]

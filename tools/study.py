@@ -5,8 +5,10 @@ softmax's at the same size, and the compute 6ND of the paper's scaling figure, b
 """
 
 import argparse
+import bisect
 import json
 import math
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,18 +45,31 @@ SAME_TEXT = {
 FILES = ("study.md", "study.json", "study.png")
 
 
+# Facts in which runs of one cell may differ and still be repetitions of each other.
+REPEATED = ("seed", "ranks", "recompute")
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run: `validation` is {step: loss in nats per token}, `tokens` what it has trained on by its last step."""
+    """One run: `facts` are its hyperparameters, `logged` {step: tokens trained on}, `validation` {step: nats per token}."""
 
     name: str
-    size: str
-    condition: str
-    parameters: int
-    planned: int  # tokens, as its first start had it
-    tokens: dict[int, int]
+    facts: dict[str, object]
+    logged: dict[int, int]
     validation: dict[int, float]
     text: dict[str, object]
+
+    @property
+    def size(self) -> str:
+        return self.facts["model"]
+
+    @property
+    def condition(self) -> str:
+        return self.facts["condition"]
+
+    @property
+    def parameters(self) -> int:
+        return int(self.facts["parameters"])
 
     @property
     def best(self) -> int:
@@ -66,9 +81,22 @@ class Run:
         return math.exp(self.validation[self.best])
 
     @property
+    def trained(self) -> int:
+        """Tokens trained on up to the last step that anything was logged at."""
+        return self.tokens_at(max(*self.logged, *self.validation))
+
+    def tokens_at(self, step: int) -> int:
+        """Of any step: the number is logged every few steps, and not at the last; on the line through its neighbours."""
+        known = {0: 0, **self.logged}
+        steps = sorted(known)
+        i = min(max(1, bisect.bisect_left(steps, step)), len(steps) - 1)
+        a, b = steps[i - 1], steps[i]
+        return known[a] + (step - a) * (known[b] - known[a]) // (b - a)
+
+    @property
     def flops(self) -> int:
         """6ND, N all parameters and D all tokens trained on, as the paper counts."""
-        return 6 * self.parameters * max(self.tokens.values())
+        return 6 * self.parameters * self.trained
 
 
 def read_run(path: Path) -> Run:
@@ -81,14 +109,22 @@ def read_run(path: Path) -> Run:
     if not validation:
         raise ValueError(f"{path} was never validated: train with validation.enable = true.")
     text = {f"{s}.{name}": configuration.get(s, {}).get(name) for s, names in SAME_TEXT.items() for name in names}
-    tokens = {step: int(count) for step, count in curves[TOKENS].items()}
-    size, condition = facts["model"], facts["condition"]
-    return Run(str(path), size, condition, int(facts["parameters"]), int(facts["tokens"]), tokens, validation, text)
+    return Run(str(path), facts, {step: int(count) for step, count in curves[TOKENS].items()}, validation, text)
 
 
 def over_softmax(perplexity: float, softmax: list[float]) -> float | None:
     """The relative change that the paper's tables give, against the mean of the softmax runs; None if there is none."""
     return perplexity / (sum(softmax) / len(softmax)) - 1 if softmax else None
+
+
+def differing(runs: list[Run]) -> list[str]:
+    """Which of learning rate and seed runs of one size differ in."""
+    by_size = {run.size: [other for other in runs if other.size == run.size] for run in runs}
+    return [
+        name
+        for name in ("lr", "ssm_lr", "seed")
+        if any(len({run.facts.get(name) for run in same}) > 1 for same in by_size.values())
+    ]
 
 
 def rows(runs: list[Run]) -> list[dict]:
@@ -98,20 +134,20 @@ def rows(runs: list[Run]) -> list[dict]:
     for run in sorted(runs, key=lambda run: (sizes[run.size], run.perplexity)):
         softmax = [other.perplexity for other in runs if (other.size, other.condition) == (run.size, "softmax")]
         paper = PAPER.get(run.size, {})
-        theirs = paper.get(run.condition)
-        last = max(run.validation)
+        theirs = paper.get(run.condition)  # of this very cell: a condition with a setting of its own has another name
         found.append(
             {
                 "run": run.name,
                 "size": run.size,
                 "condition": run.condition,
+                **{name: run.facts.get(name) for name in differing(runs)},
                 "parameters": run.parameters,
-                "tokens": max(run.tokens.values()),
-                "of planned": max(run.tokens.values()) / run.planned,
+                "tokens": run.trained,
+                "of planned": run.trained / int(run.facts["tokens"]),
                 "6ND": run.flops,
                 "best step": run.best,
                 "best loss": run.validation[run.best],
-                "last loss": run.validation[last],
+                "last loss": run.validation[max(run.validation)],
                 "perplexity": run.perplexity,
                 "vs softmax": over_softmax(run.perplexity, softmax),
                 "paper: perplexity": theirs,
@@ -121,7 +157,33 @@ def rows(runs: list[Run]) -> list[dict]:
     return found
 
 
+def repetitions(runs: list[Run]) -> list[dict]:
+    """Of each cell that several seeds trained with the same settings: mean and standard deviation of the best perplexity."""
+    groups: dict[tuple, list[Run]] = {}
+    for run in runs:
+        same = {name: value for name, value in run.facts.items() if name not in REPEATED}
+        groups.setdefault((str(sorted(same.items())), str(run.text)), []).append(run)
+    found = []
+    for group in groups.values():
+        seeds = sorted({run.facts.get("seed") for run in group}, key=str)
+        if len(seeds) > 1:
+            perplexities = [run.perplexity for run in group]
+            found.append(
+                {
+                    "size": group[0].size,
+                    "condition": group[0].condition,
+                    "lr": group[0].facts.get("lr"),
+                    "seeds": ", ".join(map(str, seeds)),
+                    "mean perplexity": statistics.mean(perplexities),
+                    "deviation": statistics.stdev(perplexities),
+                }
+            )
+    return found
+
+
 SHOWN = {
+    "lr": "{:g}",
+    "ssm_lr": "{:g}",
     "parameters": "{:,}",
     "tokens": "{:,}",
     "of planned": "{:.1%}",
@@ -130,6 +192,8 @@ SHOWN = {
     "best loss": "{:.4f}",
     "last loss": "{:.4f}",
     "perplexity": "{:.2f}",
+    "mean perplexity": "{:.2f}",
+    "deviation": "{:.2f}",
     "vs softmax": "{:+.2%}",
     "paper: perplexity": "{:.2f}",
     "paper: vs softmax": "{:+.2%}",
@@ -145,15 +209,26 @@ def remarks(runs: list[Run]) -> list[str]:
             values = sorted({str(run.text[name]) for run in same_size})
             if len(values) > 1:
                 said.append(f"{size}: {name} differs ({', '.join(values)}): the perplexities are not of the same text.")
-        counts = [max(run.tokens.values()) for run in same_size]
+        counts = [run.trained for run in same_size]
         if max(counts) > 1.01 * min(counts):
             said.append(f"{size}: trained on {min(counts):,} to {max(counts):,} tokens.")
     return said
 
 
-def page(found: list[dict], said: list[str]) -> str:
+def table(found: list[dict]) -> list[str]:
     cells = [[SHOWN.get(k, "{}").format(v) if v is not None else "-" for k, v in row.items()] for row in found]
-    lines = markdown_rows([[*found[0]], *cells])
+    return markdown_rows([[*found[0]], *cells])
+
+
+def page(found: list[dict], repeated: list[dict], said: list[str]) -> str:
+    lines = table(found)
+    if repeated:
+        lines += [
+            "",
+            *table(repeated),
+            "",
+            "Best perplexity over runs that differ in the seed alone, sample deviation.",
+        ]
     lines += ["", "Loss in nats per token, best of run; vs softmax: relative perplexity; 6ND with all parameters."]
     if any(row["paper: perplexity"] for row in found):
         lines += ["The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."]
@@ -173,11 +248,13 @@ def panels(runs: list[Run]) -> list[Panel]:
             curves.append(Curve(condition, *zip(*points, strict=True)))
         drawn.append(Panel("all sizes", curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", True, True))
     for size in dict.fromkeys(run.size for run in by_size):
-        curves = []
-        for run in (run for run in runs if run.size == size):
-            steps = sorted(step for step in run.validation if step in run.tokens)
-            x, y = [run.tokens[step] / 1e6 for step in steps], [math.exp(run.validation[step]) for step in steps]
-            curves.append(Curve(run.condition, x, y))
+        curves, same_size = [], [run for run in runs if run.size == size]
+        for run in same_size:
+            x, y = zip(
+                *((run.tokens_at(s) / 1e6, math.exp(loss)) for s, loss in sorted(run.validation.items())), strict=True
+            )
+            apart = [f"{name} {run.facts.get(name)}" for name in differing(same_size)]
+            curves.append(Curve(", ".join([run.condition, *apart]), list(x), list(y)))
         drawn.append(Panel(size, curves, "tokens (millions)", "validation perplexity", log_y=True))
     return drawn
 
@@ -199,17 +276,20 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     runs = [read_run(path) for path in args.runs]
-    found, said = rows(runs), remarks(runs)
-    print(page(found, said), end="")
+    found, repeated, said = rows(runs), repetitions(runs), remarks(runs)
+    print(page(found, repeated, said), end="")
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
-        write_whole(args.output / "study.md", page(found, said).encode())
-        contents = {"rows": found, "remarks": said, "validation": {run.name: run.validation for run in runs}}
+        write_whole(args.output / "study.md", page(found, repeated, said).encode())
+        contents = {
+            "rows": found,
+            "seeds": repeated,
+            "remarks": said,
+            "validation": {run.name: run.validation for run in runs},
+        }
         write_whole(args.output / "study.json", (json.dumps(contents, indent=1) + "\n").encode())
         drawn = draw(args.output / "study.png", panels(runs))
-        print(
-            f"wrote {args.output}" if drawn else f"wrote {args.output}, without a figure: matplotlib is not installed"
-        )
+        print(f"wrote {args.output}" if drawn else f"wrote {args.output}, without a figure: matplotlib is not installed")
     return 0
 
 

@@ -1,6 +1,6 @@
 """The model in pure PyTorch: configuration, mixers, decoder, and the standalone folder."""
 
-from .config import CONDITIONS, SIZES, Execution, MixerConfig, ModelConfig, build_config, condition_of
+from .config import CONDITIONS, SIZES, Cell, Execution, MixerConfig, ModelConfig, build_config, cell_of
 from .layer import InterdomainAttention
 from .state import KVCache, MixerState, ModelState
 from .transformer import Transformer, count_parameters, meta_model
@@ -8,6 +8,7 @@ from .transformer import Transformer, count_parameters, meta_model
 __all__ = [
     "CONDITIONS",
     "SIZES",
+    "Cell",
     "Execution",
     "InterdomainAttention",
     "KVCache",
@@ -17,7 +18,7 @@ __all__ = [
     "ModelState",
     "Transformer",
     "build_config",
-    "condition_of",
+    "cell_of",
     "count_parameters",
     "meta_model",
 ]

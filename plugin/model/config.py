@@ -6,7 +6,7 @@ every field by name. Configurations are frozen: change one with `dataclasses.rep
 
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT_VERSION = 1
 MOST, MOST_LAYERS, MOST_REAL = 100_000_000, 10_000, 1e18
@@ -253,13 +253,43 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
     return ModelConfig(**{name: value for name, value in settings.items() if name in _MODEL_SETTINGS}, mixer=mixer)
 
 
-def condition_of(config: ModelConfig) -> str:
-    """The row of CONDITIONS that a configuration's switches spell."""
+class Cell(NamedTuple):
+    """A cell of the study in words: rows of SIZES and CONDITIONS, each with every setting in which a model differs from it."""
+
+    size: str
+    condition: str
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.condition}"
+
+
+def cell_of(config: ModelConfig, size: str) -> Cell:
+    """("125M with n_layers 6", "interdomain, c_form identity, n_basis 32"); without a difference ("125M", "interdomain").
+
+    size: a row of SIZES, or what an earlier `Cell` says of it. The model's own settings are compared where the row is known.
+    """
     mixer = config.mixer
-    if mixer.kind != "interdomain":
-        return mixer.kind
     switches = {name: getattr(mixer, name) for name in ("dual_input", "query_readout", "rope")}
-    return next(name for name, row in CONDITIONS.items() if row == switches)
+    condition = "softmax"
+    if mixer.kind != "softmax":
+        condition = next(name for name, row in CONDITIONS.items() if row == switches)
+    row, other = config, MixerConfig(**CONDITIONS[condition])
+    if (name := str(size).partition(" with ")[0]) in SIZES:
+        size, row = name, build_config(name, condition)
+        other = row.mixer
+
+    def differences(got: Any, expected: Any, *without: str) -> list[str]:
+        pairs = [
+            (f.name, getattr(got, f.name), getattr(expected, f.name)) for f in fields(got) if f.name not in without
+        ]
+        changed = [(name, value) for name, value, usual in pairs if value != usual]
+        return [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in changed]
+
+    changed = ", ".join(differences(config, row, "mixer", "head_dim"))  # dim and n_heads say what head_dim is
+    unread = ["n_basis"] if condition == "softmax" else []
+    return Cell(
+        f"{size} with {changed}" if changed else size, ", ".join([condition, *differences(mixer, other, *unread)])
+    )
 
 
 def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:

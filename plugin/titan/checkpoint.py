@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import interdomain
 from interdomain.folders import write_whole
-from interdomain.model import ModelConfig, condition_of
+from interdomain.model import ModelConfig, cell_of
 from interdomain.model.distributed_checkpoint import (
     METADATA,
     SIDECAR,
@@ -57,8 +57,8 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
     return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
-        "size": plan.size,
-        "condition": condition_of(plan.config),
+        "size": plan.cell.size,
+        "condition": plan.cell.condition,
         "run": {
             "seed": plan.seed,
             "seq_len": plan.seq_len,
@@ -384,7 +384,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         differences = _other_switches(record["model"], self.record["model"]) if record else []
         differences += self._other_tensors(index.state_dict_metadata)
         if differences:
-            said = f" (there: {record['size']}, {record['condition']})" if record else ""
+            said = f" (there: {cell_of(ModelConfig.from_dict(record['model']), record['size'])})" if record else ""
             more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
             raise ValueError(
                 f"{folder} is a checkpoint of another model{said}: {'; '.join(differences[:3])}{more}. Set model.flavor "

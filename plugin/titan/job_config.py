@@ -48,7 +48,7 @@ class Mixer:
     """Heads of keys, values and state; query heads share them in groups."""
 
     c_scale: float | None = None
-    """Initial scale of C, the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M (diagonal C: sqrt(2/M))."""
+    """C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal."""
 
     linear_scale: float | None = None
     """Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M)."""

@@ -15,10 +15,11 @@ from interdomain import features, scan
 from interdomain.model import (
     CONDITIONS,
     SIZES,
+    Cell,
     Execution,
     ModelConfig,
     build_config,
-    condition_of,
+    cell_of,
     count_parameters,
     meta_model,
 )
@@ -67,13 +68,17 @@ class RunPlan:
     def tokens(self) -> int:
         return self.steps * self.tokens_per_step
 
+    @property
+    def cell(self) -> Cell:
+        return cell_of(self.config, self.size)
+
     def describe(self) -> str:
         """The dry run's table."""
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         softmax = self.config.mixer.kind == "softmax"
         rows = {
-            "model": f"{self.size}, {condition_of(self.config)} ({self.n_params:,} parameters)",
+            "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": f"{state_size(self.config):,} numbers per layer{', token' * softmax} and sequence",
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",

@@ -11,8 +11,6 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from interdomain.model import condition_of
-
 from .host import BaseLogger, logger
 from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
@@ -108,11 +106,14 @@ class RunLog(BaseLogger):
         self.steps.add_custom_scalars(LAYOUT)
         # Not add_hparams: it would open a run of its own, with the time as its name, at every restart.
         curves = dict.fromkeys(("loss_metrics/global_avg_loss", "validation_metrics/loss"))
-        experiment, session, _ = hparams(hyperparameters(self.plan, self.job_config), curves)
+        facts = hyperparameters(self.plan, self.job_config)
+        experiment, session, _ = hparams(facts, curves)
         self.steps.file_writer.add_summary(experiment)
         self.steps.file_writer.add_summary(session)
         configuration = json.dumps(self.job_config.to_dict(), indent=2, default=str)
-        for tag, text in (("plan", self.plan.describe()), ("configuration", configuration)):
+        # TensorBoard keeps the first start's row of HParams; the text is every start's.
+        texts = {"plan": self.plan.describe(), "hyperparameters": json.dumps(facts), "configuration": configuration}
+        for tag, text in texts.items():
             self.steps.add_text(f"run/{tag}", f"```\n{text}\n```", step)
         self.flush()
 
@@ -125,10 +126,14 @@ def _thread_failed(args, otherwise=threading.excepthook) -> None:
 
 def hyperparameters(plan, job_config) -> dict:
     """What runs of a study differ in, one row of TensorBoard's table."""
-    optimizer = job_config.optimizer
+    optimizer, mixer = job_config.optimizer, plan.config.mixer
+    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
     return {
-        "model": plan.size,
-        "condition": condition_of(plan.config),
+        "model": plan.cell.size,
+        "condition": plan.cell.condition,
+        **{
+            name: getattr(mixer, name) for name in start if mixer.kind != "softmax" and getattr(mixer, name) is not None
+        },
         "parameters": plan.n_params,
         "tokens": plan.tokens,
         "tokens_per_step": plan.tokens_per_step,

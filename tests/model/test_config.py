@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from interdomain.model import CONDITIONS, SIZES, MixerConfig, ModelConfig, build_config, condition_of
+from interdomain.model import CONDITIONS, SIZES, MixerConfig, ModelConfig, build_config, cell_of
 
 from .common import OPTIONS, VARIANTS, small_config
 
@@ -14,7 +14,7 @@ from .common import OPTIONS, VARIANTS, small_config
 def test_every_cell_is_its_row_and_column(condition):
     for size, row in SIZES.items():
         config = build_config(size, condition)
-        assert condition_of(config) == condition
+        assert cell_of(config, size) == (size, condition)
         for name, value in row.items():
             assert getattr(config.mixer if name == "n_basis" else config, name) == value
         for name, value in CONDITIONS[condition].items():
@@ -44,7 +44,28 @@ def test_json_round_trip(condition, option):
 def test_overrides_reach_every_field_by_name():
     config = build_config("125M", "interdomain", n_basis=16, rope=False, vocab_size=100, norm_eps=1e-6)
     assert (config.mixer.n_basis, config.mixer.rope, config.vocab_size, config.norm_eps) == (16, False, 100, 1e-6)
-    assert condition_of(config) == "interdomain-norope"  # the switches are the condition
+    assert cell_of(config, "125M") == ("125M with vocab_size 100, norm_eps 1e-06", "interdomain-norope, n_basis 16")
+
+
+@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+def test_no_other_model_has_a_cell_s_name(condition, option):
+    """Every setting in which a model differs from the size and the condition is in its name."""
+    overrides = OPTIONS[option]
+    cell = cell_of(build_config("debug", condition, **overrides), "debug")
+    assert cell.condition.split(", ")[0] == condition
+    assert set(cell.condition.split(", ")[1:]) == {
+        f"{k} {v}" for k, v in overrides.items() if k not in ("dim", "n_heads", "head_dim")
+    }
+    assert cell.size == ("debug with dim 192, n_heads 2" if "dim" in overrides else "debug")
+
+
+def test_a_cell_s_name_as_text_and_from_its_own_name():
+    config = build_config("125M", "s4d", n_layers=6, head_dim=96, n_heads=8, a_init="s4d-lin", linear_scale=0.5)
+    cell = cell_of(config, "125M")
+    assert str(cell) == "125M with n_layers 6, n_heads 8, s4d, linear_scale 0.5, a_init s4d-lin"
+    assert cell_of(config, cell.size) == cell  # as a record has it
+    assert cell_of(config, "mine") == ("mine", cell.condition)
+    assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"  # which does not read n_basis
 
 
 def test_frozen():

@@ -109,7 +109,10 @@ class TestRealCheckpoint:
     def test_another_model_is_refused(self, real, capsys, condition, overrides, said):
         config = build_config("debug", condition, **{"vocab_size": 512, **overrides})
         error = refusal(capsys, manager(real.parent, config)._check, real)
-        assert f"{real} is a checkpoint of another model (there: debug, interdomain)" in error
+        assert (
+            f"{real} is a checkpoint of another model (there: debug with vocab_size 512, max_seq_len 64, interdomain)"
+            in error
+        )
         assert said in error
         assert "--job.dump_folder" in error
 

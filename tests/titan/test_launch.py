@@ -139,7 +139,8 @@ def test_another_models_folder_is_not_trained_on(corpus, stock, tmp_path):
     before = sorted(folder.rglob("*"))
     arguments = flags(corpus, folder, mixer__condition="s4d", checkpoint__enable=True)
     done = train(1, tmp_path / "plan.json", *arguments)
-    whose = f"{folder / 'checkpoint' / 'step-6'} is a checkpoint of another model (there: debug, interdomain)"
+    cell = "debug with vocab_size 512, max_seq_len 64, interdomain"
+    whose = f"{folder / 'checkpoint' / 'step-6'} is a checkpoint of another model (there: {cell})"
     assert_one_paragraph(done, whose, "--job.dump_folder")
     assert sorted(folder.rglob("*")) == before
 

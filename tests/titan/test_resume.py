@@ -97,7 +97,9 @@ def test_asynchronous_saves_keep_the_latest_two_whole(two):
 def test_another_models_checkpoint_is_not_continued(two):
     """In the folder of the interdomain run, when that is done."""
     error = two.output.partition("error: " + str(checkpoint(two, "interdomain", 6)))[2].partition("\n")[0]
-    assert error.startswith(" is a checkpoint of another model (there: debug, interdomain)")
+    assert error.startswith(
+        " is a checkpoint of another model (there: debug with vocab_size 512, max_seq_len 64, interdomain)"
+    )
     assert "--job.dump_folder" in error
     assert two.seen("other model")["log"] == {}
     found = (two.folder / "interdomain" / "checkpoint").iterdir()

@@ -18,7 +18,7 @@ from torchtitan.config import ConfigManager
 from interdomain.titan.layout import LAYOUT
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog, hyperparameters
-from interdomain.tools._curves import read_curves, read_events
+from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
 from .conftest import flags
 
@@ -134,7 +134,14 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert "6 of 512 tokens" in plan
     content = events.PluginTagToContent("hparams")
     assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= content.keys()
-    assert hyperparameters(make_plan(job, 1), job)["condition"] == "interdomain"
+    facts = hyperparameters_of(events)
+    assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
+    assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
+    assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")
+    low = ConfigManager().parse_args([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
+    found = hyperparameters(make_plan(low, 1), low)
+    assert (found["lr"], found["ssm_lr"], found["c_scale"]) == (5e-4, 5e-4, 1.0)
+    assert found["condition"] == "interdomain, c_scale 1"
     assert [path.name for path in (tmp_path / "tb").iterdir() if path.is_dir()] == ["tokens"]  # no sub-runs
     layout = Layout.FromString(events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0])
     assert [category.title for category in layout.category] == list(LAYOUT)

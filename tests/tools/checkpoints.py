@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from interdomain.model import Transformer, condition_of
+from interdomain.model import Transformer, cell_of
 from interdomain.model.distributed_checkpoint import SIDECAR, TOKENIZER
 
 from ..model.common import lively, small_config
@@ -25,8 +25,7 @@ def record_of(config, tokenizer, step=100) -> dict:
     return {
         "format_version": 1,
         "model": config.to_dict(),
-        "size": "debug",
-        "condition": condition_of(config),
+        **cell_of(config, "debug")._asdict(),
         "run": {
             "seed": 42,
             "seq_len": 128,

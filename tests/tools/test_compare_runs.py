@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -36,6 +37,16 @@ def write(tmp_path):
 
 def lines(capsys):
     return capsys.readouterr().out.splitlines()
+
+
+def test_a_folder_above_one_run_is_that_run(write, tmp_path, capsys):
+    """Its curves by tokens, and those of an earlier run in its folder, are no runs beside it."""
+    run = Path(write("outputs/run", 1, [3.0, 2.5]))
+    for below in ("tokens", "earlier-20260101-000000", "earlier-20260101-000000/tokens"):
+        with SummaryWriter(run / "tb" / below) as writer:
+            writer.add_scalar("by_tokens/loss", 1.0, 512)
+    assert compare_runs.main([str(tmp_path / "outputs"), str(run)]) == 0
+    assert lines(capsys)[-1].startswith("the same to the bit at 2 step(s)")
 
 
 def test_the_same_run_twice(write, capsys):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from interdomain import bundle
-from interdomain.model import Transformer
+from interdomain.model import Transformer, cell_of
 from interdomain.model import distributed_checkpoint as checkpoints
 from interdomain.model.pretrained import load_pretrained, read_config
 from interdomain.tools import convert
@@ -103,7 +103,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     config, record = read_config(output)
     assert config == model.config
     facts = record["facts"]
-    assert (facts["condition"], facts["step"], facts["tokens"]) == (condition, 100, 204_800)
+    assert (facts["size"], facts["condition"]) == (cell := cell_of(config, "debug"))
+    assert (facts["step"], facts["tokens"]) == (100, 204_800)
     assert facts["run"]["data_fingerprint"] == "0123abcd"
     # Nothing but the model was loaded: the rest would have left a file.
     assert not (tmp_path / "run" / "checkpoint" / "sprung").exists()
@@ -118,7 +119,7 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert f"--checkpoint.initial_load_path {tmp_path}/again/step-0" in capsys.readouterr().out
     config, record = checkpoints.read_sidecar(tmp_path / "again" / "step-0")
     assert config == model.config
-    assert (record["step"], record["tokens"], record["condition"]) == (0, 0, condition)
+    assert (record["step"], record["tokens"], record["size"], record["condition"]) == (0, 0, *cell)
     assert record["run"]["started_from"]["step"] == 100
     index = checkpoints.tensor_index(tmp_path / "again" / "step-0")
     assert_same(checkpoints.read_tensors(tmp_path / "again" / "step-0", list(index), index), model.state_dict())

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from interdomain.data import IndexedDatasetWriter, load_tokenizer
+from interdomain.model import cell_of
 from interdomain.model.pretrained import load_model
 from interdomain.tools import _harness, _task_table, convert, evaluate, prepare_data
 from interdomain.tools._perplexity import measure, read_spans, window_losses
 from interdomain.tools._plots import Curve, Panel, draw
 
 from ..common import small_tokenizer
+from ..model.common import small_config
 from .checkpoints import small_model, write_checkpoint
 
 CONDITIONS = ("interdomain", "softmax")
@@ -196,9 +198,8 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
     contents = json.loads((out / "evaluation.json").read_text())
     assert contents["status"] == "complete"
     assert not contents["tasks"]
-    assert {name: facts["condition"] for name, facts in contents["folders"].items()} == dict(
-        zip(CONDITIONS, CONDITIONS, strict=True)
-    )
+    named = {name: (facts["size"], facts["condition"]) for name, facts in contents["folders"].items()}
+    assert named == {condition: cell_of(small_config(condition, vocab_size=420), "debug") for condition in CONDITIONS}
     assert contents["folders"]["softmax"]["step"] == 100
     found = {(row["folder"], row["corpus"], row["length"]): row for row in contents["perplexity"]}
     assert len(found) == 8
@@ -322,15 +323,19 @@ def test_the_paper_s_averages_are_those_of_its_rows():
         assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
 
 
+CELLS = {("1.3B", condition) for condition in _task_table.CONDITIONS}
+
+
 def test_bits_of_lambada_are_its_perplexity_in_another_unit():
     perplexities = dict(zip("abc", _task_table.PAPER["lambada_openai", "perplexity"], strict=True))
     results = {x: {"lambada_openai": {"perplexity": {"value": value}}} for x, value in perplexities.items()}
-    line = _task_table.lambada_bits({**results, "none": {"piqa": {}}})
-    assert line.endswith("; the paper's 1.3B: 1.1244, 0.9937, 1.3712.")
+    line = _task_table.lambada_bits({**results, "none": {"piqa": {}}}, CELLS)
+    assert line.endswith("; the paper's 1.3B: softmax 1.1244, interdomain 0.9937, s4d 1.3712.")
+    assert "paper's 1.3B" not in _task_table.lambada_bits(results, {("125M", "softmax")})
     for x, paper in zip("abc", _task_table.LAMBADA_BITS, strict=True):
         assert float(line.partition(f"{x} ")[2][:6]) == pytest.approx(paper, abs=3e-4)
     assert "none" not in line
-    assert _task_table.lambada_bits({"none": {"piqa": {}}}) is None
+    assert _task_table.lambada_bits({"none": {"piqa": {}}}, CELLS) is None
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
@@ -343,7 +348,7 @@ def test_the_table_has_folders_and_paper_side_by_side():
 
     half = results(0.02)
     del half["boolq"]
-    head, *rows = _task_table.table({"a": results(0.0), "b": half})
+    head, *rows = _task_table.table({"a": results(0.0), "b": half}, CELLS)
     assert head == ["task", "metric", "a", "b", *(f"paper's 1.3B {c}" for c in ("softmax", "interdomain", "s4d"))]
     assert [row[:2] for row in rows] == [
         *([task, f"{metric} %"] for task, metric in _task_table.COMMONSENSE),
@@ -356,7 +361,12 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert rows[8][2:] == ["35.00", "-", "51.51", "54.54", "49.44"]
     assert rows[9][2:] == ["0.8000 ± 0.0100", "0.8200 ± 0.0100", "21.03", "14.76", "41.02"]
     assert rows[-1] == ["mine", "acc %", "50.00", "50.00", "-", "-", "-"]
-    assert _task_table.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}) == [
+    # Only what is exactly a cell of the paper's has the paper's figures beside it.
+    head, *rows = _task_table.table(
+        {"a": half}, {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
+    )
+    assert (head, rows[1]) == (["task", "metric", "a", "paper's 1.3B s4d"], ["piqa", "acc %", "12.00 ± 1.00", "71"])
+    assert _task_table.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}, CELLS) == [
         ["task", "metric", "a"],
         ["mine", "acc %", "50.00"],
     ]
@@ -366,7 +376,7 @@ def test_every_average_stands_below_its_group():
     groups = [_task_table.BASED, _task_table.LONGBENCH]
     results = {task: {metric: {"value": 0.5, "stderr": None}} for task, metric in groups[0] | groups[1]}
     results["longbench_lcc"]["code_sim_score"] = {"value": 0.5, "stderr": None}  # the same as its score
-    rows = _task_table.table({"a": results})[1:]
+    rows = _task_table.table({"a": results}, CELLS)[1:]
     assert [row[0] for row in rows] == [
         *("swde", "fda", "squad_completion", "based_nq", "based_triviaqa", "based_drop", "average of Based's six"),
         *(task for task, _ in _task_table.LONGBENCH),

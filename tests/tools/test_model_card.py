@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from interdomain.model import count_parameters
+from interdomain.model import cell_of, count_parameters
+from interdomain.model.distributed_checkpoint import SIDECAR
 from interdomain.model.pretrained import read_config
 from interdomain.tools import convert
 from interdomain.tools._model_card import last_validation
@@ -53,6 +54,9 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
 
     model = small_model(condition)
     checkpoint = write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
+    record = json.loads((checkpoint / SIDECAR).read_text())
+    record |= {"size": "debug", "condition": condition}  # as it was once written, whatever n_basis is
+    (checkpoint / SIDECAR).write_text(json.dumps(record))
     convert_to(output, checkpoint)
     assert "| validation perplexity | not recorded |" in (output / "README.md").read_text()
     with SummaryWriter(str(tmp_path / "run" / "tb")) as writer:
@@ -60,9 +64,13 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
             writer.add_scalar("validation_metrics/perplexity", perplexity, step)
     convert_to(tmp_path / "measured", checkpoint)
     card = (tmp_path / "measured" / "README.md").read_text()
+    cell = cell_of(model.config, "debug")
+    assert ("n_basis 6" in cell.condition) == (condition == "interdomain")
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
     for line in (
-        f"# Interdomain Attention, debug, {condition}",
+        f"- {condition}",
+        f"# Interdomain Attention, {cell}",
+        f"| condition | {cell.condition} |",
         f"| parameters | {count_parameters(model):,} |",
         "| tokens trained on | 204,800 |",
         "| step | 100 of 400 |",

@@ -2,6 +2,8 @@
 
 import json
 import math
+import statistics
+from pathlib import Path
 
 import pytest
 
@@ -14,28 +16,30 @@ from interdomain.tools import study
 
 from ..common import REPOSITORY
 
-# By step: the lowest is not the last.
+# By step, as runs validate: the last step, 4,769, is none at which anything else is logged. The lowest is not the last.
 LOSSES = {
-    "softmax": {1: 10.5, 2384: 3.0, 4768: 2.9},
-    "interdomain": {1: 10.5, 2384: 2.75, 4768: 2.8},
-    "s4d-rope": {1: 10.5, 2384: 2.5 + math.log(2), 4768: math.nan},
+    "softmax": {1: 10.5, 2500: 3.0, 4769: 2.9},
+    "interdomain": {1: 10.5, 2500: 2.75, 4769: 2.8},
+    "s4d-rope": {1: 10.5, 2500: 2.5 + math.log(2), 4769: math.nan},
 }
 
 
 @pytest.fixture
 def write(tmp_path):
-    """write(name, condition, losses, size=, flags): the folder of a run that logged these validation losses."""
+    """write(name, condition, losses, *flags, size=, first=): a start of a run that logged these validation losses, and the
+    number of tokens at step 1 and the multiples of 10, as the trainer does."""
 
-    def write(name, condition, losses, *flags, size="125M", last=None):
+    def write(name, condition, losses, *flags, size="125M", first=1):
         given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
         job = ConfigManager().parse_args([*given, "--data.corpus", "data/edu", *flags])
         plan = make_plan(job, 8)
         log = RunLog(tmp_path / name / "tb", plan, job)
-        log.begin(1, lambda step: plan.tokens_per_step * step)
-        for step in {*losses, last or max(losses)}:
-            log.log({"n_tokens_seen": plan.tokens_per_step * step}, step)
-        for step, loss in losses.items():
-            log.log({"validation_metrics/loss": loss}, step)
+        log.begin(first, lambda step: plan.tokens_per_step * step)
+        for step in sorted({first, *losses, *(step - step % 10 for step in losses if step > 10)}):
+            if step == 1 or step % 10 == 0:
+                log.log({"n_tokens_seen": plan.tokens_per_step * step}, step)
+            if step in losses:
+                log.log({"validation_metrics/loss": losses[step]}, step)
         log.close()
         return str(tmp_path / name)
 
@@ -54,10 +58,11 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
         ("350M", "interdomain"),
     ]
     ours, softmax, other, large = rows
-    assert (ours["best step"], ours["best loss"], ours["last loss"]) == (2384, 2.75, pytest.approx(2.8))
-    assert (softmax["best step"], softmax["vs softmax"]) == (4768, 0)
+    assert (ours["best step"], ours["best loss"], ours["last loss"]) == (2500, 2.75, pytest.approx(2.8))
+    assert (softmax["best step"], softmax["vs softmax"]) == (4769, 0)
     assert ours["vs softmax"] == pytest.approx(math.exp(2.75 - 2.9) - 1)
-    assert (ours["parameters"], ours["tokens"]) == (135_416_208, 4768 * 524_288)
+    assert (ours["parameters"], ours["tokens"]) == (135_416_208, 4769 * 524_288)
+    assert ours["of planned"] == 1
     # The paper's figures: 6ND at 125M is its scaling figure's, and vs Softmax its mechanism cube's.
     assert ours["6ND"] == pytest.approx(2.031e18, rel=1e-3)
     assert (ours["paper: perplexity"], round(100 * ours["paper: vs softmax"], 2)) == (16.48, -1.02)
@@ -68,9 +73,51 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     said = capsys.readouterr().out
     table = (tmp_path / "out" / "study.md").read_text()
     assert said.startswith(table)
-    assert "| 125M | interdomain | 135,416,208 | 2,499,805,184 |" in table
+    assert (
+        "| 125M | interdomain | 135,416,208 | 2,500,329,472 | 100.0% |" in table
+    )  # runs differ in no rate and no seed
     assert "differs" not in table
     assert "study.png" in {path.name for path in (tmp_path / "out").iterdir()} or "without a figure" in said
+
+
+def test_the_last_validation_is_in_the_plot(write):
+    run = study.read_run(Path(write("run", "interdomain", LOSSES["interdomain"])))
+    (panel,) = study.panels([run])
+    assert panel.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]]
+
+
+def test_an_extended_run_is_measured_by_its_last_plan(write):
+    write("run", "interdomain", {1: 10.5, 4769: 2.8})
+    run = write("run", "interdomain", {7154: 2.7}, "--training.tokens", "5_000_000_000", first=4770)
+    (row,) = study.rows([study.read_run(Path(run))])
+    assert row["of planned"] == pytest.approx(0.75, abs=1e-3)
+
+
+def test_an_ablation_is_not_the_paper_s_cell(write):
+    flags = ("--mixer.c_form", "identity", "--mixer.n_basis", "32")
+    runs = [write("plain", "interdomain", {1: 3.0}), write("ablated", "interdomain", {1: 2.9}, *flags)]
+    ablated, plain = study.rows([study.read_run(Path(run)) for run in runs])
+    assert (ablated["condition"], ablated["paper: perplexity"]) == ("interdomain, n_basis 32, c_form identity", None)
+    assert (plain["condition"], plain["paper: perplexity"]) == ("interdomain", 16.48)
+
+
+def test_seeds_and_learning_rates(write, capsys):
+    """Where runs differ in them; mean and deviation over runs that differ in the seed alone."""
+    losses = {"1": 2.0, "2": 2.1, "3": 2.3}
+    runs = [write(f"s{seed}", "interdomain", {1: loss}, "--debug.seed", seed) for seed, loss in losses.items()]
+    runs.append(write("fast", "interdomain", {1: 1.9}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
+    assert study.main(runs) == 0
+    said = capsys.readouterr().out
+    for name, lr, seed in (("s2", "0.003", 2), ("fast", "0.006", 1)):
+        (line,) = (line for line in said.splitlines() if f"/{name} |" in line)
+        assert f"| interdomain | {lr} | {seed} |" in line
+    (repeated,) = study.repetitions([study.read_run(Path(run)) for run in runs])
+    perplexities = [math.exp(loss) for loss in losses.values()]
+    assert repeated["mean perplexity"] == pytest.approx(sum(perplexities) / 3)
+    assert repeated["deviation"] == pytest.approx(statistics.stdev(perplexities))
+    assert "| 125M | interdomain | 0.003 | 1, 2, 3 | 8.51 | 1.33 |" in said
+    (panel,) = study.panels([study.read_run(Path(run)) for run in runs])
+    assert len({curve.label for curve in panel.curves}) == 4
 
 
 def test_runs_that_cannot_stand_beside_each_other(write, capsys):
@@ -79,7 +126,7 @@ def test_runs_that_cannot_stand_beside_each_other(write, capsys):
     assert study.main([whole, elsewhere]) == 0
     said = capsys.readouterr().out
     assert "- 125M: validation.tokens differs (" in said
-    assert "- 125M: trained on 52,428,800 to 2,499,805,184 tokens." in said
+    assert "- 125M: trained on 52,428,800 to 2,500,329,472 tokens." in said
 
 
 def test_what_is_refused(write, tmp_path, capsys):
