@@ -12,6 +12,8 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from .plan import precision_of
+
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
 
@@ -61,7 +63,7 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
         config["offload_policy"] = CPUOffloadPolicy()
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        param_dtype=torch.bfloat16 if precision_of(training) == "bf16" else torch.float32,
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,
     )

@@ -2,8 +2,9 @@
 
 The configuration is checked and the run's folder taken before the process group exists, so that nothing is built for a run
 that cannot be; the checkpoint manager is ours; between steps the run leaves if it was asked to; the optimizer sees the loss and
-the gradient norm, which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy on every topology (see
-`parallelize`), so the autocast that the trainer would put around a single rank is left out.
+the gradient norm, which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy (see
+`parallelize`) or the model's own autocast on every topology, so the one that the trainer would put around a single rank is left
+out.
 """
 
 import contextlib
