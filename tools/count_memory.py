@@ -171,9 +171,7 @@ def training_bytes(
     """
     model = _model(config, precision)
     if checkpointing != "none":
-        from torchtitan.config.job_config import ActivationCheckpoint
-
-        from interdomain.titan.parallelize import checkpoint_blocks
+        from interdomain.titan.parallelize import ActivationCheckpoint, checkpoint_blocks
 
         settings = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op", determinism_check="none")
         checkpoint_blocks(model, settings)

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, disable_fsdp_gradient_division
 from torchtitan.tools import utils
@@ -35,7 +36,7 @@ def parallelize(model, parallel_dims, job_config):
     return model
 
 
-def checkpoint_blocks(model, settings, **options) -> None:
+def checkpoint_blocks(model, settings: ActivationCheckpoint, **options) -> None:
     """Activation checkpointing by settings [activation_checkpoint]."""
     apply_ac(model, settings, op_sac_save_list=_op_sac_save_list | SCAN_OPS, **options)
 
