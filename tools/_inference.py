@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from interdomain.model import ModelConfig, ModelState, Transformer, meta_model
+from interdomain.model import Execution, ModelConfig, ModelState, Transformer
 from interdomain.model.generation import Decoder, decode, prefill
 from interdomain.model.initialize import initial_value
 from interdomain.model.joined import join_projections
@@ -68,9 +68,13 @@ def put(state: ModelState, prefix: int) -> ModelState:
 
 
 @torch.no_grad()
-def random_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
+def random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, execution: Execution | None = None
+) -> Transformer:
     """As a folder is loaded; small tensors, the dynamics among them, as training starts from them, large ones normal."""
-    model = meta_model(config).to_empty(device=device)
+    with torch.device("meta"):
+        model = Transformer(config, execution)
+    model.to_empty(device=device)
     for name, x in (*model.named_parameters(), *model.named_buffers()):
         if x.numel() < LARGE:
             x.copy_(initial_value(name, x.shape, config, seed=0))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from interdomain.model import SIZES, Transformer, build_config
+from interdomain.model import SIZES, Execution, Transformer, build_config
 from interdomain.model.generation import PREFILL_CHUNK
 
 from . import _inference_paper as paper
@@ -48,7 +48,8 @@ PARTS = ("decode", "memory", "sizes")
 # The paper's, in the order in which they are measured: what the targets name comes first.
 BATCHES, PREFIXES, SIZE_BATCHES = (1, 64, 8, 32, 16), (4096, 16_384, 512, 8192, 2048, 1024), (1, 8)
 LONG_PROMPT = (1, 131_072)
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# bf16-products: the paper's, float32 weights that every product rounds.
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "bf16-products": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Bench:
         try:
             for condition in CONDITIONS:
                 config = build_config(size, condition)
-                made[condition] = random_model(config, self.setup.device, DTYPES[self.mode.dtype])
+                execution = Execution(bf16_products=self.mode.dtype == "bf16-products")
+                made[condition] = random_model(config, self.setup.device, DTYPES[self.mode.dtype], execution)
         except torch.OutOfMemoryError as e:
             self.report.note(f"{size}: not run: {reason(e)}")
             made = {}
@@ -226,7 +228,11 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--prefixes", nargs="+", type=int, help=f"tokens; default {' '.join(map(str, sorted(PREFIXES)))}")
     p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 8)")
     p.add_argument("--rounds", type=int, help="turns of a candidate at most, and at least 3; default 20 (CPU: 40)")
-    p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
+    p.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="of weights and cache, or the paper's way; default bfloat16 (CPU: float32)",
+    )
     p.add_argument("--threads", type=int, help="of PyTorch on a CPU; default: as PyTorch chooses")
     p.add_argument(
         "--quick", action="store_true", help="on a GPU, what fits into two minutes: three prefixes, fewer steps"

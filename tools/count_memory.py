@@ -1,8 +1,8 @@
 """python -m interdomain.tools.count_memory --prompts 8x16384 1x131072
 
 Count, without a GPU, the memory that reading a prompt takes at its peak on one: the model and the launch code of its kernels
-run on tensors without data, no kernel is launched, and the bytes of what is alive are added up. Weights are bf16. With
---training, of a training step instead: activations and loss, beside what the dry run estimates.
+run on tensors without data, no kernel is launched, and the bytes of what is alive are added up. With --training, of a
+training step instead: activations and loss, beside what the dry run estimates.
 """
 
 import argparse
@@ -21,11 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interdomain import features, scan
-from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config
+from interdomain.model import (
+    CONDITIONS,
+    SIZES,
+    Execution,
+    ModelConfig,
+    Transformer,
+    build_config,
+    count_parameters,
+    meta_model,
+)
 from interdomain.model.config import PRECISIONS
 from interdomain.model.flops import memory_estimate
 from interdomain.model.generation import PREFILL_CHUNK, prefill
-from interdomain.model.transformer import meta_model
 
 from . import _inference_paper as paper
 from ._cli import argument_parser, user_errors
@@ -75,6 +83,8 @@ class OnCUDA(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _flash_attention(*args, **kwargs)
+        if func is F.linear and torch.is_autocast_enabled("cuda"):
+            args = tuple(x.to(torch.get_autocast_dtype("cuda")) for x in args)
         if func is F.rms_norm:
             return _FusedRMSNorm.apply(args[0], kwargs["weight"])
         out = func(*map(_here, args), **{name: _here(x) for name, x in kwargs.items()})
@@ -125,6 +135,8 @@ def without_gpu(inside: bool = True):
         (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
         (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
         *((torch.cuda, name, contextlib.nullcontext) for name in ("device", "device_of")),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.cuda, "is_bf16_supported", lambda *_: True),
         # Which PyTorch cannot make in a mode. Attention allocates the same with it and without.
         (bias, "causal_lower_right", lambda *lengths: None),
     ]
@@ -135,9 +147,15 @@ def without_gpu(inside: bool = True):
             yield
 
 
-def prefill_bytes(config: ModelConfig, batch: int, length: int, chunk: int) -> int:
-    """At the peak of reading tokens [batch, length] in pieces of `chunk`, weights (bf16) and state or cache included."""
-    model = meta_model(config).to(torch.bfloat16)
+def _model(config: ModelConfig, precision: str) -> Transformer:
+    with META:
+        model = Transformer(config, Execution(bf16_products=precision == "bf16-products"))
+    return model.to(torch.bfloat16) if precision == "bf16" else model
+
+
+def prefill_bytes(config: ModelConfig, batch: int, length: int, chunk: int, precision: str = "bf16") -> int:
+    """At the peak of reading tokens [batch, length] in pieces of `chunk`, weights and state or cache included."""
+    model = _model(config, precision)
     tokens = torch.empty(batch, length, dtype=torch.int64, device=META)
     with without_gpu(), LiveBytes() as count:
         prefill(model, tokens, chunk=chunk)
@@ -151,13 +169,9 @@ def training_bytes(
 
     checkpointing: none, selective or full. Not counted: what the kernels of the scan and the features allocate inside.
     """
-    model = meta_model(config)
-    if precision == "bf16":
-        model.to(torch.bfloat16)
+    model = _model(config, precision)
     if checkpointing != "none":
-        from torchtitan.config.job_config import ActivationCheckpoint
-
-        from interdomain.titan.parallelize import checkpoint_blocks
+        from interdomain.titan.parallelize import ActivationCheckpoint, checkpoint_blocks
 
         settings = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op", determinism_check="none")
         checkpoint_blocks(model, settings)
@@ -180,7 +194,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
     p.add_argument("--prompts", nargs="+", help="sequences x tokens, such as 8x4096; default: bench_inference's")
     p.add_argument("--training", action="store_true", help="a step on --prompts, by activation checkpointing")
-    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="with --training; default %(default)s")
+    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
     return p.parse_args(argv)
 
@@ -194,7 +208,7 @@ def main(argv=None) -> int:
     if args.training:
         return _training_table(args, prompts if args.prompts else [(8, 4096)])
     ways = [f"{condition} {way}" for condition in args.conditions for way in ("whole", "chunked")]
-    print(f"{args.size}, bf16: GiB at the peak of reading a prompt, counted, not measured\n")
+    print(f"{args.size}, {args.precision}: GiB at the peak of reading a prompt, counted, not measured\n")
     print("| prompt | " + " | ".join(ways) + " |")
     print("|" + "---|" * (1 + len(ways)))
     for batch, length in prompts:
@@ -202,7 +216,8 @@ def main(argv=None) -> int:
         for condition in args.conditions:
             config = build_config(args.size, condition)
             cells += [
-                f"{prefill_bytes(config, batch, length, piece) / 2**30:.2f}" for piece in (length, args.prefill_chunk)
+                f"{prefill_bytes(config, batch, length, piece, args.precision) / 2**30:.2f}"
+                for piece in (length, args.prefill_chunk)
             ]
         print(f"| {' | '.join(cells)} |", flush=True)
     return 0
@@ -215,10 +230,11 @@ def _training_table(args: argparse.Namespace, batches: list[tuple[int, int]]) ->
     for batch, length in batches:
         cells = [f"B={batch}, {length:,} tokens"]
         for config in (build_config(args.size, condition) for condition in args.conditions):
+            n_params = count_parameters(meta_model(config))
             for mode in MODES:
                 step = dict(checkpointing=mode, precision=args.precision)
                 counted = training_bytes(config, batch, length, **step)
-                parts = memory_estimate(config, 0, shards=1, local_batch=batch, seq_len=length, **step)
+                parts = memory_estimate(config, n_params, shards=1, local_batch=batch, seq_len=length, **step)
                 estimated = parts["activations"] + parts["loss"]
                 cells.append(f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})")
         print(f"| {' | '.join(cells)} |", flush=True)

@@ -289,7 +289,9 @@ def main(argv=None) -> int:
         }
         write_whole(args.output / "study.json", (json.dumps(contents, indent=1) + "\n").encode())
         drawn = draw(args.output / "study.png", panels(runs))
-        print(f"wrote {args.output}" if drawn else f"wrote {args.output}, without a figure: matplotlib is not installed")
+        print(
+            f"wrote {args.output}" if drawn else f"wrote {args.output}, without a figure: matplotlib is not installed"
+        )
     return 0
 
 

@@ -119,14 +119,13 @@ class MixerConfig:
 
 
 PRECISIONS = ("bf16", "bf16-products", "float32")
-"""bf16: parameters (of float32 ones that the optimizer has), residual stream, norms and products. bf16-products: products only,
-as autocast over float32 parameters computes them; the paper's. float32: all. The dynamics, the states and the loss are float32 in
-each."""
+"""bf16: parameters (the optimizer has float32 ones), residual stream, norms and products. bf16-products: products only, as
+autocast over float32 parameters computes them; the paper's. float32: all. Dynamics, states and loss are float32 in each."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a mixer is computed, which is no property of the model: no field changes the function or its parameters.
+    """How the model is computed, which is no property of it: no field changes the function or its parameters.
 
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
@@ -134,11 +133,14 @@ class Execution:
             and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
             `auto` is True; training with `interdomain.titan` chooses by the GPU's memory instead.
         features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
+        bf16_products: products of float32 parameters in bfloat16, under autocast. The residual stream, embeddings, norms,
+            dynamics and the loss stay float32 (`PRECISIONS`).
     """
 
     backend: str = "auto"
     recompute: bool | str = "auto"
     features: str = "auto"
+    bf16_products: bool = False
 
     def __post_init__(self) -> None:
         if self.recompute != "auto" and not isinstance(self.recompute, bool):

@@ -59,7 +59,8 @@ class RandomFourierFeatures(nn.Module):
         """x [B, T, H, R] with H a multiple of H_kv -> [B, T, H, R]."""
         B, T, H, R = x.shape
         groups = widened(x).view(B, T, self.frequencies.shape[0], -1, R)
-        angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
         features = torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / R) ** 0.5
         return features.view(B, T, H, R).to(x.dtype)
 

@@ -83,14 +83,14 @@ def memory_estimate(
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
     parameters, gradients, optimizer: float32, sharded; AdamW has two moments.
-    gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced. Under autocast
-        without checkpointing, the bf16 weights that the backward pass reads again.
+    gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced.
     activations: what autograd keeps per token and layer. `none`: the inputs of norms, products, features, scan and activation
         (compiled: without the activation's output). `selective`: the block's input, the scan and every second product, as
         TorchTitan chooses (q, v, the gate, the last). `full`: the block's input; and once, the rest of a block, computed again.
-        Without `recompute` a scan with a query readout also keeps a, 2M numbers per query head.
+        Without `recompute` a scan with a query readout also keeps a, 2M numbers per query head. Of bf16-products without
+        checkpointing, also the weights in bf16.
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
-        logits of a piece: as the product gives them, in float32, and their softmax.
+        logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
     `tools.count_memory --training` counts activations and loss in the real step.
     """
     m, dim, ffn, V = config.mixer, config.dim, config.ffn_hidden, config.vocab_size
@@ -110,19 +110,19 @@ def memory_estimate(
     if not recompute and not softmax and m.query_readout and checkpointing != "full":
         per_layer += width * config.n_heads * 2 * m.n_basis
     activations = tokens * config.n_layers * per_layer
-    piece = min(tokens, piece_tokens(V)) * V * (width + 4 + 4)
+    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4)
     if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
         activations += max(0, tokens * (everything - per_layer) - piece)
     if not softmax and m.query_readout:
         activations += 4 * config.n_layers * config.n_kv_heads * 14 * m.n_basis**2  # W, and what it was made of
-    gathered = stored * (V * dim + 3 * block) + 4 * block
-    if precision == "bf16-products" and checkpointing == "none":
-        gathered += 2 * config.n_layers * block
+    rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
+    if checkpointing == "none":
+        activations += rounded * config.n_layers * block
     return {
         "parameters": 4 * n_params // shards,
         "gradients": 4 * n_params // shards,
         "optimizer": 8 * n_params // shards,
-        "gathered": gathered,
+        "gathered": stored * (V * dim + 3 * block) + 4 * block,
         "activations": activations,
-        "loss": tokens * 3 * dim * stored + 4 * V * dim + piece,
+        "loss": tokens * dim * (stored + 2 * width) + (4 + rounded) * V * dim + piece,
     }

@@ -43,6 +43,14 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return (y if rows == 1 else y.view(N, rows).t().contiguous()).view(*x.shape[:-1], N)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast rounds x to for a product; None where it is off, or x float64."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Nothing: the module that holds it draws its values (`initialize`)."""
@@ -68,6 +76,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not _one_token(x):
-            return super().forward(x)
+            y = super().forward(x)
+            # Products read it: rounded here, it is rounded and kept for the backward pass once, not by each of them.
+            rounded = autocast_dtype(x)
+            return y if rounded is None else y.to(rounded)
         n = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return (x * torch.addcmul(self._eps, n, n, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)

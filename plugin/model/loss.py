@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .layers import Linear
+from .layers import Linear, autocast_dtype
 
 # Shapes: N tokens, n tokens of a piece, E dim, V vocabulary.
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
@@ -93,9 +93,7 @@ def _by_pieces(
     hidden, weight, labels, piece_loss, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, its gradients by hidden [N, E] and by weight [V, E] where `needed`)."""
-    dtype, device = hidden.dtype, hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(hidden) or hidden.dtype
     W, wide = weight.to(dtype), _wide(dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     by_hidden = torch.empty_like(hidden) if needed[0] else None

@@ -139,9 +139,9 @@ class InterdomainMixer(JoinedProjections):
         else:
             o = self._whole(x, rope, self.dynamics([self])[0] if dynamics is None else dynamics, state, packing)
         if self.config.normalize:
-            o = _divided(o)
+            o = _divided(o).to(o.dtype)
 
-        o = o.flatten(2).to(x.dtype)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
+        o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
         return self.wo(o)

@@ -24,7 +24,7 @@ from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.folders import require_utf8
 
-from .config import Execution, ModelConfig
+from .config import PRECISIONS, Execution, ModelConfig
 from .joined import join_projections
 from .transformer import Transformer, meta_model
 
@@ -227,6 +227,7 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    precision: str | None = None,
     backend: str = "auto",
     verify: bool = True,
 ) -> Transformer:
@@ -234,18 +235,23 @@ def load_model(
 
     Args:
         dtype: None keeps the stored one; the dynamics are float32, or float64 in a model of that.
+        precision: in place of dtype, as training has it: `bf16`, `bf16-products` or `float32` (`PRECISIONS`).
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """
     if dtype not in (None, torch.float64, *DTYPES.values()):
         raise ValueError(f"dtype is {dtype!r}: give torch.float32, float64, bfloat16 or float16.")
+    if precision is not None:
+        if precision not in PRECISIONS or dtype is not None:
+            raise ValueError(f"precision is {precision!r}: give {', '.join(PRECISIONS)}, and no dtype (got {dtype}).")
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config, record = read_config(folder)
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)
     if verify:
         check_weights(folder, record)
     with torch.device("meta"):
-        model = Transformer(config, Execution(backend))
+        model = Transformer(config, Execution(backend, bf16_products=precision == "bf16-products"))
     placed = {
         name: tensor.to(device=device, dtype=storage_dtype(name, dtype or tensor.dtype))
         for name, tensor in tensors.items()

@@ -1,5 +1,7 @@
 """Llama-style pre-norm decoder around a token mixer. Child names are TorchTitan's, so that its helpers apply as they are."""
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,6 +63,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config = config
+        self.bf16_products = execution is not None and execution.bf16_products
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -112,12 +115,20 @@ class Transformer(nn.Module):
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
         rope = None if frequencies is None else rope_tables(positions, frequencies, wide)
         dynamics = self.dynamics() if state is None else state.dynamics
-        for i, layer in enumerate(self.layers.values()):
-            h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
-        if state is not None:
-            state.advance(T, padding)
-        h = self.norm(h if last is None else h[:, -last:])
-        return self.output(h) if labels is None else self.output(h, labels)
+        with self._products(h.device):
+            for i, layer in enumerate(self.layers.values()):
+                h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
+            if state is not None:
+                state.advance(T, padding)
+            h = self.norm(h if last is None else h[:, -last:])
+            return self.output(h) if labels is None else self.output(h, labels)
+
+    def _products(self, device: torch.device):
+        """The context of the blocks and the head."""
+        if not self.bf16_products:
+            return contextlib.nullcontext()
+        # Its cache would keep a bf16 copy of every weight to the end, to use it once.
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
     def _mixer(self) -> InterdomainMixer | SoftmaxMixer:
@@ -148,7 +159,7 @@ class Transformer(nn.Module):
         capacity: tokens that softmax has room for from the start; its cache grows where they are more. Others need none.
         """
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
-        place = capacity, weight.dtype, weight.device
+        place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device
         layers = zip(self.layers.values(), dynamics, strict=True)
         return ModelState(
             [layer.attention.init_state(batch, *place, of_layer) for layer, of_layer in layers],

@@ -61,6 +61,7 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
         "condition": plan.cell.condition,
         "run": {
             "seed": plan.seed,
+            "precision": plan.precision,
             "seq_len": plan.seq_len,
             "global_batch": plan.global_batch,
             "tokens_per_step": plan.tokens_per_step,

@@ -144,13 +144,18 @@ class LRScheduler:
 
 @dataclass
 class Training:
-    """[training]: the run's length in tokens, and when to give up on it."""
+    """[training]: the run's length in tokens, its precision, and when to give up on it."""
 
     steps: int | None = None
     """Train for this many steps, where tokens is 0. Unset: 10,000."""
 
     tokens: int = 0
     """Train on this many tokens, rounded up to whole steps; 0: use steps."""
+
+    precision: Literal["", "bf16", "bf16-products", "float32"] = ""
+    """bf16: parameters as they are used, residual stream, norms and products. bf16-products: products only, over float32
+    parameters, residual stream, embeddings and norms, as the paper's autocast has it. float32: everything. The optimizer's
+    parameters, the dynamics and the loss are float32 in each. Unset: as mixed_precision_param says, bf16 or float32."""
 
     max_skipped_steps: int = 10
     """Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither

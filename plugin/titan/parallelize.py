@@ -10,7 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .device import device_here
-from .host import SAVED_OPS, TORCH_DTYPE_MAP, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
+from .host import (
+    SAVED_OPS,
+    TORCH_DTYPE_MAP,
+    ActivationCheckpoint,
+    apply_ac,
+    apply_compile,
+    disable_fsdp_gradient_division,
+    logger,
+)
+from .plan import precision_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
@@ -33,7 +42,7 @@ def parallelize(model, parallel_dims, job_config):
     return model
 
 
-def checkpoint_blocks(model, settings, **options) -> None:
+def checkpoint_blocks(model, settings: ActivationCheckpoint, **options) -> None:
     """Activation checkpointing by settings [activation_checkpoint]."""
     apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
 
@@ -61,7 +70,7 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
         config["offload_policy"] = CPUOffloadPolicy()
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        param_dtype=torch.bfloat16 if precision_of(training) == "bf16" else torch.float32,
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,
     )

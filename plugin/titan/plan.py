@@ -26,7 +26,6 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 
 from .device import device_here, gpu_memory, refuse_for_device
-from .host import TORCH_DTYPE_MAP
 from .job_config import Mixer
 from .settings import refuse_unsupported
 
@@ -53,6 +52,7 @@ class RunPlan:
     seq_len: int
     steps: int
     warmup_steps: int
+    precision: str
     memory: dict[str, int]
     computed: dict[str, str]  # how, in words: scan, features, scores
 
@@ -86,6 +86,7 @@ class RunPlan:
             "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
             "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
             f"rank(s) x {self.accumulation} accumulation step(s)",
+            "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             **self.computed,
         }
@@ -103,7 +104,9 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     if not on_gpus:
         refuse_for_device(job_config)
     config = model_config(job_config)
-    execution = _execution(job_config.mixer)
+    execution = replace(
+        _execution(job_config.mixer), bf16_products=precision_of(job_config.training) == "bf16-products"
+    )
     training, parallel = job_config.training, job_config.parallelism
     if job_config.checkpoint.create_seed_checkpoint and world_size != 1:
         raise ValueError(
@@ -135,11 +138,12 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         local_batch=local,
         seq_len=seq_len,
         checkpointing=job_config.activation_checkpoint.mode,
-        precision="bf16" if training.mixed_precision_param == "bfloat16" else "float32",
+        precision=precision_of(training),
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
     )
     device = None if on_gpus else device_here()
-    execution, computed = _resolved(execution, config, TORCH_DTYPE_MAP[training.mixed_precision_param], device, memory)
+    products = torch.float32 if precision_of(training) == "float32" else torch.bfloat16
+    execution, computed = _resolved(execution, config, products, device, memory)
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
@@ -155,6 +159,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         seq_len=seq_len,
         steps=steps,
         warmup_steps=warmup,
+        precision=precision_of(training),
         memory=memory(recompute=execution.recompute),
         computed=computed,
     )
@@ -188,7 +193,7 @@ def _execution(mixer) -> Execution:
         raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(scan.BACKENDS)}.")
     if mixer.features not in features.BACKENDS:
         raise ValueError(f"mixer.features = {mixer.features!r} is unknown; allowed: {', '.join(features.BACKENDS)}.")
-    settings = {f.name: getattr(mixer, f.name) for f in fields(Execution)}
+    settings = {f.name: getattr(mixer, f.name) for f in fields(Execution) if hasattr(mixer, f.name)}
     return Execution(**{name: value for name, value in settings.items() if value is not None})
 
 
@@ -243,6 +248,17 @@ def _scores(asked: bool | str, backend: str, device: torch.device | None, needed
         f"auto: {'kept' if keep else 'computed again'}: about {needed / gib:.2f} GiB with them, and {percent} % of the GPU's "
         f"memory are {allowed / gib:.2f} GiB"
     )
+
+
+def precision_of(training) -> str:
+    """One of PRECISIONS. Raises: ValueError if training.precision and mixed_precision_param exclude each other."""
+    by_parameters = "bf16" if training.mixed_precision_param == "bfloat16" else "float32"
+    if training.precision == "bf16" and by_parameters != "bf16":
+        raise ValueError(
+            "training.precision = 'bf16' and training.mixed_precision_param = 'float32' exclude each other: leave one out, or "
+            "set training.precision to bf16-products or float32."
+        )
+    return training.precision or by_parameters
 
 
 def seed_of(job_config) -> int:

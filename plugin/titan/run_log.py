@@ -144,6 +144,7 @@ def hyperparameters(plan, job_config) -> dict:
         "weight_decay": optimizer.weight_decay,
         "max_norm": job_config.training.max_norm,
         "seed": plan.seed,
+        "precision": plan.precision,
         "recompute": plan.execution.recompute,
         "ranks": plan.world_size,
     }

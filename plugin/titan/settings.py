@@ -28,7 +28,7 @@ UNUSED = {
     "fault_tolerance.enable": "torchft is not supported",
     "fault_tolerance.semi_sync_method": "torchft is not supported",
     "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory",
-    "training.dtype": "Parameters are float32: use training.mixed_precision_param = bfloat16",
+    "training.dtype": "Parameters are float32: use training.precision = bf16 or bf16-products",
     "checkpoint.export_dtype": "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports",
 }
 POSITIVE = (

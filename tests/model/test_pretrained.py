@@ -249,6 +249,18 @@ def test_a_dtype_that_is_not_computed_with_is_refused(folder, dtype):
         load_model(folder, dtype=dtype)
 
 
+def test_a_precision_in_place_of_a_dtype(folder):
+    tokens = torch.arange(20)[None]
+    model = load_model(folder, precision="bf16-products")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model(tokens).dtype == torch.bfloat16
+    assert load_model(folder, precision="float32")(tokens).dtype == torch.float32
+    assert load_model(folder, precision="bf16").tok_embeddings.weight.dtype == torch.bfloat16
+    for options in (dict(precision="fp8"), dict(precision="bf16", dtype=torch.float32)):
+        with pytest.raises(ValueError, match="give bf16, bf16-products, float32, and no dtype"):
+            load_model(folder, **options)
+
+
 def test_a_folder_whose_name_is_not_utf8_is_not_damaged(folder):
     there = folder.rename(folder.with_name("\udce9"))
     with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):

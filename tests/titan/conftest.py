@@ -182,6 +182,9 @@ def two(tmp_path_factory, corpus, short, launch):
     long = {"lr_scheduler__total_steps": 200, "metrics__enable_tensorboard": True}
     runs.add("machine", **local, **long)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
+    products = {"training__precision": "bf16-products", "training__steps": 2}
+    runs.add("products", **local, **products, probes=["scan"])
+    runs.add("products compiled", **local, **products, **COMPILED, compile__backend="aot_eager", probes=["scan"])
     # One shape to compile. A last batch that is smaller: the documents on one rank.
     alike = {"validation__local_batch_size": 4}
     runs.add("compiled", **local, **COMPILED, **SHORT, **alike, compile__backend="aot_eager", probes=["scan"])

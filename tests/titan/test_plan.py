@@ -49,7 +49,7 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
     assert plan.tokens >= tokens > plan.tokens - plan.tokens_per_step
     # On cards of 80 GB, the scan's scores kept or not, with room for the allocator.
     assert 12 * GIB < sum(plan.memory.values()) < 0.7 * 80e9
-    assert job.training.mixed_precision_param == "bfloat16"
+    assert plan.precision == "bf16"
     assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
 
 
@@ -217,7 +217,8 @@ REFUSED = {
     "optimizer": ({"optimizer__name": "Lion"}, "optimizer.name = 'Lion'", "AdamW, Adam"),
     "step in backward": ({"optimizer__early_step_in_backward": True}, "early_step_in_backward", "clipped"),
     "no rate": ({"optimizer__lr": 0.0}, "optimizer.lr must be positive", "got 0.0"),
-    "bfloat16 master weights": ({"training__dtype": "bfloat16"}, "training.dtype", "mixed_precision_param"),
+    "bfloat16 master weights": ({"training__dtype": "bfloat16"}, "training.dtype", "training.precision"),
+    "two precisions": ({"training__precision": "bf16"}, "training.precision = 'bf16'", "bf16-products or float32"),
     "TorchTitan's data set": ({"training__dataset": "c4"}, "training.dataset = 'c4'", "data.corpus"),
     "validation by steps": ({"validation__enable": True, "validation__steps": 5}, "steps = 5", "validation.tokens"),
     "recomputation by budget": ({"activation_checkpoint__mode": "memory_budget"}, "memory_budget", "compile.enable"),

@@ -9,6 +9,18 @@ LAYERS = 4
 FLOAT32, BFLOAT16 = "torch.float32", "torch.bfloat16"
 
 
+@pytest.mark.parametrize("name", ["products", "products compiled"])
+def test_products_alone_are_bfloat16(name, two):
+    """What the scan gets is the products'; the parameters, and so the gradients' norm, are float32, near to float32's."""
+    seen, exact = two.seen(name), two.seen("interdomain")
+    assert seen["dtypes"]["scan_forward"] == {(BFLOAT16, BFLOAT16, BFLOAT16, FLOAT32, FLOAT32)}
+    (kinds,) = seen["dtypes"]["dynamics"]
+    assert set(dict(kinds).values()) == {FLOAT32}
+    assert seen["log"][1]["loss"] == pytest.approx(exact["log"][1]["loss"], rel=1e-4)
+    assert seen["log"][1]["grad_norm"] == pytest.approx(exact["log"][1]["grad_norm"], rel=0.02)
+    assert seen["log"][1]["grad_norm"] != exact["log"][1]["grad_norm"]
+
+
 @pytest.mark.parametrize("ranks", ["one", "two"])
 def test_dynamics_stay_float32_under_bfloat16(ranks, request):
     runs = request.getfixturevalue(ranks)

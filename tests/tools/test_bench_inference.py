@@ -51,7 +51,8 @@ def test_every_path_in_tiny_mode(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("15 figures; complete: wrote ")
 
 
-def test_a_cpu_is_measured_where_a_size_is_asked_for(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-products"])
+def test_a_cpu_is_measured_where_a_size_is_asked_for(dtype, tmp_path):
     argv = [
         "--device",
         "cpu",
@@ -67,13 +68,11 @@ def test_a_cpu_is_measured_where_a_size_is_asked_for(tmp_path):
         "1",
     ]
     threads = torch.get_num_threads()
-    assert (
-        bench_inference.main(["--output", str(tmp_path), *argv, "--dtype", "bfloat16", "--threads", str(threads)]) == 0
-    )
+    assert bench_inference.main(["--output", str(tmp_path), *argv, "--dtype", dtype, "--threads", str(threads)]) == 0
     contents, page = results(tmp_path)
     assert contents["label"] == f"measured on a CPU, {threads} thread(s)"
     assert _bench.CPU_LABEL not in page
-    assert (contents["options"]["dtype"], contents["options"]["parts"]) == ("bfloat16", ["decode"])
+    assert (contents["options"]["dtype"], contents["options"]["parts"]) == (dtype, ["decode"])
     rows = {row["path"]: row["ms a step"] for row in contents["tables"]["decode, debug"]["rows"]}
     (target,) = contents["tables"]["targets"]["rows"]
     assert target["target"] == "fastest softmax over interdomain, debug, B=1, prefix 16"

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from interdomain.model import Transformer, build_config, meta_model
+from interdomain.model import Transformer, build_config, count_parameters, meta_model
 from interdomain.model.flops import memory_estimate
 from interdomain.scan import interdomain_scan
 from interdomain.tools import _inference_paper as paper
@@ -93,10 +93,15 @@ def test_the_table(capsys):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
 def test_the_dry_run_estimates_what_a_training_step_takes(condition, checkpointing):
-    for size, batch, length in (("125M", 8, 4096), ("1.3B", 2, 2048)):
-        config, settings = build_config(size, condition), dict(checkpointing=checkpointing, precision="bf16")
+    for size, batch, length, precision in (
+        ("125M", 8, 4096, "bf16"),
+        ("1.3B", 2, 2048, "bf16-products"),
+        ("debug", 8, 256, "float32"),
+    ):
+        config, settings = build_config(size, condition), dict(checkpointing=checkpointing, precision=precision)
         counted = training_bytes(config, batch, length, **settings)
-        parts = memory_estimate(config, 0, shards=1, local_batch=batch, seq_len=length, **settings)
+        n_params = count_parameters(meta_model(config))
+        parts = memory_estimate(config, n_params, shards=1, local_batch=batch, seq_len=length, **settings)
         assert parts["activations"] + parts["loss"] == pytest.approx(counted, rel=0.05)
 
 

@@ -1,0 +1,112 @@
+"""bf16 products over float32 parameters, residual stream and norms: the dtypes inside the model, and the gradients."""
+
+import copy
+
+import pytest
+import torch
+
+from interdomain.model import CONDITIONS, Execution, Transformer, mixer
+from interdomain.model.generation import decode, prefill
+
+from .common import small_config
+
+FLOAT32, BF16 = torch.float32, torch.bfloat16
+TOKENS = torch.arange(80).view(2, 40) % 50
+
+
+def model_of(condition, **options):
+    model = Transformer(small_config(condition, **options), Execution(bf16_products=True))
+    model.init_weights()
+    return model
+
+
+def gradients(model):
+    model.zero_grad()
+    loss = model(TOKENS, labels=TOKENS.roll(-1, 1))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_dtypes(condition, monkeypatch):
+    """Into every module and out of it; into the scan."""
+    model, into, out, scanned = model_of(condition), {}, {}, set()
+
+    def note(name):
+        def hook(module, args, output):
+            into[name] = next((x.dtype for x in args if isinstance(x, torch.Tensor)), None)
+            out[name] = output.dtype if isinstance(output, torch.Tensor) else None
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(note(name))
+    for name in ("interdomain_scan", "linear_scan"):
+        run = getattr(mixer, name)
+
+        def watched(*args, run=run, **options):
+            scanned.add(tuple(x.dtype for x in args))
+            return run(*args, **options)
+
+        monkeypatch.setattr(mixer, name, watched)
+    loss = model(TOKENS, labels=TOKENS)
+    assert loss.dtype == out["tok_embeddings"] == out["layers.0"] == out["layers.1"] == FLOAT32  # the residual stream
+    assert into["layers.0.attention_norm"] == into["layers.1.ffn_norm"] == into["norm"] == FLOAT32
+    assert {out[name] for name in out if name.split(".")[-1] in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")} == {BF16}
+    assert model(TOKENS).dtype == BF16
+    assert all(p.dtype == FLOAT32 for p in model.parameters())
+    if condition != "softmax":
+        inputs = 3 if model.config.mixer.query_readout else 1
+        assert scanned == {(BF16,) * inputs + (FLOAT32,) * 2}
+    loss.backward()
+    assert all(p.grad.dtype == FLOAT32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"feature_map": "rff", "normalize": True}, {"output_gate": True, "n_kv_heads": 1}]
+)
+def test_gradients_are_nearer_to_float32_than_those_of_a_bf16_model(options):
+    model = model_of("interdomain", n_layers=10, **options)  # the residual stream's rounding grows with the depth
+    exact = Transformer(model.config)
+    exact.load_state_dict(model.state_dict())
+    rounded = copy.deepcopy(exact).bfloat16()
+    wanted, products, all_bf16 = (gradients(m) for m in (exact, model, rounded))
+    together = torch.cat([x.flatten() for x in wanted[1:]]).norm()
+
+    def error(found):
+        pairs = zip(found[1:], wanted[1:], strict=True)
+        return torch.cat([(a.float() - b).flatten() for a, b in pairs]).norm() / together
+
+    assert 1e-5 < error(products) < 0.7 * error(all_bf16)
+    torch.testing.assert_close(products[0], wanted[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
+def test_compiled_blocks_and_checkpointing_change_no_bit(condition):
+    model = model_of(condition)
+    wanted = gradients(model)
+    for layer in model.layers.values():
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward: torch.utils.checkpoint.checkpoint(
+            forward, *args, use_reentrant=False
+        )
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), wanted, strict=True))
+    for layer in model.layers.values():
+        del layer.forward
+        layer.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(gradients(model), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
+@torch.no_grad()
+def test_generation(condition):
+    """In pieces and token by token, from a state whose convolution inputs or cache are bf16."""
+    model = model_of(condition)
+    whole = model(TOKENS).float()
+    logits, state = prefill(model, TOKENS[:, :30], chunk=16)
+    found = [logits, *(decode(model, TOKENS[:, t], state) for t in range(30, 40))]
+    torch.testing.assert_close(
+        torch.stack(found, 1).float(), whole[:, 29:], rtol=0, atol=0.02 * whole.abs().max().item()
+    )
+    layer = state.layers[0]
+    assert (layer.k if condition == "softmax" else layer.conv).dtype == BF16

@@ -1,0 +1,50 @@
+"""compare_precision: the table of a run, and that its errors are what they are called."""
+
+import json
+
+import pytest
+import torch
+
+from interdomain.model import CONDITIONS, Transformer
+from interdomain.tools import compare_precision
+from interdomain.tools.compare_precision import GROUPS, errors, gradients, group_of, in_precision
+from tests.model.common import small_config
+
+
+def test_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_precision, "read_text", lambda: torch.arange(5000) % 251)
+    small = ["--steps", "2", "--batch", "2", "--length", "32", "--layers", "2", "--seeds", "1", "2"]
+    assert compare_precision.main(["--out", str(tmp_path), "--device", "cpu", "--conditions", "s4d", *small]) == 0
+    contents = json.loads((tmp_path / "precision.json").read_text())
+    rows = {row["parameters"]: row["each"] for row in contents["tables"]["s4d: error of the gradient in %"]["rows"]}
+    assert rows.keys() == {*GROUPS, "all"}
+    assert all(len(each[p]) == 2 and all(0 < x < 20 for x in each[p]) for each in rows.values() for p in each)
+    assert sum(rows["all"]["bf16-products"]) < sum(rows["all"]["bf16"])
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_every_parameter_has_a_group(condition):
+    model = Transformer(small_config(condition))
+    groups = {name: group_of(name) for name, _ in model.named_parameters()}
+    assert groups["layers.0.attention_norm.weight"] == groups["norm.weight"] == "norms"
+    if condition != "softmax":
+        assert groups["layers.0.attention.k_norm.weight"] == groups["layers.0.attention.v_norm.bias"] == "input norms"
+        assert groups["layers.0.attention.k_conv.bias"] == "convolutions"
+
+
+def test_errors_are_relative():
+    model = Transformer(small_config("interdomain"))
+    model.init_weights()
+    tokens = torch.arange(40)[None]
+    exact = gradients(in_precision(model, "float32"), tokens, tokens)
+    assert set(errors(exact, exact).values()) == {0.0}
+    off = {name: 1.5 * g if group_of(name) == "head" else g for name, g in exact.items()}
+    found = errors(off, exact)
+    assert found["head"] == pytest.approx(0.5)
+    assert 0 < found["all"] < 0.5
+    assert found["norms"] == 0
+
+
+def test_refusals(capsys):
+    assert compare_precision.main(["--batch", "0"]) == 2
+    assert "--batch must be at least 1: got 0" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""python -m interdomain.tools.compare_precision --output benchmarks/results/today
+
+How far the gradients of each precision are from float32's: a small model reads the bytes of Python's standard library, trains a
+while in float32, and from the same weights the gradients of the next batch are computed in every precision, over several seeds.
+"""
+
+import argparse
+import copy
+import statistics
+import sys
+
+import torch
+
+from interdomain.data.documents import read_documents
+from interdomain.model import CONDITIONS, SIZES, Execution, Transformer, build_config
+from interdomain.model.config import PRECISIONS
+from interdomain.model.initialize import clean_name
+
+from ._bench import Deadline, Report, add_arguments, choose_device
+from ._cli import user_errors
+
+GROUPS = {  # of parameters, by a part of the name; the first that fits
+    "dynamics": ".ssm.",
+    "input norms": "k_norm.|v_norm.",
+    "convolutions": "_conv.",
+    "mixer's projections": ".attention.w",
+    "feed-forward": ".feed_forward.",
+    "norms": "norm.",
+    "embedding": "tok_embeddings.",
+    "head": "output.",
+}
+BYTES = 4_000_000  # of text
+COMPARED = PRECISIONS[:-1]  # with the last, float32
+
+
+def group_of(name: str) -> str:
+    return next(group for group, parts in GROUPS.items() if any(part in name for part in parts.split("|")))
+
+
+def read_text() -> torch.Tensor:
+    """[N] bytes."""
+    text = bytearray()
+    for document in read_documents(["stdlib"]):
+        text += document.text.encode()
+        if len(text) >= BYTES:
+            break
+    return torch.frombuffer(text, dtype=torch.uint8).long()
+
+
+def batches(text: torch.Tensor, batch: int, length: int, seed: int, device: torch.device):
+    """Without end, (tokens, labels), each [batch, length]."""
+    draw = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - length - 1, (batch, 1), generator=draw)
+        rows = text[starts + torch.arange(length + 1)].to(device)
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def train(model: Transformer, data, steps: int, lr: float) -> float:
+    """AdamW in float32, warmed up over a tenth of the steps. Returns the last loss per token."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    loss = float("nan")
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / max(1, steps // 10))
+        tokens, labels = next(data)
+        mean = model(tokens, labels=labels) / labels.numel()
+        optimizer.zero_grad()
+        mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss = mean.item()
+    return loss
+
+
+def in_precision(model: Transformer, precision: str) -> Transformer:
+    """A copy that computes as training in `precision` does."""
+    execution = Execution(bf16_products=precision == "bf16-products")
+    other = Transformer(model.config, execution).to(next(model.parameters()).device)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    return other.to(torch.bfloat16) if precision == "bf16" else other
+
+
+def gradients(model: Transformer, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    (model(tokens, labels=labels) / labels.numel()).backward()
+    return {clean_name(name): p.grad.double() for name, p in model.named_parameters()}
+
+
+def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Norm of the difference over the norm, by group and of all."""
+    squares: dict[str, list[float]] = {}
+    for name, wanted in exact.items():
+        pair = (found[name] - wanted).square().sum().item(), wanted.square().sum().item()
+        for group in (group_of(name), "all"):
+            sums = squares.setdefault(group, [0.0, 0.0])
+            squares[group] = [a + b for a, b in zip(sums, pair, strict=True)]
+    return {group: (difference / norm) ** 0.5 for group, (difference, norm) in squares.items()}
+
+
+def parse(argv) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        prog="python -m interdomain.tools.compare_precision", description=__doc__.split("\n\n")[1], allow_abbrev=False
+    )
+    add_arguments(p)
+    p.add_argument(
+        "--size", choices=tuple(SIZES), default="debug", help="default %(default)s, of 256 bytes as vocabulary"
+    )
+    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=["interdomain", "softmax"])
+    p.add_argument("--layers", type=int, help="default: the size's")
+    p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
+    p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
+    p.add_argument("--batch", type=int, default=8, help="sequences; default %(default)s")
+    p.add_argument("--length", type=int, default=256, help="bytes of a sequence; default %(default)s")
+    p.add_argument("--lr", type=float, default=1e-3, help="default %(default)s")
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    for flag, least in (("layers", 1), ("steps", 0), ("batch", 1), ("length", 1)):
+        value = getattr(args, flag)
+        if value is not None and value < least:
+            raise ValueError(f"--{flag} must be at least {least}: got {value}.")
+    device, deadline = choose_device(args.device), Deadline(args.time_limit)
+    text = read_text()
+    names = ("size", "conditions", "layers", "seeds", "steps", "batch", "length", "lr")
+    label = f"computed on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
+    report = Report("precision", args.output, device, {name: getattr(args, name) for name in names}, label)
+    report.note(
+        "Error: norm of the difference to the float32 gradient over its norm, mean (least to most) over the seeds."
+    )
+    for condition in args.conditions:
+        sizes = {"vocab_size": 256, "max_seq_len": args.length, **({"n_layers": args.layers} if args.layers else {})}
+        config, seen, losses = build_config(args.size, condition, **sizes), {}, []
+        for seed in args.seeds:
+            if deadline.passed:
+                break
+            model = Transformer(config)
+            model.init_weights(seed)
+            data = batches(text, args.batch, args.length, seed, device)
+            losses.append(train(model.to(device), data, args.steps, args.lr))
+            batch = next(data)
+            exact = gradients(in_precision(model, "float32"), *batch)
+            for precision in COMPARED:
+                for group, error in errors(gradients(in_precision(model, precision), *batch), exact).items():
+                    seen.setdefault(group, {}).setdefault(precision, []).append(100 * error)
+        table = f"{condition}: error of the gradient in %"
+        report.table(table, ["parameters", *COMPARED])
+        for group in (*GROUPS, "all"):
+            if group in seen:
+                cells = {p: f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for p, x in seen[group].items()}
+                report.add(table, {"parameters": group, **cells, "each": seen[group]})
+        report.note(
+            f"{condition}: {len(losses)} seeds; loss before: {', '.join(f'{x:.3f}' for x in losses)} nats per byte."
+        )
+    report.finish("unfinished" if deadline.passed else "complete")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
