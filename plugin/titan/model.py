@@ -58,3 +58,12 @@ class InterdomainModel(Transformer):
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         super().init_weights(self.model_args.seed)
+        for layer in self.layers.values():
+            for name in ("ssm", "feature_map"):  # what FSDP2 does not shard
+                if (part := getattr(layer.attention, name, None)) is None:
+                    continue
+                if buffer_device is not None:  # FSDP2 offloads the others to the CPU, and fetches them
+                    part.to(buffer_device)
+                if torch.distributed.is_initialized():
+                    for p in part.parameters():  # another kind of processor draws other last bits
+                        torch.distributed.broadcast(p, 0)

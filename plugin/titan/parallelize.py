@@ -47,7 +47,7 @@ def _mesh(parallel_dims) -> DeviceMesh:
 
 
 def shard(model, mesh: DeviceMesh, job_config) -> None:
-    """FSDP2: one group per block, one float32 group for the dynamics of all blocks."""
+    """FSDP2: one group per block. The dynamics stay plain float32 tensors, whole on every rank (`gradients` says why)."""
     training = job_config.training
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     config = {"mesh": mesh}
@@ -62,14 +62,10 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
     reshard = {"default": True, "always": True, "never": False}[job_config.parallelism.fsdp_reshard_after_forward]
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
 
-    dynamics = [layer.attention.ssm for layer in model.layers.values() if hasattr(layer.attention, "ssm")]
-    if dynamics:
-        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout.
-        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(dynamics, **config, mp_policy=float32, reshard_after_forward=False)
     fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
     for layer in model.layers.values():
-        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard)
+        dynamics = set(layer.attention.ssm.parameters()) if hasattr(layer.attention, "ssm") else None
+        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
     # Needed again at once in the backward pass.
     fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
     fully_shard(model, **config, mp_policy=policy)

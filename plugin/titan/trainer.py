@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
+from .gradients import clip, reduce_replicated
 from .guard import seeing_loss, seeing_norm
 from .lock import hold_folder, require_shared
 from .plan import make_plan
@@ -35,8 +36,13 @@ def install(model_name: str) -> None:
             module.Trainer.forward_backward_step = seeing_loss(module.Trainer.forward_backward_step)
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
-    dist_utils.clip_grad_norm_ = seeing_norm(dist_utils.clip_grad_norm_)
+    dist_utils.clip_grad_norm_ = seeing_norm(_reduce_and_clip)
     dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
+
+
+def _reduce_and_clip(parameters, max_norm: float, **_):
+    reduce_replicated(parameters)
+    return clip(parameters, max_norm)
 
 
 def _checked_first(init_distributed, model_name: str):
