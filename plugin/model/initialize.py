@@ -25,8 +25,12 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def initialize(model: nn.Module, config: ModelConfig, seed: int, *, parameters: bool = True) -> None:
+    """parameters: False where a checkpoint replaces all of them: until then they are NaN. Buffers have their values anyway."""
     for wrapped_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.Parameter) and not parameters:
+            tensor.fill_(math.nan)
+            continue
         name = clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none

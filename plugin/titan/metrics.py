@@ -90,7 +90,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
-        self._begin(step + 1)  # where a start begins with making up for a validation
+        self._begin(step + 1)  # a start may begin with a missed validation
         extra = {
             "validation_metrics/perplexity": perplexity(loss),
             **(extra_metrics or {}),

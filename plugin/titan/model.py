@@ -10,7 +10,9 @@ from torchtitan.tools.logging import logger
 from interdomain.model import Execution, ModelConfig, Transformer, build_config, count_parameters
 from interdomain.model.flops import train_flops_per_token
 
+from .parallelize import set_initial_values
 from .plan import DEFAULT_SEED, make_plan
+from .resume_from import loads_a_model
 
 
 @dataclass
@@ -20,11 +22,13 @@ class InterdomainModelArgs(BaseModelArgs):
     config: ModelConfig = field(default_factory=lambda: build_config("debug"))
     execution: Execution = field(default_factory=Execution)
     seed: int = DEFAULT_SEED
+    loaded: bool = False  # whether this start loads a checkpoint
 
     def update_from_config(self, job_config, **kwargs) -> None:
         """Take the cell of the study from [mixer], and write what the plan resolves back into TorchTitan's own fields."""
         plan = make_plan(job_config, torch.distributed.get_world_size())
         self.config, self.execution, self.seed = plan.config, plan.execution, plan.seed
+        self.loaded = torch.distributed.is_initialized() and loads_a_model(job_config)
         job_config.training.steps, job_config.training.tokens = plan.steps, 0
         job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
         if job_config.mixer.recompute == "auto":
@@ -57,13 +61,5 @@ class InterdomainModel(Transformer):
         self.model_args = args
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        super().init_weights(self.model_args.seed)
-        for layer in self.layers.values():
-            for name in ("ssm", "feature_map"):  # what FSDP2 does not shard
-                if (part := getattr(layer.attention, name, None)) is None:
-                    continue
-                if buffer_device is not None:  # FSDP2 offloads the others to the CPU, and fetches them
-                    part.to(buffer_device)
-                if torch.distributed.is_initialized():
-                    for p in part.parameters():  # another kind of processor draws other last bits
-                        torch.distributed.broadcast(p, 0)
+        device = buffer_device or self.layers["0"].attention_norm.weight.device
+        set_initial_values(self, self.model_args.seed, loaded=self.model_args.loaded, device=device)

@@ -15,7 +15,7 @@ from torchtitan.tools.logging import logger
 
 from interdomain.model import condition_of
 
-from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
+from .tensorboard_layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"
 

@@ -77,7 +77,7 @@ def _unless_asked(should_continue_training, model_name: str):
             if trainer.preemption.votes is None:
                 trainer.preemption.listen(config.comm)
                 if config.validation.enable:
-                    trainer.validator.make_up(trainer)
+                    trainer.validator.run_missed_validation(trainer)
             if not should_continue_training(trainer):
                 trainer.preemption.settle()  # asked or not, the run is at its end
                 return False

@@ -20,11 +20,13 @@ from .metrics import perplexity
 class FixedValidator(BaseValidator):
     """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
 
-    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. A run that ended
-    between a save and its validation makes up for it when it is started again (`make_up`).
+    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. If a run is
+    killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
     """
 
-    checkpoints: SelfDescribingCheckpoints | None = None  # beside which results are noted, from `make_up` on
+    checkpoints: SelfDescribingCheckpoints | None = (
+        None  # set by `run_missed_validation`: results are written beside them
+    )
 
     def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, loss_fn, metrics_processor, **_) -> None:
         super().__init__(job_config)
@@ -48,8 +50,8 @@ class FixedValidator(BaseValidator):
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps
 
-    def make_up(self, trainer) -> None:
-        """Validate the step that the run continues from, if that was due and never came to its end. Tried once. Collective."""
+    def run_missed_validation(self, trainer) -> None:
+        """Validate the step that the run continues from, if that was due and did not finish. Tried once. Collective."""
         self.checkpoints, step = trainer.checkpointer, trainer.step
         if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
             return

@@ -106,7 +106,7 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
 
 
 @pytest.mark.parametrize(
-    ("step", "lacking", "settings", "made_up"),
+    ("step", "missed", "settings", "validated"),
     [
         (3, True, DUE, True),
         (3, False, DUE, False),
@@ -118,13 +118,13 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
         (6, True, {**DUE, "compile__enable": True, "validation__local_batch_size": 4}, True),
     ],
 )
-def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up, caplog):
+def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, settings, validated, caplog):
     validating, noted = validator(corpus, validation__tokens=64, **settings), []
-    checkpoints = SimpleNamespace(claim_validation=lambda at: lacking, note_validation=lambda *seen: noted.append(seen))
-    validating.make_up(SimpleNamespace(checkpointer=checkpoints, step=step, model_parts=[model]))
+    checkpoints = SimpleNamespace(claim_validation=lambda at: missed, note_validation=lambda *seen: noted.append(seen))
+    validating.run_missed_validation(SimpleNamespace(checkpointer=checkpoints, step=step, model_parts=[model]))
     losses = validating.metrics_processor.losses
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
-    assert len(losses) == made_up
+    assert len(losses) == validated
     shape_forbids = (step, settings["validation__local_batch_size"]) == (3, 4)
     assert ("step 3 was saved and not validated, and is not now: with compile.enable" in caplog.text) == shape_forbids
 
@@ -136,6 +136,6 @@ def test_a_signal_meanwhile_is_noted():
     config.validation = SimpleNamespace(enable=True)
     this = SimpleNamespace(job_config=config, checkpointer=SimpleNamespace(require_folder=lambda: None))
     this.preemption = SimpleNamespace(votes=None, listen=lambda comm: happened.append("listen"), agreed=lambda: False)
-    this.validator = SimpleNamespace(make_up=lambda trainer: happened.append("make up"))
+    this.validator = SimpleNamespace(run_missed_validation=lambda trainer: happened.append("validation"))
     assert trainer._unless_asked(lambda trainer: True, "interdomain")(this)
-    assert happened == ["listen", "make up"]
+    assert happened == ["listen", "validation"]
