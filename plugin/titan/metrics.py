@@ -142,7 +142,7 @@ class InterdomainMetrics(MetricsProcessor):
         if not self.run_log:
             return
         names, log_decay, dt = dynamics(self.model_parts[0])
-        timescales, dts = -torch.log10(-log_decay[..., 0]).cpu(), torch.log10(dt).cpu()
+        timescales, dts = -torch.log10(-log_decay[..., 0]), torch.log10(dt)
         for name, timescale, of_heads in zip(names, timescales, dts, strict=True):
             self.run_log.histogram(f"{name}/log10_timescale_tokens", timescale, step)
             self.run_log.histogram(f"{name}/log10_dt", of_heads, step)
@@ -202,34 +202,31 @@ def perplexity(loss: float) -> float:
 
 @torch.no_grad()
 def dynamics(model) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """(names, log_decay [layers, H, M, 2], dt [layers, H]) of the layers with a recurrence, on the parameters' device.
+    """(names, log_decay [layers, H, M, 2], dt [layers, H]) of the layers with a recurrence, on the CPU.
 
-    The parameters are whole on every rank (`gradients`): no collective.
+    The parameters are whole on every rank (`gradients`): no collective. One read of the device for all layers.
     """
     layers = {f"mixer/layer_{i:02d}": getattr(x.attention, "ssm", None) for i, x in enumerate(model.layers.values())}
     layers = {name: ssm for name, ssm in layers.items() if ssm is not None}
     if not layers:
         return [], torch.empty(0), torch.empty(0)
-    log_dt, log_A_real, A_imag = (
-        torch.cat([getattr(ssm, part) for ssm in layers.values()]).float()
-        for part in ("log_dt", "log_A_real", "A_imag")
-    )
-    dt = log_dt.exp()
+    joined = [torch.cat([ssm.log_dt[:, None], ssm.log_A_real, ssm.A_imag], dim=1) for ssm in layers.values()]
+    joined = torch.cat(joined).cpu()  # [layers H, 1 + 2M]
+    n_basis = joined.shape[1] // 2
+    log_dt, log_A_real, A_imag = joined.split([1, n_basis, n_basis], dim=1)
+    dt = log_dt.flatten().exp()
     log_decay = decay_exponent(dt, log_A_real, A_imag)
     return list(layers), *(x.unflatten(0, (len(layers), -1)) for x in (log_decay, dt))
 
 
 def life_signs(model) -> dict[str, float]:
-    """Per layer: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, quantiles of Delta, aliased modes.
-
-    One read of the device for all layers.
-    """
+    """Per layer: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, quantiles of Delta, aliased modes."""
     names, log_decay, dt = dynamics(model)
     if not names:
         return {}
     real, imag = log_decay.flatten(1, 2).unbind(-1)  # [layers, H M]
     timescale, lost = -1 / real, -torch.expm1(real)
-    deciles = dt.quantile(torch.tensor([0.1, 0.5, 0.9], device=dt.device), dim=1)
+    deciles = dt.quantile(torch.tensor([0.1, 0.5, 0.9]), dim=1)
     signs = {
         "timescale_tokens_min": timescale.amin(1),
         "timescale_tokens_median": timescale.median(1).values,
