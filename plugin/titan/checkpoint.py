@@ -11,9 +11,11 @@ step-N.superseded         came after a step that the run went back to (checkpoin
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -254,37 +256,35 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     # Loading
 
+    @torch.no_grad()
     def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.
+
+        Not TorchTitan's, which takes a folder with remains of a save alone for a run that has checkpoints. Collective.
+        """
         if not self.enable:
-            return super().load(step)
+            return False
         self.candidates = Candidates(Path(self.folder))
         try:
             while choice := self._choose(step):
                 self.exclude_from_loading, self.branched_from = choice.excluded_parts, choice.branched_from
                 try:
-                    loaded = super().load(choice.step)
+                    self._load(self._folder_of(choice.step), model_only=choice.step == 0)  # 0: a seed checkpoint
                 except Unreadable as e:
                     if choice.goes_back:
                         stop(f"{e}. Choose another step with checkpoint.load_step, or -1 for the latest that is whole.")
                     self.candidates.damaged[self._folder_of(choice.step)] = str(e)
                     continue
                 on_rank_0(lambda: self.candidates.rename_others(choice, saving=not self.load_only))
-                return loaded
-            return self._load_initial()
+                return True
+            if self.initial_load_path:
+                try:
+                    self._load(Path(self.initial_load_path), model_only=self.initial_load_model_only)
+                except Unreadable as e:
+                    stop(f"{e}. Give another checkpoint.initial_load_path.")
+            return bool(self.initial_load_path)
         finally:
             self.candidates = None
-
-    def _load_initial(self) -> bool:
-        if not self.initial_load_path:
-            return False
-        # TorchTitan ignores initial_load_path where the checkpoint folder exists, even one without a whole checkpoint.
-        folder, self.folder = self.folder, os.path.join(self.folder, "none")
-        try:
-            return super().load(-1)
-        except Unreadable as e:
-            stop(f"{e}. Give another checkpoint.initial_load_path.")
-        finally:
-            self.folder = folder
 
     @one_paragraph
     def _choose(self, step: int) -> Choice | None:
@@ -302,20 +302,23 @@ class SelfDescribingCheckpoints(CheckpointManager):
             )
         return choice
 
-    def dcp_load(self, state_dict, checkpoint_id, *_, **__) -> None:
-        """TorchTitan's, with an index that is read by rank 0 alone, and with checks before a byte is read into the model."""
-        folder = Path(checkpoint_id)
+    def _load(self, folder: Path, model_only: bool) -> None:
+        logger.info("Loading the checkpoint from %s.", folder)
+        begin = time.monotonic()
         index, record = self._check(folder)
         if self.checksums:
             self._check_bytes(folder, index)
+        states = self._states_to_load(model_only)
         try:
-            dcp.load(state_dict, storage_reader=SafeReader(folder, index))
+            dcp.load(states, storage_reader=SafeReader(folder, index))
         except CheckpointException as e:
             causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in e.failures.items())
             raise Unreadable(f"{folder} could not be read ({causes})") from None
-        self.states[MODEL].load_state_dict(state_dict)
-        if TRAIN_STATE in state_dict:
+        self.states[MODEL].load_state_dict(states)
+        if TRAIN_STATE in states:
             self._continue_counting(record)
+        gc.collect()  # the trainer has turned off Python's own collections
+        logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - begin)
 
     def _check_bytes(self, folder: Path, index) -> None:
         found = [None] * dist.get_world_size()
