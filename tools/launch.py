@@ -101,7 +101,7 @@ def torchrun_command(
         *("--nproc-per-node", str(ranks)),
         *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
-        *("-m", "torchtitan.train"),
+        *("-m", "interdomain.titan.entry"),
         *titan_arguments(config, flags),
     ]
 

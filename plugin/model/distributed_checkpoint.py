@@ -78,8 +78,15 @@ class _IndexUnpickler(pickle.Unpickler):
         return found
 
 
+class WrittenByNewerPyTorch(ValueError):
+    """An index that this PyTorch cannot read because a newer one wrote it. Nothing is wrong with the checkpoint."""
+
+
 def parse_index(data: bytes, checkpoint: Path) -> Metadata:
-    """The index of a checkpoint from the bytes of its file, which are not trusted. Raises: ValueError."""
+    """The index of a checkpoint from the bytes of its file, which are not trusted.
+
+    Raises: ValueError, WrittenByNewerPyTorch.
+    """
     try:
         metadata = _IndexUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata):
@@ -90,6 +97,7 @@ def parse_index(data: bytes, checkpoint: Path) -> Metadata:
             if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
                 raise ValueError("it names a place that is in no shard beside it")
     except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
+        _refuse_newer(checkpoint)
         path = checkpoint / METADATA
         raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
     if getattr(metadata, "storage_meta", None) is None:
@@ -117,6 +125,21 @@ class SafeReader(FileSystemReader):
             self.index = parse_index(path.read_bytes(), Path(self.path))
         self.index.storage_meta.load_id = self.load_id
         return self.index
+
+
+def _refuse_newer(folder: Path) -> None:
+    """Raises: WrittenByNewerPyTorch if the record beside the index says so."""
+    try:
+        wrote = json.loads((folder / SIDECAR).read_text())["versions"]["torch"]
+        there, here = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (wrote, torch.__version__))
+    except (OSError, ValueError, KeyError, TypeError):  # no record, or damaged as well
+        return
+    if there > here:
+        raise WrittenByNewerPyTorch(
+            f"{folder} was written by PyTorch {wrote}, and PyTorch {torch.__version__}, which runs here, cannot read it. It "
+            f"is not damaged, and nothing of it was changed. Use PyTorch {wrote} or newer; or move this folder away, to go "
+            "on without it."
+        )
 
 
 def step_of(folder: Path | str) -> int | None:

@@ -21,17 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torchtitan
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    CheckpointManager,
-)
-from torchtitan.tools.logging import logger
 
 import interdomain
 from interdomain.folders import write_whole
@@ -42,13 +32,24 @@ from interdomain.model.distributed_checkpoint import (
     SIDECAR_VERSION,
     VALIDATION,
     SafeReader,
+    WrittenByNewerPyTorch,
     altered_entry,
     parse_index,
     step_of,
 )
 
 from .errors import one_paragraph, stop
-from .integrity import Contents, NewerFormat, is_finished
+from .host import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    VERSION,
+    CheckpointManager,
+    logger,
+)
+from .integrity import Contents, is_finished
 from .lock import FolderLock
 from .plan import tokens_at
 from .preemption import children_keep_saving
@@ -57,9 +58,9 @@ from .resume_from import Candidates, Choice, on_rank_0, set_damaged_aside, steps
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
-    """Set the record that every checkpoint of this run carries."""
-    record = {
+def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
+    """What every checkpoint of this run says of itself."""
+    return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.size,
@@ -76,10 +77,9 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
         "versions": {
             "interdomain": interdomain.__version__,
             "torch": torch.__version__,
-            "torchtitan": torchtitan.__version__,
+            "torchtitan": VERSION,
         },
     }
-    SelfDescribingCheckpoints.record, SelfDescribingCheckpoints.tokenizer = record, Path(tokenizer.path)
 
 
 class Unreadable(Exception):
@@ -89,13 +89,13 @@ class Unreadable(Exception):
 class SelfDescribingCheckpoints(CheckpointManager):
     """TorchTitan's manager, with a record beside every save, a check before every load, and an explanation when a disk fills.
 
-    A damaged checkpoint is skipped, and the one before it is loaded. `record` and `tokenizer` are set by
-    `describe_run` before the trainer builds its manager, `lock` on rank 0 where the run holds its folder.
+    A damaged checkpoint is skipped, and the one before it is loaded.
+
+    Args:
+        record: of `describe_run`. tokenizer: the file that every checkpoint gets a copy of.
+        lock: on rank 0, where the run holds its folder.
     """
 
-    record: dict
-    tokenizer: Path
-    lock: FolderLock | None = None
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
     excluded_parts: tuple = ()  # checkpoint.exclude_from_loading
@@ -103,10 +103,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
     last_validation: dict | None = None  # of this process: {"step", "loss", "perplexity"}
     candidates: Candidates | None = None  # on rank 0, while a checkpoint is chosen and loaded
 
-    def __init__(self, *args, checkpoint_config, **kwargs) -> None:
-        self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
+    def __init__(
+        self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
+    ) -> None:
+        self.record, self.tokenizer, self.lock = record, tokenizer, lock
+        self.checksums = checkpoint_config.checksums
         self.excluded_parts = tuple(checkpoint_config.exclude_from_loading)
-        super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
+        super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
     # Saving
 
@@ -368,7 +371,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         """
         try:
             _, index, record = self._read(folder)
-        except NewerFormat:
+        except WrittenByNewerPyTorch:
             raise
         except ValueError as e:
             raise ValueError(f"{e} Choose another checkpoint.load_step or checkpoint.initial_load_path.") from e

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from interdomain import features, scan
 from interdomain.model import (
@@ -26,6 +25,7 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 
 from .device import device_here, gpu_memory, refuse_for_device
+from .host import TORCH_DTYPE_MAP
 from .job_config import Mixer
 from .settings import refuse_unsupported
 

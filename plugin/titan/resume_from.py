@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
-from torchtitan.tools.logging import logger
 
-from interdomain.model.distributed_checkpoint import METADATA, finished_steps, step_of
+from interdomain.model.distributed_checkpoint import METADATA, WrittenByNewerPyTorch, finished_steps, step_of
 
-from .integrity import Contents, NewerFormat, is_finished, read
+from .host import DATALOADER, TRAIN_STATE, logger
+from .integrity import Contents, is_finished, read
 
 
 class Choice(NamedTuple):
@@ -79,7 +78,7 @@ class Candidates:
         if path not in self._contents:
             try:
                 self._contents[path] = read(path)
-            except NewerFormat:
+            except WrittenByNewerPyTorch:
                 raise
             except ValueError as e:
                 if is_finished(path):
@@ -91,7 +90,7 @@ class Candidates:
         """Why the checkpoint of this step cannot be loaded; None if nothing is wrong."""
         try:
             self.read(self.path(step))
-        except NewerFormat:  # no reason to take an older one
+        except WrittenByNewerPyTorch:  # no reason to take an older one
             raise
         except ValueError as e:
             return str(e)

@@ -7,7 +7,8 @@ from types import UnionType
 from typing import Literal, Union, get_args, get_origin
 
 from torch._dynamo import list_backends
-from torchtitan.config import ConfigManager, JobConfig
+
+from .host import ConfigManager, JobConfig
 
 NAME, CONFIG_MODULE = "interdomain", "interdomain.titan.job_config"
 
