@@ -32,6 +32,7 @@ def parallelize(model, parallel_dims, job_config):
     return model
 
 
+@torch.no_grad()
 def set_initial_values(model, seed: int, *, loaded: bool, device) -> None:
     """Into the memory that `to_empty` gave. Collective.
 
