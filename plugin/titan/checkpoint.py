@@ -330,14 +330,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
             raise Unreadable(reason)
 
     def _continue_counting(self, record: dict) -> None:
-        """TorchTitan restores one rank's count of tokens, and sums the ranks': give each its share of the true count."""
+        """Tokens and skipped steps go on from the checkpoint's. Stops a run, or warns of one, with nothing left to train."""
         trainer = self.states[TRAIN_STATE]
         per_step, planned = (self.record["run"][name] for name in ("tokens_per_step", "planned_steps"))
         tokens = record.get("tokens", trainer.step * per_step)
         self.resumed = trainer.metrics_processor.resumed = (trainer.step, tokens)
         self.states[OPTIMIZER].guard.skipped = record.get("skipped_steps", 0)
-        share, rest = divmod(tokens, dist.get_world_size())  # every rank reads data: there is no other parallelism
-        trainer.ntokens_seen = share + (dist.get_rank() < rest)
         then = record.get("run", {}).get("tokens_per_step", per_step)
         left = planned - trainer.step
         if then != per_step and left <= 0:

@@ -172,11 +172,15 @@ def test_a_save_that_was_cut_short_is_left_where_it_is(new, folder, caplog):
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
-def test_several_in_a_row(new, folder):
+def test_several_in_a_row(new, folder, monkeypatch):
+    """Every index is read once, though the checksums of step 2 are found to be wrong only after it was chosen."""
+    reads = []
+    monkeypatch.setattr(resume_from, "read", lambda path: reads.append(path.name) or read(path))
     DAMAGE["shard short"][0](folder / "step-3")
     DAMAGE["shard altered"][0](folder / "step-2")
     assert new().load() == 1
     assert names(folder) == ["step-1", "step-2.damaged", "step-3.damaged"]
+    assert reads == ["step-3", "step-2", "step-1"]
 
 
 def test_what_only_reading_finds(new, folder, caplog):
