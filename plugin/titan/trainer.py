@@ -54,6 +54,7 @@ def run(job) -> None:
     warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
+    logger.info("Starting job: %s", job.job.description)
     trainer = InterdomainTrainer(job)
     try:
         if job.checkpoint.create_seed_checkpoint:
@@ -71,10 +72,13 @@ def run(job) -> None:
 def check(job) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
     require_hooks()
-    if job.comm.mode == "default":
-        ranks = os.environ["WORLD_SIZE"]
-    elif (ranks := os.environ.get("NGPU", "")) == "":  # TorchTitan's fake modes start one process
-        raise ValueError(f"comm.mode = {job.comm.mode!r} simulates ranks in one process: set NGPU to their number.")
+    mode, simulated = job.comm.mode, os.environ.get("NGPU", "")
+    if mode != "default" and not (mode == "fake_backend" and simulated):
+        raise ValueError(
+            f"comm.mode = {mode!r} and NGPU = {simulated!r}: allowed are default, and fake_backend, which simulates ranks in "
+            "one process and takes their number from NGPU."
+        )
+    ranks = os.environ["WORLD_SIZE"] if mode == "default" else simulated
     return make_plan(job, int(ranks))
 
 
@@ -84,7 +88,7 @@ class InterdomainTrainer(Trainer):
         self.plan = check(job)
         use_cpu_if_alone()
         self.preemption = Preemption()
-        self.alone = job.comm.mode != "default"  # TorchTitan's fake modes
+        self.alone = job.comm.mode != "default"  # TorchTitan's fake backend
         self.lock = None if self.alone else hold_folder(job)
 
         self.job_config = config = translate(job)

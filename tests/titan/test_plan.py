@@ -300,6 +300,7 @@ REFUSED = {
     "float8": ({"quantize.linear.float8.emulate": True}, "quantize.linear", "not supported"),
     "memory by TorchTitan": ({"memory_estimation__enable": True}, "memory_estimation.enable", "--dry-run"),
     "simulated ranks": ({"comm__mode": "fake_backend"}, "comm.mode = 'fake_backend'", "NGPU"),
+    "simulated tensors": ({"comm__mode": "local_tensor"}, "comm.mode = 'local_tensor'", "default, and fake_backend"),
     "collection traced on a CPU": ({"training__gc_debug": True}, "training.gc_debug", "needs a GPU"),
     "torchft": ({"fault_tolerance__enable": True}, "fault_tolerance.enable", "torchft"),
 }
