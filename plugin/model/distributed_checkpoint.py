@@ -82,32 +82,49 @@ class WrittenByNewerPyTorch(ValueError):
     """An index that this PyTorch cannot read because a newer one wrote it. Nothing is wrong with the checkpoint."""
 
 
+def parse_index(data: bytes, checkpoint: Path) -> Metadata:
+    """The index of a checkpoint from the bytes of its file, which are not trusted.
+
+    Raises: ValueError, WrittenByNewerPyTorch.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds {type(metadata).__name__}")
+        if not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError("it lists no tensors")
+        for place in metadata.storage_data.values():
+            if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
+                raise ValueError("it names a place that is in no shard beside it")
+    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
+        _refuse_newer(checkpoint)
+        path = checkpoint / METADATA
+        raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
 class SafeReader(FileSystemReader):
-    """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True."""
+    """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True.
+
+    index: parsed already; the file is not read then.
+    """
+
+    def __init__(self, checkpoint: Path, index: Metadata | None = None) -> None:
+        super().__init__(checkpoint)
+        self.index = index
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        path = Path(self.path) / METADATA
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
-            )
-        data = path.read_bytes()
-        try:
-            metadata = _IndexUnpickler(io.BytesIO(data)).load()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds {type(metadata).__name__}")
-            if not isinstance(metadata.state_dict_metadata, dict):
-                raise TypeError("it lists no tensors")
-            for place in metadata.storage_data.values():
-                if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
-                    raise ValueError("it names a place that is in no shard beside it")
-        except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
-            _refuse_newer(path.parent)
-            raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        if self.index is None:
+            path = Path(self.path) / METADATA
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
+                )
+            self.index = parse_index(path.read_bytes(), Path(self.path))
+        self.index.storage_meta.load_id = self.load_id
+        return self.index
 
 
 def _refuse_newer(folder: Path) -> None:

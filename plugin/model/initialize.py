@@ -25,17 +25,23 @@ def clean_name(name: str) -> str:
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "") -> None:
+def initialize(
+    module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "", *, parameters: bool = True
+) -> None:
     """Set every parameter and buffer of a model or a part of one; tensors on the meta device are left alone.
 
     Args:
         seed: None takes one from PyTorch's global generator: a constructor follows torch.manual_seed, as PyTorch's own do.
         prefix: put before the names of the module's tensors.
+        parameters: False where a checkpoint replaces all of them: until then they are NaN. Buffers have their values anyway.
     """
     tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
     if seed is None and tensors:
         seed = int(torch.randint(2**62, (), device="cpu"))
     for wrapped_name, tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and not parameters:
+            tensor.fill_(math.nan)
+            continue
         name = prefix + clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none

@@ -2,8 +2,8 @@
 
 Parameters are float32 and stay so under every mixed-precision policy (bf16 rounds a decay of 0.999 to exactly 1.0), and
 complex numbers are stored as real pairs. The paper's learned B has no parameters of its own, in its counts neither: a diagonal
-one does what scaling the columns of C does. The module takes no activations, so that a parallelisation can group the dynamics
-of all layers under a float32 policy of their own; `fold` makes of them what the blocks are handed.
+one does what scaling the columns of C does. The module takes no activations, so that a parallelisation can keep its parameters
+whole and float32 on every rank; `fold` makes of them what the blocks are handed.
 """
 
 import math

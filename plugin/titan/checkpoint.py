@@ -2,22 +2,25 @@
 
 step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
 step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
-step-N/validation.json    loss and perplexity, where the run validated after this step (.begun: where it is to make up for it)
+step-N/validation.json    loss and perplexity, where the run validated after this step (.begun: a start tried a missed one)
 step-N/*.distcp           torch.distributed.checkpoint's shards
 step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
-step-N.damaged            one that did not read back whole, kept to be looked at; no run loads, counts or removes it
-step-N.superseded         one after a step that the run went back to (checkpoint.load_step); likewise
+step-N.damaged            could not be read back; no run loads, counts or removes it
+step-N.superseded         came after a step that the run went back to (checkpoint.load_step); likewise
 """
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import interdomain
@@ -28,11 +31,13 @@ from interdomain.model.distributed_checkpoint import (
     SIDECAR,
     SIDECAR_VERSION,
     VALIDATION,
+    SafeReader,
+    WrittenByNewerPyTorch,
     altered_entry,
+    parse_index,
     step_of,
 )
 
-from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
 from .host import (
     DATALOADER,
@@ -44,10 +49,11 @@ from .host import (
     CheckpointManager,
     logger,
 )
+from .integrity import Contents, is_finished
 from .lock import FolderLock
 from .plan import tokens_at
 from .preemption import children_keep_saving
-from .whole import fault, is_finished, read_whole
+from .resume_from import Candidates, Choice, on_rank_0, set_damaged_aside, steps_in
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,13 +84,13 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
 
 
 class Unreadable(Exception):
-    """A checkpoint that passed the check of its files and cannot be read, or not as it was saved. The same on all ranks."""
+    """Tensors of a checkpoint cannot be read, or are not those that were saved. Raised on all ranks alike."""
 
 
 class SelfDescribingCheckpoints(CheckpointManager):
-    """TorchTitan's manager, with a record beside every save, a check before every load, and plain words when a disk fills.
+    """TorchTitan's manager, with a record beside every save, a check before every load, and an explanation when a disk fills.
 
-    A checkpoint that does not read back whole is skipped for the one before it.
+    A damaged checkpoint is skipped, and the one before it is loaded.
 
     Args:
         record: of `describe_run`. tokenizer: the file that every checkpoint gets a copy of.
@@ -93,34 +99,34 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
-    asked_without: tuple = ()  # checkpoint.exclude_from_loading
+    excluded_parts: tuple = ()  # checkpoint.exclude_from_loading
     branched_from: int | None = None  # the step that the run last went back to
-    measured: dict | None = None  # the last validation of this process: {"step", "loss", "perplexity"}
-    kept: frozenset = frozenset()  # steps that retention knows to be whole, the one being saved included
+    last_validation: dict | None = None  # of this process: {"step", "loss", "perplexity"}
+    candidates: Candidates | None = None  # on rank 0, while a checkpoint is chosen and loaded
 
     def __init__(
         self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
     ) -> None:
         self.record, self.tokenizer, self.lock = record, tokenizer, lock
         self.checksums = checkpoint_config.checksums
-        self.asked_without = tuple(checkpoint_config.exclude_from_loading)
+        self.excluded_parts = tuple(checkpoint_config.exclude_from_loading)
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
     # Saving
 
     def dcp_save(self, state_dict, checkpoint_id, *args, **kwargs):
         self.saving = str(checkpoint_id)
-        with self._plain_words_when_full():
-            self._begin(Path(checkpoint_id))
+        with self._explain_full_disk():
+            self._make_folder(Path(checkpoint_id))
             with children_keep_saving():  # async_with_pinned_mem writes in a process of its own
                 return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
 
     def _async_wait(self) -> None:
-        with self._plain_words_when_full():  # where what an asynchronous save failed at comes up
+        with self._explain_full_disk():  # an asynchronous save that failed raises its error here
             super()._async_wait()
 
     @contextlib.contextmanager
-    def _plain_words_when_full(self):
+    def _explain_full_disk(self):
         try:
             yield
         except (CheckpointException, OSError) as e:
@@ -130,11 +136,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 raise
             if dist.get_rank() == 0:
                 shutil.rmtree(self.saving, ignore_errors=True)
-            last = self._find_load_step()
-            kept = f"The last whole checkpoint is step {last}" if last >= 0 else "There is no earlier checkpoint"
+            last = max(filter(self._is_finished, steps_in(Path(self.folder))), default=-1)
+            left = f"The last whole checkpoint is step {last}" if last >= 0 else "There is no earlier checkpoint"
             stop(
                 f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. "
-                f"{kept} in {self.folder}. Free some space (checkpoint.keep_latest_k limits how many are kept), then start "
+                f"{left} in {self.folder}. Free some space (checkpoint.keep_latest_k limits how many are kept), then start "
                 "the same command again: it continues from there."
             )
 
@@ -145,17 +151,19 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.require()
 
     @one_paragraph
-    def _begin(self, folder: Path) -> None:
-        """Make the folder on rank 0, and tell every rank if that failed."""
-        _on_rank_0(lambda: self._write_record(folder))
+    def _make_folder(self, folder: Path) -> None:
+        """On rank 0: the folder, with the record and the tokenizer. Collective."""
+        on_rank_0(lambda: self._write_record(folder))
 
     def _write_record(self, folder: Path) -> None:
         if self.lock:
             self.lock.beat()
             self.lock.require()
-        if is_finished(folder) and fault(folder):
+        if is_finished(folder) and Candidates(Path(self.folder)).fault(step_of(folder)):
             set_damaged_aside(folder)
-        if folder.exists():  # an older checkpoint of this step, or the remains of one: unmarked before it is removed
+        if (
+            folder.exists()
+        ):  # an older save of this step: its index is removed first, so that no half is taken for a checkpoint
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -163,16 +171,18 @@ class SelfDescribingCheckpoints(CheckpointManager):
         tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
-        # What every restart of the same command asks for again (see choice.py).
-        record |= {"branched_from": self.branched_from, "started_without": list(self.asked_without)}
+        # Every restart of the same command asks for these again (see resume_from.py).
+        record |= {"branched_from": self.branched_from, "started_without": list(self.excluded_parts)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
-        if self.measured and self.measured["step"] == step:  # a run that leaves saves after its validation
+        if (
+            self.last_validation and self.last_validation["step"] == step
+        ):  # a run that leaves saves after its validation
             self._write_validation(folder)
 
     def note_validation(self, step: int, loss: float, perplexity: float) -> None:
-        """Write beside the checkpoint of this step what the model was measured at: now, or when it is saved."""
-        self.measured = {"step": step, "loss": loss, "perplexity": perplexity}
-        ours = self._keeps() and not (self.lock and self.lock.lost)
+        """Write a step's validation beside its checkpoint: now, or when the checkpoint is saved."""
+        self.last_validation = {"step": step, "loss": loss, "perplexity": perplexity}
+        ours = self._saves() and not (self.lock and self.lock.lost)
         if dist.get_rank() == 0 and ours and self._folder_of(step).is_dir():
             try:
                 self._write_validation(self._folder_of(step))
@@ -180,40 +190,40 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 logger.warning("%s", e)
 
     def _write_validation(self, folder: Path) -> None:
-        write_whole(folder / VALIDATION, (json.dumps(self.measured) + "\n").encode())
+        write_whole(folder / VALIDATION, (json.dumps(self.last_validation) + "\n").encode())
 
     def claim_validation(self, step: int) -> bool:
-        """Whether there is a checkpoint of this step and no validation beside it; True once, for a validation that fails is no
-        reason for every start to end in it. Collective; the same on all ranks."""
-        return self._keeps() and _on_rank_0(lambda: self._claim_validation(self._folder_of(step)))
+        """Whether this step was saved and not validated. True for one start only: a validation that fails must not end every
+        start. Collective; the same on all ranks."""
+        return self._saves() and on_rank_0(lambda: self._claim_validation(self._folder_of(step)))
 
     def _claim_validation(self, folder: Path) -> bool:
         begun = folder / f"{VALIDATION}.begun"
-        lacking = folder.is_dir() and not (begun.exists() or (folder / VALIDATION).exists())
-        if lacking:
+        missed = folder.is_dir() and not (begun.exists() or (folder / VALIDATION).exists())
+        if missed:
             with contextlib.suppress(OSError):
                 begun.touch()
-        return lacking
+        return missed
 
     def _folder_of(self, step: int) -> Path:
         return Path(self._create_checkpoint_id(step))
 
-    def _keeps(self) -> bool:
+    def _saves(self) -> bool:
         return self.enable and not self.load_only
 
     def save_now(self, step: int) -> bool:
-        """Have a whole checkpoint of this step on the disk before this returns. False: the run saves none."""
-        if not self._keeps():
+        """Return once a checkpoint of this step is on the disk. False: the run saves none."""
+        if not self._saves():
             return False
-        failed = self._save_under_way_failed()
+        failed = self._pending_save_failed()
         if failed or step_of(self.saving) != step:
             self.save(step, last_step=True)
         return True
 
-    def _save_under_way_failed(self) -> bool:
+    def _pending_save_failed(self) -> bool:
         """Wait for an asynchronous save. Collective; the same answer on all ranks.
 
-        What asks a run to leave may have ended it: torchrun's SIGTERM goes to the processes of a rank as well, and with
+        The signal that asks a run to leave may have ended the save: torchrun sends SIGTERM to all processes of a rank, and with
         async_with_pinned_mem one of them writes.
         """
         failed = False
@@ -231,106 +241,88 @@ class SelfDescribingCheckpoints(CheckpointManager):
         self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
 
     def _purge_stale_checkpoints(self) -> None:
-        """Keep the latest `keep_latest_k` whole checkpoints, the one being saved included. Remains of older saves go too.
+        """Keep the latest `keep_latest_k` finished checkpoints, the one being saved included. Remains of older saves go too.
 
-        Unmarked before they are removed: a folder of which a part is gone is not a checkpoint any more.
+        No index is read. Those saved or loaded by this process are known to be whole, and damaged ones after them are renamed.
+        The index is removed first: a folder of which a part is gone is not a checkpoint any more.
         """
         if self.keep_latest_k <= 0 or dist.get_rank() != 0:
             return
-        steps = self._steps()
-        current = step_of(self.saving)
-        # An index has an entry for every tensor of every rank: it is read once, and not for what this process saved. A save
-        # that failed would have ended it.
-        whole = [step for step in steps if step == current or step in self.kept or self._is_whole(step)]
-        self.kept = frozenset(whole[-self.keep_latest_k :])
+        steps, current = steps_in(Path(self.folder)), step_of(self.saving)
+        keep = [step for step in steps if step == current or self._is_finished(step)][-self.keep_latest_k :]
         for step in steps:
-            if step not in self.kept and step < current:
-                path = self._create_checkpoint_id(step)
-                (Path(path) / METADATA).unlink(missing_ok=True)
-                self.purge_queue.put(path)
+            if step not in keep and step < current:
+                (self._folder_of(step) / METADATA).unlink(missing_ok=True)
+                self.purge_queue.put(str(self._folder_of(step)))
 
-    # Finding
-
-    def _find_load_step(self, folder: str = "") -> int:
-        """The latest whole checkpoint's step, or -1."""
-        return max(filter(self._is_whole, self._steps()), default=-1)
-
-    def _steps(self) -> list[int]:
-        return steps_in(Path(self.folder))
-
-    def _is_whole(self, step: int) -> bool:
-        return fault(self._folder_of(step)) is None
+    def _is_finished(self, step: int) -> bool:
+        return is_finished(self._folder_of(step))
 
     # Loading
 
+    @torch.no_grad()
     def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.
+
+        Not TorchTitan's, which takes a folder with remains of a save alone for a run that has checkpoints. Collective.
+        """
         if not self.enable:
-            return super().load(step)
-        skipped: dict[int, str] = {}  # step -> what is wrong with it
-        while choice := self._choose(step, skipped):
-            self.exclude_from_loading, self.branched_from = choice.without, choice.branched_from
-            try:
-                loaded = super().load(choice.step)
-            except Unreadable as e:
-                if choice.named:
-                    stop(f"{e}. Choose another step with checkpoint.load_step, or -1 for the latest that is whole.")
-                skipped[choice.step] = str(e)
-                continue
-            _on_rank_0(lambda: self._pass_over(choice, skipped))
-            return loaded
-        return self._load_initial()
-
-    def _pass_over(self, choice: Choice, skipped: dict[int, str]) -> None:
-        for other in skipped:
-            set_damaged_aside(self._folder_of(other))
-        if choice.named and not self.load_only:
-            set_later_aside(Path(self.folder), choice.step)
-
-    def _load_initial(self) -> bool:
-        if not self.initial_load_path:
             return False
-        # TorchTitan ignores initial_load_path where the checkpoint folder exists, even one without a whole checkpoint.
-        folder, self.folder = self.folder, os.path.join(self.folder, "none")
+        self.candidates = Candidates(Path(self.folder))
         try:
-            return super().load(-1)
-        except Unreadable as e:
-            stop(f"{e}. Give another checkpoint.initial_load_path.")
+            while choice := self._choose(step):
+                self.exclude_from_loading, self.branched_from = choice.excluded_parts, choice.branched_from
+                try:
+                    self._load(self._folder_of(choice.step), model_only=choice.step == 0)  # 0: a seed checkpoint
+                except Unreadable as e:
+                    if choice.goes_back:
+                        stop(f"{e}. Choose another step with checkpoint.load_step, or -1 for the latest that is whole.")
+                    self.candidates.damaged[self._folder_of(choice.step)] = str(e)
+                    continue
+                on_rank_0(lambda: self.candidates.rename_others(choice, saving=not self.load_only))
+                return True
+            if self.initial_load_path:
+                try:
+                    self._load(Path(self.initial_load_path), model_only=self.initial_load_model_only)
+                except Unreadable as e:
+                    stop(f"{e}. Give another checkpoint.initial_load_path.")
+            return bool(self.initial_load_path)
         finally:
-            self.folder = folder
+            self.candidates = None
 
     @one_paragraph
-    def _choose(self, step: int, skipped: dict[int, str]) -> Choice | None:
-        """What all ranks load; None: there is nothing in the folder.
+    def _choose(self, step: int) -> Choice | None:
+        """What all ranks load; None: there is nothing in the folder. Rank 0 looks."""
+        return on_rank_0(lambda: self._choose_on_rank_0(step))
 
-        Rank 0 looks; `skipped` comes back on all ranks with the damaged ones that are newer.
-        """
-        choice, found = _on_rank_0(lambda: self._look(step, dict(skipped)))
-        skipped |= found
-        return choice
-
-    def _look(self, step: int, skipped: dict[int, str]) -> tuple[Choice | None, dict[int, str]]:
+    def _choose_on_rank_0(self, step: int) -> Choice | None:
         data = self.record["run"].get("data_fingerprint")
-        asked = {"without": list(self.asked_without), "data": data, "saving": not self.load_only}
-        choice = choose(Path(self.folder), step, skipped, **asked)
+        exclude = list(self.excluded_parts)
+        choice = self.candidates.choose(step, exclude=exclude, data=data, saving=not self.load_only)
         if choice is None and self.initial_load_path and not os.path.isdir(self.initial_load_path):
             raise FileNotFoundError(
                 f"checkpoint.initial_load_path = {self.initial_load_path} is not a folder. Give a checkpoint "
                 "(a folder step-N), or one that python -m interdomain.tools.convert --to-checkpoint wrote."
             )
-        return choice, skipped
+        return choice
 
-    def dcp_load(self, state_dict, checkpoint_id, *args, **kwargs):
-        folder = Path(checkpoint_id)
+    def _load(self, folder: Path, model_only: bool) -> None:
+        logger.info("Loading the checkpoint from %s.", folder)
+        begin = time.monotonic()
         index, record = self._check(folder)
         if self.checksums:
             self._check_bytes(folder, index)
+        states = self._states_to_load(model_only)
         try:
-            super().dcp_load(state_dict, checkpoint_id, *args, **kwargs)
+            dcp.load(states, storage_reader=SafeReader(folder, index))
         except CheckpointException as e:
             causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in e.failures.items())
             raise Unreadable(f"{folder} could not be read ({causes})") from None
-        if TRAIN_STATE in state_dict:
+        self.states[MODEL].load_state_dict(states)
+        if TRAIN_STATE in states:
             self._continue_counting(record)
+        gc.collect()  # the trainer has turned off Python's own collections
+        logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - begin)
 
     def _check_bytes(self, folder: Path, index) -> None:
         found = [None] * dist.get_world_size()
@@ -339,14 +331,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
             raise Unreadable(reason)
 
     def _continue_counting(self, record: dict) -> None:
-        """TorchTitan restores one rank's count of tokens, and sums the ranks': give each its share of the true count."""
+        """Tokens and skipped steps go on from the checkpoint's. Stops a run, or warns of one, with nothing left to train."""
         trainer = self.states[TRAIN_STATE]
         per_step, planned = (self.record["run"][name] for name in ("tokens_per_step", "planned_steps"))
         tokens = record.get("tokens", trainer.step * per_step)
         self.resumed = trainer.metrics_processor.resumed = (trainer.step, tokens)
         self.states[OPTIMIZER].guard.skipped = record.get("skipped_steps", 0)
-        share, rest = divmod(tokens, dist.get_world_size())  # every rank reads data: there is no other parallelism
-        trainer.ntokens_seen = share + (dist.get_rank() < rest)
         then = record.get("run", {}).get("tokens_per_step", per_step)
         left = planned - trainer.step
         if then != per_step and left <= 0:
@@ -374,12 +364,14 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @one_paragraph
     def _check(self, folder: Path) -> tuple:
-        """Refuse a damaged or another model's checkpoint before a byte of it is read into this one.
+        """Refuse a damaged or another model's checkpoint. Collective.
 
         Returns: the checkpoint's index, and its record, empty if it has none.
         """
         try:
-            index, record = read_whole(folder)
+            _, index, record = self._read(folder)
+        except WrittenByNewerPyTorch:
+            raise
         except ValueError as e:
             raise ValueError(f"{e} Choose another checkpoint.load_step or checkpoint.initial_load_path.") from e
         differences = _other_switches(record["model"], self.record["model"]) if record else []
@@ -392,6 +384,17 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 "and [mixer] to those of the checkpoint, or give this run a folder of its own with --job.dump_folder."
             )
         return index, record
+
+    def _read(self, folder: Path) -> Contents:
+        """What a checkpoint says of itself: read by rank 0, sent to the others as bytes, and parsed there. Collective."""
+        here: list[Contents] = []
+
+        def read() -> tuple[bytes, dict]:
+            here.append((self.candidates or Candidates(Path(self.folder))).read(folder))
+            return here[0].data, here[0].record
+
+        data, record = on_rank_0(read)
+        return here[0] if here else Contents(data, parse_index(data, folder), record)
 
     def _other_tensors(self, found: dict) -> list[str]:
         """What differs between the tensors of a checkpoint and those of this model, in words."""
@@ -414,21 +417,6 @@ def _other_switches(there: dict, here: dict) -> list[str]:
     pairs = [(name, there[name], here[name]) for name in here if name not in ("max_seq_len", "mixer")]
     pairs += [(f"mixer.{name}", there["mixer"][name], value) for name, value in here["mixer"].items()]
     return [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]
-
-
-def _on_rank_0(act):
-    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    outcome = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = act()
-        except (OSError, ValueError) as e:
-            outcome[1] = e
-    dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
 
 
 def _disk_full(error: BaseException) -> str | None:

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan.tables import decay_exponent
 
 from .device import device_here
+from .gradients import norms
 from .host import LoggerContainer, MetricsProcessor, logger
 from .plan import RunPlan, tokens_at
 from .run_log import RunLog
@@ -91,7 +91,7 @@ class InterdomainMetrics(MetricsProcessor):
         self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
 
     def log_validation(self, loss, step, extra_metrics=None) -> None:
-        self._begin(step + 1)  # where a start begins with making up for a validation
+        self._begin(step + 1)  # a start may begin with a missed validation
         extra = {
             "validation_metrics/perplexity": perplexity(loss),
             **(extra_metrics or {}),
@@ -140,13 +140,13 @@ class InterdomainMetrics(MetricsProcessor):
         )
 
     def _log_histograms(self, step: int) -> None:
-        values = {}
-        for name, log_decay, dt in dynamics(self.model_parts[0]):  # every rank: the parameters are sharded
-            values[f"{name}/log10_timescale_tokens"] = -torch.log10(-log_decay[..., 0])
-            values[f"{name}/log10_dt"] = torch.log10(dt)
-        if self.run_log:
-            for name, value in values.items():
-                self.run_log.histogram(name, value, step)
+        if not self.run_log:
+            return
+        names, log_decay, dt = dynamics(self.model_parts[0])
+        timescales, dts = -torch.log10(-log_decay[..., 0]), torch.log10(dt)
+        for name, timescale, of_heads in zip(names, timescales, dts, strict=True):
+            self.run_log.histogram(f"{name}/log10_timescale_tokens", timescale, step)
+            self.run_log.histogram(f"{name}/log10_dt", of_heads, step)
 
 
 def _run_log(job_config, plan) -> RunLog | None:
@@ -192,14 +192,9 @@ def gradient_norms(model, total: float, max_norm: float) -> dict[str, float]:
         if p.grad is not None:
             group = next(group for group, pattern in GROUPS.items() if pattern.search(clean_name(name)))
             groups.setdefault(group, []).append(p.grad)
-    norms = torch.stack([_whole_norm(gradients) for gradients in groups.values()])
-    norms = norms / min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grad_norm_ scaled them
-    return {f"grad_norm/{group}": norm for group, norm in zip(groups, norms.tolist(), strict=True)}
-
-
-def _whole_norm(gradients: list) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
+    before = (norms(groups.values()) / clipped).tolist()
+    return {f"grad_norm/{group}": norm for group, norm in zip(groups, before, strict=True)}
 
 
 def perplexity(loss: float) -> float:
@@ -207,33 +202,46 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def dynamics(model):
-    """(name, log_decay [H, M, 2], dt [H]) per layer with a recurrence, on the CPU. Collective: every rank must call it."""
-    for i, layer in enumerate(model.layers.values()):
-        ssm = getattr(layer.attention, "ssm", None)
-        if ssm is not None:
-            log_dt, log_A_real, A_imag = (_whole(p) for p in (ssm.log_dt, ssm.log_A_real, ssm.A_imag))
-            dt = log_dt.exp()
-            yield f"mixer/layer_{i:02d}", decay_exponent(dt, log_A_real, A_imag), dt
+def dynamics(model) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """(names, log_decay [layers, H, M, 2], dt [layers, H]) of the layers with a recurrence, on the CPU.
+
+    The parameters are whole on every rank (`gradients`): no collective. One read of the device for all layers.
+    """
+    layers = {f"mixer/layer_{i:02d}": getattr(x.attention, "ssm", None) for i, x in enumerate(model.layers.values())}
+    layers = {name: ssm for name, ssm in layers.items() if ssm is not None}
+    if not layers:
+        return [], torch.empty(0), torch.empty(0)
+    joined = [torch.cat([ssm.log_dt[:, None], ssm.log_A_real, ssm.A_imag], dim=1) for ssm in layers.values()]
+    joined = torch.cat(joined).cpu()  # [layers H, 1 + 2M]
+    n_basis = joined.shape[1] // 2
+    log_dt, log_A_real, A_imag = joined.split([1, n_basis, n_basis], dim=1)
+    dt = log_dt.flatten().exp()
+    log_decay = decay_exponent(dt, log_A_real, A_imag)
+    return list(layers), *(x.unflatten(0, (len(layers), -1)) for x in (log_decay, dt))
 
 
 def life_signs(model) -> dict[str, float]:
     """Per layer: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, quantiles of Delta, aliased modes."""
-    signs = {}
-    for name, log_decay, dt in dynamics(model):
-        real, imag = log_decay.unbind(-1)
-        timescale = -1 / real
-        for label, value in (("min", timescale.min()), ("median", timescale.median()), ("max", timescale.max())):
-            signs[f"{name}/timescale_tokens_{label}"] = value.item()
-        signs[f"{name}/one_minus_abs_lambda_min"] = (-torch.expm1(real)).min().item()
-        for q in (0.1, 0.5, 0.9):
-            signs[f"{name}/dt_q{round(100 * q)}"] = dt.quantile(q).item()
-        signs[f"{name}/aliased_fraction"] = (imag.abs() > math.pi).float().mean().item()
-    return signs
-
-
-def _whole(p: torch.Tensor) -> torch.Tensor:
-    return (p.full_tensor() if isinstance(p, DTensor) else p.detach()).float().cpu()
+    names, log_decay, dt = dynamics(model)
+    if not names:
+        return {}
+    real, imag = log_decay.flatten(1, 2).unbind(-1)  # [layers, H M]
+    timescale, lost = -1 / real, -torch.expm1(real)
+    deciles = dt.quantile(torch.tensor([0.1, 0.5, 0.9]), dim=1)
+    signs = {
+        "timescale_tokens_min": timescale.amin(1),
+        "timescale_tokens_median": timescale.median(1).values,
+        "timescale_tokens_max": timescale.amax(1),
+        "one_minus_abs_lambda_min": lost.amin(1),
+        **{f"dt_q{q}": values for q, values in zip((10, 50, 90), deciles, strict=True)},
+        "aliased_fraction": (imag.abs() > math.pi).float().mean(1),
+    }
+    table = torch.stack(list(signs.values()), dim=1).tolist()
+    return {
+        f"{name}/{sign}": value
+        for name, row in zip(names, table, strict=True)
+        for sign, value in zip(signs, row, strict=True)
+    }
 
 
 def _short(n: int) -> str:

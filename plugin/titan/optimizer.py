@@ -4,6 +4,7 @@ import math
 import re
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from interdomain.model.initialize import clean_name
@@ -16,7 +17,8 @@ SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
 class GroupedOptimizers(OptimizersContainer):
-    """Group 0 is `main` (torchtitan logs its learning rate as "lr"), group 1 `ssm`, left out where a model has none.
+    """Group 0 is `main` (torchtitan logs its learning rate as "lr"). The others are `ssm`: the input norms, which FSDP2 shards,
+    and the dynamics, which are whole on every rank, with the same settings; left out where a model has none.
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
     A step that is not finite on any rank leaves weights and state as they are (`guard`).
@@ -32,9 +34,10 @@ class GroupedOptimizers(OptimizersContainer):
             main = [p for name, p in named if not SSM_PARAMETER.search(name)]
             ssm = [p for name, p in named if SSM_PARAMETER.search(name)]
             groups = [{"params": main, "name": "main"}]
-            if ssm:
-                own = {"lr": min(kwargs["lr"], ssm_lr), "weight_decay": ssm_weight_decay}
-                groups.append({"params": ssm, "name": "ssm", **own})
+            own = {"name": "ssm", "lr": min(kwargs["lr"], ssm_lr), "weight_decay": ssm_weight_decay}
+            for sharded in (True, False):  # PyTorch's multi-tensor functions take no mixture
+                if part := [p for p in ssm if isinstance(p, DTensor) is sharded]:
+                    groups.append({"params": part, **own})
             self.optimizers.append(optimizer_cls(groups, **kwargs))
             everything += main + ssm
         self._validate_length(len(model_parts))

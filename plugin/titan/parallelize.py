@@ -3,11 +3,11 @@
 Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
 """
 
-import warnings
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from interdomain.model.initialize import initialize
 
 from .device import device_here
 from .host import (
@@ -47,6 +47,24 @@ def checkpoint_blocks(model, settings: ActivationCheckpoint, **options) -> None:
     apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
 
 
+@torch.no_grad()
+def set_initial_values(model, seed: int, *, loaded: bool, device) -> None:
+    """Into the memory that `to_empty` gave. Collective.
+
+    Args:
+        loaded: whether a checkpoint replaces all parameters: drawing them takes every rank 8 s at 1.3B.
+        device: of the forward pass. FSDP2 fetches from the CPU what it has offloaded, and nothing else.
+    """
+    initialize(model, model.config, seed, parameters=not loaded)
+    for layer in model.layers.values():
+        for part in (getattr(layer.attention, name, None) for name in ("ssm", "feature_map")):  # not sharded by FSDP2
+            if part is not None:
+                part.to(device)
+                if not loaded and torch.distributed.get_world_size() > 1:
+                    for p in part.parameters():  # another kind of processor draws other last bits
+                        torch.distributed.broadcast(p, 0)
+
+
 def _mesh(parallel_dims) -> DeviceMesh:
     """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path.
 
@@ -62,7 +80,7 @@ def _mesh(parallel_dims) -> DeviceMesh:
 
 
 def shard(model, mesh: DeviceMesh, job_config) -> None:
-    """FSDP2: one group per block, one float32 group for the dynamics of all blocks."""
+    """FSDP2: one group per block. The dynamics stay plain float32 tensors, whole on every rank (`gradients` says why)."""
     training = job_config.training
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     config = {"mesh": mesh}
@@ -77,16 +95,10 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
     reshard = {"default": True, "always": True, "never": False}[job_config.parallelism.fsdp_reshard_after_forward]
     always = job_config.parallelism.fsdp_reshard_after_forward == "always"
 
-    dynamics = [layer.attention.ssm for layer in model.layers.values() if hasattr(layer.attention, "ssm")]
-    if dynamics:
-        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout. They are handed
-        # out as views, which nothing writes into: a copy of each would be a kernel per layer and parameter.
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPSSMDynamics.* returned a view tensor")
-        float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        fully_shard(dynamics, **config, mp_policy=float32, reshard_after_forward=False)
     fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
     for layer in model.layers.values():
-        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard)
+        dynamics = set(layer.attention.ssm.parameters()) if hasattr(layer.attention, "ssm") else None
+        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
     # Needed again at once in the backward pass.
     fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
     fully_shard(model, **config, mp_policy=policy)

@@ -119,14 +119,10 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
     if global_batch % (local * data_ranks):
-        each, rest = divmod(global_batch, data_ranks)
-        choose = "another local batch size, global batch size or number of ranks"
-        if each and not rest:
-            fits = max(n for n in range(1, local + 1) if each % n == 0)
-            choose = f"training.local_batch_size = {fits}, which makes the same steps, or another global batch size"
         raise ValueError(
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
-            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. Choose {choose}."
+            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
+            + _batches_that_divide(global_batch, local, seq_len, replicate, data_ranks)
         )
     steps, warmup = _schedule(job_config, tokens_per_step=global_batch * seq_len)
     n_params = count_parameters(meta_model(config))
@@ -312,6 +308,25 @@ def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:
             "(the smaller of optimizer.lr and optimizer.ssm_lr)."
         )
     return steps, warmup
+
+
+def _batches_that_divide(global_batch: int, local: int, seq_len: int, replicate: int, ranks: int) -> str:
+    """Flags that would run, in words: on these ranks with the same steps, or with larger ones; or on fewer ranks."""
+
+    def flags(batch: int, ranks: int) -> str:
+        each = batch // ranks
+        fits = max(n for n in range(1, local + 1) if each % n == 0)
+        changed = f"--training.global_batch_size {batch} " * (batch != global_batch)
+        return f"on {ranks} rank(s) with {changed}--training.local_batch_size {fits}"
+
+    if global_batch % ranks == 0:
+        return f"The same steps run {flags(global_batch, ranks)}."
+    larger = ranks * math.ceil(global_batch / ranks)
+    most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " * (ranks > global_batch)
+    tokens = f"{larger * seq_len:,} tokens in place of {global_batch * seq_len:,}"
+    advice = f"{most}Larger steps, of {tokens}, run {flags(larger, ranks)}"
+    fewer = [n for n in range(ranks - 1, 0, -1) if global_batch % n == 0 and n % replicate == 0]
+    return f"{advice}; the same steps run {flags(global_batch, fewer[0])}." if fewer else f"{advice}."
 
 
 def _data_parallel(parallel, world_size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from .host import BaseLogger, logger
-from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
+from .tensorboard_layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"
 

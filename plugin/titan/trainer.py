@@ -21,11 +21,11 @@ from .checkpoint import SelfDescribingCheckpoints, describe_run
 from .data import build_dataloader, build_tokenizer
 from .device import device_here, use_cpu_if_alone
 from .errors import one_paragraph
+from .gradients import clip, reduce_replicated
 from .host import (
     TRAIN_STATE,
     GarbageCollection,
     Trainer,
-    clip_grad_norm_,
     dist_max,
     dist_sum,
     init_logger,
@@ -38,9 +38,10 @@ from .host import (
 from .lock import hold_folder, require_shared
 from .metrics import InterdomainMetrics
 from .optimizer import build_lr_schedulers, build_optimizers
-from .parallelize import parallelize
+from .parallelize import parallelize, set_initial_values
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
+from .resume_from import loads_a_model
 from .validate import build_validator
 
 
@@ -145,7 +146,8 @@ class InterdomainTrainer(Trainer):
         parallelize(model, self.parallel_dims, config)
         on_cpu = config.training.enable_cpu_offload or config.checkpoint.create_seed_checkpoint
         model.to_empty(device="cpu" if on_cpu else self.device.type)
-        model.init_weights(plan.seed)
+        device = "cpu" if config.checkpoint.create_seed_checkpoint else self.device
+        set_initial_values(model, plan.seed, loaded=loads_a_model(config), device=device)
         return model.train()
 
     def train_step(self, batches) -> None:
@@ -167,7 +169,8 @@ class InterdomainTrainer(Trainer):
             loss.backward()
             losses.append(loss.detach())
         loss = torch.stack(losses).sum()  # this rank's share
-        norm = clip_grad_norm_(model.parameters(), self.job_config.training.max_norm, foreach=True)
+        reduce_replicated(model.parameters())
+        norm = clip(model.parameters(), self.job_config.training.max_norm)
         skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step(skip)
@@ -195,7 +198,7 @@ class InterdomainTrainer(Trainer):
         if not self.preemption.listening:  # before any step: from here on there is something to save
             self.preemption.listen()
             if self.job_config.validation.enable:
-                self.validator.make_up(self.model_parts, self.step)
+                self.validator.run_missed_validation(self.model_parts, self.step)
             self.preemption.cast_now(self.device)
         if not super().should_continue_training():
             return False  # asked or not, the run is at its end

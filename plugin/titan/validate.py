@@ -17,11 +17,11 @@ from .metrics import perplexity
 class FixedValidator(BaseValidator):
     """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
 
-    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. A run that ended
-    between a save and its validation makes up for it when it is started again (`make_up`).
+    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. If a run is
+    killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        checkpoints: beside which the results are noted.
+        checkpoints: results are written beside them.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class FixedValidator(BaseValidator):
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps
 
-    def make_up(self, model_parts, step: int) -> None:
-        """Validate the step that the run continues from, if that was due and never came to its end. Tried once. Collective."""
+    def run_missed_validation(self, model_parts, step: int) -> None:
+        """Validate the step that the run continues from, if that was due and did not finish. Tried once. Collective."""
         if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
             return
         if self._changes_the_steps_after(step):

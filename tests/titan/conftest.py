@@ -248,5 +248,11 @@ def four(tmp_path_factory, corpus, launch, two):
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     local = {"training__local_batch_size": 2}
     runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
-    runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)
+    runs.add(
+        "after two",
+        folder=half(two, runs.folder / "after two"),
+        **local,
+        **WITH_CHECKPOINTS,
+        checkpoint__keep_latest_k=2,
+    )
     return runs.start()

@@ -9,6 +9,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     compiled      keyword arguments of every torch.compile of a block     peak_flops   what utilisation is measured by
     gradients     whole gradients of the first step, as the optimizer gets them
     states        {step: sha256 over weights and optimizer state after it}
+    undrawn       parameters that are NaN before loading    index_reads  how often the index of a checkpoint was opened
 
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
@@ -52,6 +53,7 @@ class Watch:
         self.trainer = trainer
         seen, model, metrics = self.seen, trainer.model_parts[0], trainer.metrics_processor
         seen["initial"] = {clean_name(name): digest(p) for name, p in model.named_parameters()}
+        seen["undrawn"] = [clean_name(name) for name, p in model.named_parameters() if whole(p).isnan().all()]
         seen["peak_flops"] = trainer.metrics_processor.gpu_peak_flops
         self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
         self.replace(stack, trainer.dataloader, "_take", lambda take: lambda batches: self.samples(take(batches)))
@@ -129,8 +131,17 @@ class Watch:
         self.seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
 
+index_reads = []
+
+
+def note_index(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("/.metadata") and arguments[1] in ("r", "rb"):
+        index_reads.append(arguments[0])
+
+
 def run(job):
     watch = Watch(job.get("probes", []), job.get("spoil"))
+    index_reads.clear()
     config = read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
         watch.replace(stack, torch, "compile", watch.compilation)
@@ -140,12 +151,14 @@ def run(job):
             trainer.train()
             assert not job.get("stops")
     trainer.close()
+    watch.seen["index_reads"] = len(index_reads)
     torch._dynamo.reset()
     return watch.seen
 
 
 def main(jobs, output):
     init_logger()
+    sys.addaudithook(note_index)
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
     torchtitan.train.time = type(
         "time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None}

@@ -16,6 +16,7 @@ from torchtitan.components.checkpoint import MODEL, OPTIMIZER, TRAIN_STATE, Asyn
 from interdomain.model import build_config, meta_model
 from interdomain.model.distributed_checkpoint import write_tensors
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
+from interdomain.titan.resume_from import Candidates
 
 from .conftest import refusal
 
@@ -50,8 +51,9 @@ def test_the_latest_whole_step_is_found(tmp_path):
     for step, whole in ((3, True), (9, True), (10, True), (12, False)):
         step_folder(tmp_path, step, whole)
     step_folder(tmp_path, 11).rename(tmp_path / "step-11.copy")
-    assert manager(tmp_path)._find_load_step() == 10
-    assert manager(tmp_path / "none")._find_load_step() == -1
+    settings = {"exclude": [], "data": None, "saving": True}
+    assert Candidates(tmp_path).choose(-1, **settings).step == 10
+    assert Candidates(tmp_path / "none").choose(-1, **settings) is None
 
 
 def test_retention_counts_whole_steps_and_unmarks_before_it_removes(tmp_path, monkeypatch):
@@ -85,7 +87,7 @@ def test_an_initial_checkpoint_that_is_not_there(tmp_path, alone, capsys):
 @pytest.mark.e2e
 class TestRealCheckpoint:
     @pytest.fixture
-    def real(self, one, tmp_path):
+    def real(self, one, alone, tmp_path):
         folder = one.folder / "halves" / "checkpoint" / "step-3"
         return shutil.copytree(folder, tmp_path / "step-3")
 
@@ -185,7 +187,7 @@ def test_a_step_is_saved_anew_from_nothing(tmp_path, alone):
     this.tokenizer = tmp_path / "tokenizer.model"
     this.tokenizer.write_bytes(b"tokenizer")
     this.resumed = (3, 1000)
-    this._begin(old)
+    this._make_folder(old)
     assert sorted(path.name for path in old.iterdir()) == ["interdomain.json", "tokenizer.model"]
     record = json.loads((old / "interdomain.json").read_text())
     assert (record["step"], record["tokens"], record["skipped_steps"]) == (5, 1000 + 2 * 512, 4)

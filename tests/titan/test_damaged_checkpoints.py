@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from interdomain.model import build_config
-from interdomain.model.distributed_checkpoint import METADATA, altered_entry, finished_steps
-from interdomain.titan import checkpoint
+from interdomain.model.distributed_checkpoint import altered_entry, finished_steps
+from interdomain.titan import checkpoint, resume_from
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
+from interdomain.titan.integrity import read
 from interdomain.titan.lock import FolderLock
 from interdomain.titan.settings import read_job_config
-from interdomain.titan.whole import read_whole
 
 from .conftest import TINY, refusal
 
@@ -172,11 +172,15 @@ def test_a_save_that_was_cut_short_is_left_where_it_is(new, folder, caplog):
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
-def test_several_in_a_row(new, folder):
+def test_several_in_a_row(new, folder, monkeypatch):
+    """Every index is read once, though the checksums of step 2 are found to be wrong only after it was chosen."""
+    reads = []
+    monkeypatch.setattr(resume_from, "read", lambda path: reads.append(path.name) or read(path))
     DAMAGE["shard short"][0](folder / "step-3")
     DAMAGE["shard altered"][0](folder / "step-2")
     assert new().load() == 1
     assert names(folder) == ["step-1", "step-2.damaged", "step-3.damaged"]
+    assert reads == ["step-3", "step-2", "step-1"]
 
 
 def test_what_only_reading_finds(new, folder, caplog):
@@ -189,7 +193,7 @@ def test_what_only_reading_finds(new, folder, caplog):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5, 100])
 def test_ranks_share_the_reading_and_miss_nothing(folder, ranks):
-    index, _ = read_whole(folder / "step-3")
+    index = read(folder / "step-3").index
     assert not any(altered_entry(folder / "step-3", index, rank, ranks) for rank in range(ranks))
     for at in (0.4, 0.5, 0.6):
         alter(folder / "step-3" / "__0_0.distcp", at)
@@ -249,23 +253,18 @@ def test_retention_does_not_count_the_damaged(new, folder):
     shorten(folder / "step-2" / "__0_0.distcp", 1)
     shorten(folder / "step-3" / ".metadata", 20)
     run = new(keep_latest_k=2)
+    run.manager.load()
     run.save(4).manager.close()
-    assert names(folder) == ["step-1", "step-4"]
+    assert names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
 
 
-def test_retention_reads_an_index_once(new, folder, monkeypatch):
-    """And none of those that the run saved itself: an index of many ranks takes rank 0 seconds, in which all wait."""
-    run, looked = new(keep_latest_k=3), []
-
-    def look(step):  # a folder that is being removed has no index any more, and may still be there
-        there = (folder / f"step-{step}" / METADATA).exists()
-        looked.extend([step] if there else [])
-        return there
-
-    monkeypatch.setattr(run.manager, "_is_whole", look)
+def test_retention_reads_no_index(new, folder, monkeypatch):
+    """An index of many ranks takes rank 0 seconds, in which all wait."""
+    run = new(keep_latest_k=3)
+    run.manager.load()
+    monkeypatch.setattr(resume_from, "read", lambda path: pytest.fail(f"{path} was read"))
     for step in (4, 5, 6):
         run.save(step)
-    assert looked == [1, 2, 3]
     run.manager.close()
     assert names(folder) == ["step-4", "step-5", "step-6"]
 
@@ -342,7 +341,7 @@ def test_all_ranks_hear_what_rank_0_met(alone):
         raise PermissionError("no")
 
     with pytest.raises(PermissionError, match="no"):
-        checkpoint._on_rank_0(fail)
+        checkpoint.on_rank_0(fail)
 
 
 @pytest.mark.parametrize("settings", [{"step": -1}, {"step": 2}, {"step": 3}])

@@ -30,7 +30,7 @@ def test_a_function_that_is_gone_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(host.Trainer, "should_continue_training"), (host.CheckpointManager, "_find_load_step")]
+    ("owner", "name"), [(host.Trainer, "should_continue_training"), (host.CheckpointManager, "_states_to_load")]
 )
 def test_a_name_that_is_overridden_and_gone_is_refused(owner, name, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(owner, f"{name}_renamed", getattr(owner, name), raising=False)

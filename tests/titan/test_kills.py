@@ -143,7 +143,7 @@ def test_the_same_command_brings_it_to_its_end(story):
 
 
 def test_no_validation_is_missing(story):
-    """The next start makes up for it: of step 3, and training goes on; and of the last, when nothing is left to train."""
+    """The next start runs the missed validation: of step 3 before training goes on, and of the last step."""
     assert "step 3 was saved and not validated: validating it now" in story.chapters[0].said
     before, after = story.chapters[2:]
     assert before.found["step-6"]

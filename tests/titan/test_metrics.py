@@ -7,12 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.overrides import TorchFunctionMode
 from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan import metrics
 from interdomain.titan.guard import Guard
 from interdomain.titan.metrics import GROUPS, InterdomainMetrics, SpikeSign, gradient_norms, life_signs, perplexity
+from interdomain.titan.parallelize import shard
 from interdomain.titan.settings import read_job_config
 
 from .conftest import TINY
@@ -32,6 +36,43 @@ def test_life_signs_at_the_start():
         assert signs[f"{name}/dt_q50"] == pytest.approx(dt.quantile(0.5).item(), rel=1e-5)
         aliased = (dt[:, None] * ssm.A_imag).abs() > torch.pi
         assert signs[f"{name}/aliased_fraction"] == pytest.approx(aliased.float().mean().item())
+
+
+class Counted(TorchFunctionMode):
+    """Reads of the device by the host."""
+
+    READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
+
+    def __init__(self):
+        super().__init__()
+        self.reads = []
+
+    def __torch_function__(self, func, kinds, args=(), kwargs=None):
+        self.reads += [name for name in self.READS if name == getattr(func, "__name__", None)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_life_signs_of_all_layers_are_read_at_once(alone, monkeypatch):
+    """24 layers at 1.3B: number by number the host would wait for the device 192 times."""
+    model = Transformer(build_config("debug", n_basis=8, vocab_size=64))
+    model.init_weights()
+    job = read_job_config(["--job.config_file", str(TINY)])
+    shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)), job)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    collectives, all_reduce = [], dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *given, **named: collectives.append(all_reduce(*given, **named)))
+    with CommDebugMode() as sent, Counted() as signs:
+        assert len(life_signs(model)) == 8 * 4
+    assert (signs.reads, collectives, sent.get_total_counts()) == (
+        ["cpu", "tolist"],
+        [],
+        0,
+    )  # the second is on the host
+    with CommDebugMode() as sent, Counted() as gradients:
+        gradient_norms(model, total=1.0, max_norm=1.0)
+    assert (len(collectives), sent.get_total_counts()) == (1, 1)
+    assert gradients.reads == ["tolist"]
 
 
 def test_softmax_has_none():

@@ -1,6 +1,7 @@
 """What a configuration implies, and what is refused before anything is built."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -51,6 +52,30 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
     assert 12 * GIB < sum(plan.memory.values()) < 0.7 * 80e9
     assert plan.precision == "bf16"
     assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "runs"),
+    [
+        (256, [], [(256, 256, 1), (128, 128, 1)]),
+        (512, [], [(512, 512, 1), (128, 128, 1)]),
+        (256, ["--parallelism.data_parallel_replicate_degree", "4"], [(256, 256, 1), (128, 128, 1)]),
+        (96, [], [(96, 192, 2), (64, 128, 2)]),
+        (64, [], [(64, 128, 2)]),
+    ],
+)
+def test_more_ranks_than_the_batch_divides_over(ranks, settings, runs):
+    """The refusal names flags that run: on as many ranks, in larger steps, or in the same steps on fewer."""
+    arguments = ["--job.config_file", str(CONFIGS / "1.3B.toml"), "--training.local_batch_size", "4", *settings]
+    with pytest.raises(ValueError, match=r"training.global_batch_size = 128 sequences does not divide") as refused:
+        make_plan(ConfigManager().parse_args(arguments), ranks)
+    assert ("feeds at most 128 ranks" in str(refused.value)) == (ranks > 128)
+    advice = re.findall(r"on (\d+) rank\(s\) with ((?:--\S+ \d+ ?)+)", str(refused.value))
+    found = []
+    for n, more in advice:
+        plan = make_plan(ConfigManager().parse_args([*arguments, *more.split()]), int(n))
+        found.append((plan.world_size, plan.global_batch, plan.local_batch))
+    assert found == runs
 
 
 def test_the_plan_fills_torchtitans_fields(alone):

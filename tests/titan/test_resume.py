@@ -47,6 +47,23 @@ def test_a_run_of_two_ranks_continues_on_others(two, ranks, request):
     assert runs.samples("after two") == two.samples("interdomain")[3:]
 
 
+def test_an_index_is_read_once_by_rank_0(one, four):
+    """At a start that loads a checkpoint, saves one, and keeps the latest two."""
+    assert [four.seen("after two", rank)["index_reads"] for rank in range(4)] == [1, 0, 0, 0]
+    assert one.seen("second half")["index_reads"] == one.seen("started")["index_reads"] == 1
+    assert one.seen("interdomain")["index_reads"] == 0
+
+
+def test_what_a_checkpoint_replaces_is_not_drawn(one, four):
+    parameters = list(one.seen("interdomain")["initial"])
+    for runs, name in ((one, "second half"), (one, "started"), (four, "after two")):
+        assert [runs.seen(name, rank)["undrawn"] for rank in range(runs.ranks)] == [parameters] * runs.ranks
+    assert one.seen("interdomain")["undrawn"] == []
+    index = tensor_index(checkpoint(one, "halves", 6))
+    for name, saved in read_tensors(checkpoint(one, "halves", 6), parameters, index).items():
+        assert saved.isfinite().all(), name
+
+
 def test_a_changed_learning_rate_takes_effect_on_resume(one):
     """The checkpoint was saved with a peak of 3e-3; the schedule goes on from its step under the new peak."""
     at_four = one.seen("other rate")["log"][4]

@@ -15,9 +15,9 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 from torchtitan.config import ConfigManager
 
-from interdomain.titan.layout import LAYOUT
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog, hyperparameters
+from interdomain.titan.tensorboard_layout import LAYOUT
 from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
 from .conftest import flags

@@ -79,7 +79,7 @@ def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, capl
     assert start(new, step=1, save=[2, 3]) == (1, 1)  # ended before a save: the same again
     assert record(folder, 3)["branched_from"] == 1
     assert start(new, step=1, save=[4]) == (3, 3)
-    assert f"it continues from {folder / 'step-3'}, to which it has got since" in caplog.text
+    assert f"it continues from {folder / 'step-3'}, which it has saved since" in caplog.text
     assert "To go back to it once more, move step-2, step-3 away first." in caplog.text
     assert start(new, save=[5]) == (4, 4)  # without naming it, the same course
     assert start(new, step=1) == (5, 5)
@@ -90,7 +90,7 @@ def test_retention_may_remove_the_step_itself(new, folder, caplog):
     assert names(folder) == ["step-2", "step-2.superseded", "step-3", "step-3.superseded"]
     caplog.clear()
     assert start(new, step=1) == (3, 3)
-    assert "to which it has got since." in caplog.text
+    assert "which it has saved since." in caplog.text
     assert "once more" not in caplog.text  # there is nothing to go back to
 
 
@@ -153,7 +153,7 @@ def test_a_run_that_would_be_over_at_once(new, folder, caplog, capsys):
     assert "nothing is left to train: the checkpoint is of step 3, and the run of 3 steps" in caplog.text
 
 
-def test_a_validation_that_fails_is_made_up_for_once(new, folder):
+def test_a_missed_validation_is_tried_once(new, folder):
     """Else no start would get beyond it."""
     claims = []
     for _ in range(2):

@@ -107,7 +107,7 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
 
 
 @pytest.mark.parametrize(
-    ("step", "lacking", "settings", "made_up"),
+    ("step", "missed", "settings", "validated"),
     [
         (3, True, DUE, True),
         (3, False, DUE, False),
@@ -119,14 +119,14 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
         (6, True, {**DUE, "compile__enable": True, "validation__local_batch_size": 4}, True),
     ],
 )
-def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up, caplog):
+def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, settings, validated, caplog):
     validating, noted = validator(corpus, validation__tokens=64, **settings), []
-    validating.checkpoints.claim_validation = lambda at: lacking
+    validating.checkpoints.claim_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
-    validating.make_up([model], step)
+    validating.run_missed_validation([model], step)
     losses = validating.metrics_processor.losses
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
-    assert len(losses) == made_up
+    assert len(losses) == validated
     shape_forbids = (step, settings["validation__local_batch_size"]) == (3, 4)
     assert ("step 3 was saved and not validated, and is not now: with compile.enable" in caplog.text) == shape_forbids
 
@@ -140,7 +140,7 @@ def test_a_signal_meanwhile_is_answered_after_the_first_step(alone, monkeypatch)
     this.job_config = SimpleNamespace(validation=SimpleNamespace(enable=True), training=SimpleNamespace(steps=6))
     this.checkpointer = SimpleNamespace(require_folder=lambda: None)
     this.preemption = Preemption()
-    this.validator = SimpleNamespace(make_up=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    this.validator = SimpleNamespace(run_missed_validation=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
     try:
         assert this.should_continue_training()
         assert not this.preemption.agreed()

@@ -33,7 +33,7 @@ from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.utils import clip_grad_norm_, dist_max, dist_sum, set_determinism
+from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
@@ -45,8 +45,8 @@ from torchtitan.train import Trainer
 
 HOOKED = {
     Trainer: "init_distributed batch_generator train train_step should_continue_training state_dict load_state_dict close",
-    CheckpointManager: "load save close dcp_load dcp_save maybe_wait_for_staging _async_wait _save_last_step "
-    "_purge_stale_checkpoints _find_load_step _create_checkpoint_id",
+    CheckpointManager: "load save close dcp_save _states_to_load maybe_wait_for_staging _async_wait _save_last_step "
+    "_purge_stale_checkpoints _create_checkpoint_id",
     OptimizersContainer: "step zero_grad state_dict load_state_dict _validate_length _post_init",
     LRSchedulersContainer: "step state_dict load_state_dict",
     MetricsProcessor: "should_log log log_validation close",

@@ -1,25 +1,22 @@
-"""Whether a checkpoint reads back whole: its index, its shards' lengths, its record."""
+"""Whether a checkpoint is complete: its index, the lengths of its shards, its record. No tensor is read."""
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SafeReader, WrittenByNewerPyTorch, check_lengths
+from torch.distributed.checkpoint.metadata import Metadata
+
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, check_lengths, parse_index
 
 OF_ANY_MODEL = {"model", "size", "condition"}  # in the record of every version
 
 
-def fault(folder: Path) -> str | None:
-    """Why this is not a whole checkpoint, in words; None if nothing is wrong. Reads the index and no tensor.
+class Contents(NamedTuple):
+    """What a start needs to know of a checkpoint before it reads tensors."""
 
-    Raises: WrittenByNewerPyTorch, for such a checkpoint is not damaged.
-    """
-    try:
-        read_whole(folder)
-    except WrittenByNewerPyTorch:
-        raise
-    except ValueError as e:
-        return str(e)
-    return None
+    data: bytes  # the file of the index
+    index: Metadata
+    record: dict  # empty where there is none
 
 
 def is_finished(folder: Path) -> bool:
@@ -27,17 +24,15 @@ def is_finished(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read_whole(folder: Path):
-    """(index, record) of a checkpoint; the record is empty where there is none.
-
-    Raises: ValueError that names the file and what is wrong with it.
-    """
+def read(folder: Path) -> Contents:
+    """Raises: ValueError that names the file and what is wrong with it; WrittenByNewerPyTorch; OSError."""
     if not is_finished(folder):
         raise ValueError(f"{folder} is not a whole checkpoint: it has no {METADATA}, which is written last.")
-    index = SafeReader(folder).read_metadata()
+    data = (folder / METADATA).read_bytes()
+    index = parse_index(data, folder)
     check_lengths(folder, index)
     sidecar = folder / SIDECAR
-    return index, _read_record(sidecar) if sidecar.is_file() else {}
+    return Contents(data, index, _read_record(sidecar) if sidecar.is_file() else {})
 
 
 def _read_record(sidecar: Path) -> dict:
