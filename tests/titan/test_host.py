@@ -1,9 +1,11 @@
 """TorchTitan's version and names: anything else than what the plugin was written for ends in words, before a run is built."""
 
 import importlib
+import sys
 
 import pytest
 import torchtitan
+from torchtitan.distributed import utils as dist_utils
 
 from interdomain.titan import host
 from interdomain.titan.settings import read_job_config
@@ -17,6 +19,13 @@ def test_another_version_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"TorchTitan 0\.3\.0 is installed.* with TorchTitan 0\.2\.2 only.*pip install"
     ):
+        importlib.reload(host)
+
+
+def test_a_function_that_is_gone_is_refused(monkeypatch):
+    monkeypatch.delattr(dist_utils, "clip_grad_norm_")
+    monkeypatch.delitem(sys.modules, f"{host.__name__}.titan_0_2")
+    with pytest.raises(ValueError, match=r"has been changed since its release .*clip_grad_norm_.* --force-reinstall"):
         importlib.reload(host)
 
 
