@@ -102,7 +102,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     excluded_parts: tuple = ()  # checkpoint.exclude_from_loading
     branched_from: int | None = None  # the step that the run last went back to
     last_validation: dict | None = None  # of this process: {"step", "loss", "perplexity"}
-    candidates: Candidates | None = None  # on rank 0, while a checkpoint is chosen and loaded
+    candidates: Candidates | None = None  # while a checkpoint is chosen and loaded; rank 0 alone reads
 
     def __init__(
         self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
