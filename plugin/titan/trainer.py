@@ -12,10 +12,11 @@ import logging
 import os
 import sys
 
+import torch
 import torchtitan.train
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 
 from .checkpoint import SelfDescribingCheckpoints
 from .errors import one_paragraph
@@ -23,6 +24,7 @@ from .guard import seeing_loss, seeing_norm
 from .lock import hold_folder, require_shared
 from .plan import make_plan
 from .preemption import Preemption
+from .schedule import refuse_jump
 
 
 def install(model_name: str) -> None:
@@ -92,4 +94,20 @@ def check(job_config) -> None:
         raise ValueError(
             f"comm.mode = {job_config.comm.mode!r} simulates ranks in one process: set NGPU to their number."
         )
-    make_plan(job_config, int(ranks))
+    plan = make_plan(job_config, int(ranks))
+    refuse_jump(job_config, plan.steps, plan.warmup_steps)
+
+
+def run(job_config) -> None:
+    """Build, train and close, as `torchtitan.train.main` does."""
+    init_logger()
+    trainer = torchtitan.train.Trainer(job_config)
+    try:
+        if job_config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        elif job_config.comm.mode != "local_tensor":
+            trainer.train()
+    finally:
+        trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

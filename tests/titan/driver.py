@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 import torchtitan.train
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
+from interdomain.titan.settings import read_job_config
 
 
 def whole(tensor):
@@ -135,7 +135,7 @@ class Watch:
 
 def run(job):
     watch = Watch(job.get("probes", []), job.get("spoil"))
-    config = ConfigManager().parse_args(job["args"])
+    config = read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
         watch.replace(stack, torch, "compile", watch.compilation)
         trainer = torchtitan.train.Trainer(config)

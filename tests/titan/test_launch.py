@@ -1,4 +1,4 @@
-"""The stock entry point, `torchrun -m torchtitan.train`: what it writes, and how it ends when something is wrong."""
+"""The entry point, `torchrun -m interdomain.titan.entry`: what it writes, and how it ends when something is wrong."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.config import ConfigManager
 
 from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 from interdomain.titan import lock, trainer
+from interdomain.titan.settings import read_job_config
 
 from .conftest import HERE, flags, refusal, torchrun
 
@@ -33,7 +33,7 @@ def stock(tmp_path_factory, corpus):
     folder = tmp_path_factory.mktemp("stock")
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
     arguments = flags(corpus, folder, training__local_batch_size=4, **settings)
-    done = torchrun(2, *ONE, "-m", "torchtitan.train", *arguments)
+    done = torchrun(2, *ONE, "-m", "interdomain.titan.entry", *arguments)
     assert done.returncode == 0, done.stderr[-8000:]
     return done, folder
 
@@ -124,7 +124,7 @@ def assert_one_paragraph(done, *said):
 def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    config = ConfigManager().parse_args(flags(corpus, tmp_path / "run", mixer__condition="s4", checkpoint__enable=True))
+    config = read_job_config(flags(corpus, tmp_path / "run", mixer__condition="s4", checkpoint__enable=True))
     checked = trainer._checked_first(lambda _: pytest.fail("a process group was made"), "interdomain")
     error = refusal(capsys, checked, SimpleNamespace(job_config=config))
     assert "mixer.condition = 's4' is unknown; allowed: softmax, interdomain, interdomain-norope" in error

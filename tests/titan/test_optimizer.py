@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
-from torchtitan.config import ConfigManager
 
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.optimizer import build_lr_schedulers, build_optimizers
+from interdomain.titan.settings import read_job_config
 
 from .conftest import flags
 
 
 def configuration(**settings):
-    return ConfigManager().parse_args(flags("corpus", "folder", **settings))
+    return read_job_config(flags("corpus", "folder", **settings))
 
 
 def optimizers(condition="interdomain", job=None, **overrides):

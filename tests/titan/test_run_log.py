@@ -13,11 +13,11 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
-from torchtitan.config import ConfigManager
 
 from interdomain.titan.layout import LAYOUT
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog, hyperparameters
+from interdomain.titan.settings import read_job_config
 from interdomain.tools._curves import read_curves, read_events
 
 from .conftest import flags
@@ -28,7 +28,7 @@ SPIKE = "loss_metrics/spike"
 
 @pytest.fixture(scope="module")
 def job():
-    return ConfigManager().parse_args(flags("corpus", "folder"))
+    return read_job_config(flags("corpus", "folder"))
 
 
 def of_512(step):
