@@ -162,49 +162,42 @@ def perplexities(folder: Path) -> list[tuple[int, float]]:
 
 
 def next_steps(args: argparse.Namespace, flags: list[str], job, plan) -> str:
-    """Commands that continue, convert, generate and watch, ready to paste."""
+    """Commands that convert, generate, watch and continue, ready to paste."""
     python = python_here()
-    dump = job.job.dump_folder
-    export = f"exports/{Path(dump).name}-step{plan.steps}"
-    beside = Path(dump).parent  # other runs, to compare with
-    runs = str(beside) if beside.name else dump
-    lines = {
-        **train_on(args, flags, job, plan),
-        "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],
-        "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
-        "watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs],
-    }
-    return "\n".join(f"# {what}\n{shlex.join(command)}" for what, command in lines.items())
+    dump = Path(job.job.dump_folder)
+    runs = dump.parent if dump.parent.name else dump  # beside it are other runs, to compare with
+    lines = {"watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
+    if job.checkpoint.enable:
+        last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
+        lines |= {
+            "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", last, export],
+            "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
+            **train_on(args, flags, job, plan),
+        }
+    return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
 
 
 def train_on(args: argparse.Namespace, flags: list[str], job, plan) -> dict[str, list[str]]:
-    """What a run of twice the length would do, and its command: nothing, where checkpoints are off."""
-    if not job.checkpoint.enable:
-        return {}
+    """A run of twice the length: what becomes of the learning rate, and the command."""
+    schedule, last = job.lr_scheduler, job.lr_scheduler.total_steps or plan.steps
+    if schedule.decay_ratio == 0:
+        rate, settings = "at the same learning rate", []
+    elif schedule.min_lr or schedule.min_lr_factor:
+        rate, settings = "at the last learning rate", ["--lr_scheduler.total_steps", str(last)]
+    else:
+        rate = "with a learning rate that jumps back up, for it has no floor (lr_scheduler.min_lr)"
+        settings = ["--lr_scheduler.total_steps", str(2 * plan.steps), "--lr_scheduler.allow_jump"]
+    launcher = ["--ranks", str(args.ranks)] if args.ranks else []
+    launcher += ["--site", args.site] if args.site else []
+    launcher += ["--max-restarts", str(args.max_restarts)] if args.max_restarts != MAX_RESTARTS else []
     anew = ("training.tokens", "training.steps", "lr_scheduler.total_steps", "lr_scheduler.allow_jump")
-    kept, dropped = [], False
+    kept, keep = [], True
     for flag in flags:
         if flag.startswith("--"):
-            dropped = flag[2:].split("=")[0].replace("-", "_") in anew
-        if not dropped:
-            kept.append(flag)
-    schedule = job.lr_scheduler
-    last = schedule.total_steps or plan.steps
-    if schedule.decay_ratio == 0:
-        what, rate = "train on, to twice the length, at the same learning rate", []
-    elif schedule.min_lr or schedule.min_lr_factor:
-        what, rate = (
-            "train on, to twice the length, at the last learning rate",
-            ["--lr_scheduler.total_steps", str(last)],
-        )
-    else:
-        what = "train on, to twice the length; the learning rate jumps back up, for it has no floor"
-        rate = ["--lr_scheduler.total_steps", str(2 * plan.steps), "--lr_scheduler.allow_jump"]
-    own = {"--ranks": args.ranks, "--site": args.site, "--max-restarts": args.max_restarts}
-    if args.max_restarts == MAX_RESTARTS:
-        del own["--max-restarts"]
-    launcher = [word for name, value in own.items() if value is not None for word in (name, str(value))]
-    return {what: ["./launch.sh", args.config, *launcher, *kept, "--training.steps", str(2 * plan.steps), *rate]}
+            keep = flag[2:].split("=")[0].replace("-", "_") not in anew
+        kept += [flag] if keep else []
+    longer = ["--training.steps", str(2 * plan.steps), *settings]
+    return {f"train on, to twice the length, {rate}": ["./launch.sh", args.config, *launcher, *kept, *longer]}
 
 
 @user_errors

@@ -15,7 +15,7 @@ from .schema import Bound, JobConfig, OneOf, Unused
 NAME = "interdomain"
 LIST_ALL = "./launch.sh --flags lists all that there are."
 
-# Pairs that say the same in two units. A value on the command line replaces the file's, in whichever unit that is.
+# Pairs that say the same in two units. A value on the command line replaces the file's in either; a default says nothing.
 COUNTERPARTS = (
     ("training.steps", "training.tokens"),
     ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_tokens"),
@@ -68,7 +68,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else str(not _negated(flag))
             if value not in (str(value_of(JobConfig(), setting)), *unused.harmless):
-                raise ValueError(_not_used(setting, f"{flag[2:]} = {value!r}", unused))
+                raise ValueError(_not_used(setting, f"{flag[2:]} = {value}", unused))
         else:
             rest.append(argument)
     job = tyro.cli(
@@ -80,11 +80,12 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         description="Settings of a run: keys of the sections of FILE.toml; a flag wins over the file.",
     )
     job.given = frozenset(given)
+    default = JobConfig()
     for pair in COUNTERPARTS:
         for one, other in (pair, pair[::-1]):
-            if one in job.given and other not in job.given and value_of(job, one):
+            if one in given and other not in given and value_of(job, one) != value_of(default, one):
                 section, name = other.split(".")
-                setattr(getattr(job, section), name, value_of(JobConfig(), other))
+                setattr(getattr(job, section), name, value_of(default, other))
     return job
 
 

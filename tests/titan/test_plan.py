@@ -251,7 +251,7 @@ REFUSED = {
     "batch and ranks": ({"training__local_batch_size": 3}, "training.global_batch_size = 8", "multiple of 6"),
     "replicas and ranks": ({"parallelism__data_parallel_replicate_degree": 3}, "replicate_degree = 3", "2 rank(s)"),
     "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks, 2"),
-    "tensor parallel": ({"parallelism__tensor_parallel_degree": 2}, "tensor_parallel_degree = '2'", "data_parallel"),
+    "tensor parallel": ({"parallelism__tensor_parallel_degree": 2}, "tensor_parallel_degree = 2", "data_parallel"),
     "no sequence": ({"training__seq_len": 0}, "training.seq_len must be at least 1", "got 0"),
     "steps and tokens": (
         {"training__tokens": 4096, "training__steps": 6},
@@ -283,10 +283,10 @@ REFUSED = {
     "step in backward": ({"optimizer__early_step_in_backward": True}, "early_step_in_backward", "clipped"),
     "no rate": ({"optimizer__lr": 0.0}, "optimizer.lr must be positive", "got 0.0"),
     "bfloat16 master weights": ({"training__dtype": "bfloat16"}, "training.dtype", "mixed_precision_param"),
-    "TorchTitan's data set": ({"training__dataset": "c4"}, "training.dataset = 'c4'", "data.corpus"),
+    "TorchTitan's data set": ({"training__dataset": "c4"}, "training.dataset = c4", "data.corpus"),
     "validation by steps": (
         {"validation__enable": True, "validation__steps": 5},
-        "validation.steps = '5'",
+        "validation.steps = 5",
         "validation.tokens",
     ),
     "recomputation by budget": ({"activation_checkpoint__mode": "memory_budget"}, "memory_budget", "compile.enable"),
@@ -432,6 +432,7 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert length("--training.steps", "30") == (30, 20, False)
     assert length("--training.steps", "10") == (10, 1, True)
     assert length("--training.steps=30", "--lr-scheduler.warmup-steps", "5") == (30, 5, False)
+    assert length("--lr_scheduler.warmup_steps", "0") == (80, 0, False)
     assert length("--training.tokens", "0") == (10_000, 20, False)
     with pytest.raises(ValueError, match="warmup of 20 steps is longer than the schedule of 10"):
         length("--training.steps", "10", "--lr_scheduler.warmup_steps", "20")
