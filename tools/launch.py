@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
     try:
+        from interdomain.titan import plan  # noqa: F401 (imports TorchTitan, which reading alone does not)
         from interdomain.titan.settings import read_job_config
     except ModuleNotFoundError as e:
         raise ValueError(

@@ -3,7 +3,6 @@
 import sys
 
 from .errors import one_paragraph
-from .settings import read_job_config
 
 
 def arguments_of(argv: list[str]) -> list[str]:
@@ -13,14 +12,15 @@ def arguments_of(argv: list[str]) -> list[str]:
 
 @one_paragraph
 def read(argv: list[str]):
-    return read_job_config(arguments_of(argv))
+    """(what trains, its configuration)"""
+    from .settings import read_job_config
+    from .trainer import run
+
+    return run, read_job_config(arguments_of(argv))
 
 
 def main() -> None:
-    job = read(sys.argv[1:])
-
-    from .trainer import run
-
+    run, job = read(sys.argv[1:])
     run(job)
 
 

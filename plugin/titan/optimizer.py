@@ -4,12 +4,11 @@ import re
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 
 from interdomain.model.initialize import clean_name
 
 from .guard import Guard
+from .host import LRSchedulersContainer, OptimizersContainer
 from .schedule import multiple_of_peak
 
 # Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
@@ -41,17 +40,17 @@ class GroupedOptimizers(OptimizersContainer):
         self._validate_length(len(model_parts))
         self._post_init(everything, kwargs)
 
-    def step(self, *args, **kwargs) -> None:
+    def step(self, skip: torch.Tensor | None = None) -> None:
+        """skip: 1.0 on the device for a step that changes nothing (`Guard.verdict`)."""
         # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
         self.rates = {group["name"]: group["lr"] for group in self.optimizers[0].param_groups}
-        skip = self.guard.verdict()
         if not self.optimizers[0].defaults["fused"]:
             if skip is not None and skip.item():  # only the fused implementation can decide on the device
                 return
         else:
             for optimizer in self.optimizers:
                 optimizer.found_inf = skip
-        super().step(*args, **kwargs)
+        super().step()
 
     def load_state_dict(self, state_dict) -> None:
         kept = [[_hyperparameters(group) for group in o.param_groups] for o in self.optimizers]
@@ -65,7 +64,7 @@ def _hyperparameters(group: dict) -> dict:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def build_optimizers(model_parts, config, parallel_dims, ft_manager=None) -> GroupedOptimizers:
+def build_optimizers(model_parts, config) -> GroupedOptimizers:
     kwargs = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),

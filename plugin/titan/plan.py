@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from interdomain import features, scan
 from interdomain.model import (
@@ -25,6 +24,7 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 
 from .device import device_here, gpu_memory, refuse_for_device
+from .host import TORCH_DTYPE_MAP
 from .schedule import run_length
 from .schema import Mixer
 from .settings import refuse_unsupported

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
-from torchtitan.components.metrics import BaseLogger
-from torchtitan.tools.logging import logger
 
 from interdomain.model import condition_of
 
+from .host import BaseLogger, logger
 from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"

@@ -1,4 +1,4 @@
-"""The entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json FLAGS
+"""The entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json THE ENTRY'S FLAGS
 
 PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
 {"flags": more of them, "rank": who, "at": ["step" | "write" | "finish" | "validate", N], "signal": "SIGKILL", "times": 1,
@@ -20,6 +20,7 @@ import torchtitan.train
 from torch.distributed.checkpoint import FileSystemWriter
 
 from interdomain.titan import entry, lock
+from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import FixedValidator
 
 ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
@@ -49,7 +50,7 @@ def before(place, name, condition):
 def main():
     kind, step = ENTRY.get("at", (None, None))
     if kind == "step":
-        before(torchtitan.train.Trainer, "train_step", lambda trainer, *_: trainer.step == step)
+        before(InterdomainTrainer, "train_step", lambda trainer, *_: trainer.step == step)
     elif kind == "validate":
         before(FixedValidator, "validate", lambda validator, models, at: at == step)
     elif kind is not None:

@@ -12,6 +12,7 @@ import torch
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
 from interdomain.data.corpus import sealed
 from interdomain.titan.data import PackedLoader, build_dataloader, build_tokenizer
+from interdomain.titan.errors import one_paragraph
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.validate import build_validator
@@ -20,6 +21,7 @@ from interdomain.tools import prepare_data
 from .conftest import TINY, flags, refusal
 
 VALIDATOR = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
+VALIDATOR["checkpoints"] = None
 
 
 def parse(corpus, **settings):
@@ -27,9 +29,9 @@ def parse(corpus, **settings):
 
 
 def build(job):
-    """The hooks in TorchTitan's order."""
-    tokenizer = build_tokenizer(job)
-    return build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
+    """As the trainer does."""
+    plan = one_paragraph(make_plan)(job, 1)
+    return build_dataloader(plan=plan, rank=0, tokenizer=build_tokenizer(job), job_config=job)
 
 
 def take(loader, n):

@@ -19,7 +19,7 @@ def configuration(**settings):
 
 def optimizers(condition="interdomain", job=None, **overrides):
     model = Transformer(build_config("debug", condition, n_basis=4, vocab_size=64, **overrides))
-    return model, build_optimizers([model], (job or configuration()).optimizer, None)
+    return model, build_optimizers([model], (job or configuration()).optimizer)
 
 
 def groups_by_name(model, container):

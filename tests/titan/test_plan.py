@@ -17,7 +17,6 @@ from interdomain.model import CONDITIONS, Execution, Transformer
 from interdomain.model.flops import memory_estimate
 from interdomain.scan import library, triton_support
 from interdomain.titan import entry, plan, schema, settings, trainer
-from interdomain.titan.model import InterdomainModel, InterdomainModelArgs
 from interdomain.titan.parallelize import SCAN_OPS
 from interdomain.titan.plan import make_plan, model_config
 from interdomain.titan.run_log import hyperparameters
@@ -58,14 +57,10 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
     assert (job.training.max_norm, job.lr_scheduler.min_lr, job.lr_scheduler.decay_type) == (1.0, 1e-5, "cosine")
 
 
-def test_the_plan_fills_torchtitans_fields_once(monkeypatch):
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+def test_the_plan_fills_torchtitans_fields(alone):
     job = parse(training__tokens=10_000, training__steps=None, lr_scheduler__total_steps=None)
-    arguments = InterdomainModelArgs()
-    for _ in range(2):  # the hooks ask more than once
-        arguments.update_from_config(job)
-        assert (job.training.steps, job.training.tokens) == (20, 0)  # 19.5 steps of 512 tokens, rounded up
-    assert arguments.config.vocab_size == 512
+    trainer.settled(make_plan(job, 2), job)
+    assert (job.training.steps, job.training.tokens) == (20, 0)  # 19.5 steps of 512 tokens, rounded up
 
 
 # Defaults of ours that are not TorchTitan's.
@@ -129,17 +124,10 @@ def test_switches_stand_over_the_condition():
     )
 
 
-def test_how_a_mixer_is_computed_is_no_part_of_the_model(monkeypatch):
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
-    job = parse(mixer__backend="sequential", mixer__recompute=False, mixer__features="torch")
-    arguments = InterdomainModelArgs()
-    arguments.update_from_config(job)
-    assert arguments.config == model_config(parse())
-    model = InterdomainModel(arguments)
-    assert all(
-        x.attention.execution == Execution("sequential", recompute=False, features="torch")
-        for x in model.layers.values()
-    )
+def test_how_a_mixer_is_computed_is_no_part_of_the_model():
+    made = make_plan(parse(mixer__backend="sequential", mixer__recompute=False, mixer__features="torch"), 1)
+    assert made.config == model_config(parse())
+    assert made.execution == Execution("sequential", recompute=False, features="torch")
     assert Execution(recompute=True) == make_plan(parse(), 1).execution
     kept, lean = (make_plan(parse(mixer__recompute=r), 1).memory["activations"] for r in (False, True))
     assert kept > lean
@@ -197,30 +185,27 @@ def test_a_dry_run_says_how_a_gpu_would_run_it(monkeypatch):
 
 @pytest.mark.parametrize("elsewhere", [0, 1])
 def test_a_run_begins_with_how_it_is_computed(elsewhere, monkeypatch, caplog, alone):
-    """Once, though many ask; the scores as the rank with the least memory has to have them, which is what is recorded."""
+    """The scores as the rank with the least memory has to have them, which is what is recorded."""
     on_a_gpu(monkeypatch, 100 * GIB)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, op: x.fill_(max(x.item(), elsewhere)))
     library._log_once.cache_clear()
-    job, arguments = parse(), InterdomainModelArgs()
+    job = parse()
     with caplog.at_level("INFO"):
-        for _ in range(2):
-            arguments.update_from_config(job)
+        settled = trainer.settled(make_plan(job, 1), job)
     scores = "auto: computed again, for another rank" if elsewhere else "auto: kept: about"
     said = ["backend 'auto' is chunkwise (Triton kernels)", "backend 'auto' is triton (one kernel)", scores]
     assert [sum(words in r.getMessage() for r in caplog.records) for words in said] == [1, 1, 1]
-    assert arguments.execution.recompute is job.mixer.recompute is bool(elsewhere)
-    assert hyperparameters(make_plan(job, 1), job)["recompute"] is bool(elsewhere)
+    assert settled.execution.recompute is job.mixer.recompute is bool(elsewhere)
+    assert hyperparameters(settled, job)["recompute"] is bool(elsewhere)
 
 
 def test_flops_belong_to_the_condition():
     """Per token: softmax grows with the context, a recurrence does not; a linear readout costs less than the query's."""
 
     def flops(condition, seq_len):
-        arguments = InterdomainModelArgs(config=model_config(parse(mixer__condition=condition)))
-        model = InterdomainModel(arguments)
-        count, per_token = arguments.get_nparams_and_flops(model, seq_len)
-        assert count == sum(p.numel() for p in model.parameters())
-        return per_token
+        plan = make_plan(parse(mixer__condition=condition, training__seq_len=seq_len), 1)
+        assert plan.n_params == sum(p.numel() for p in Transformer(plan.config).parameters())
+        return plan.flops_per_token
 
     conditions = ("softmax", "interdomain", "s4d")
     short, long = ({c: flops(c, seq_len) for c in conditions} for seq_len in (1024, 4096))
@@ -358,7 +343,7 @@ def test_refused_in_one_paragraph(name, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("NGPU", raising=False)
-    error = refusal(capsys, lambda: trainer.check(entry.read(arguments(**settings))))
+    error = refusal(capsys, lambda: trainer.check(entry.read(arguments(**settings))[1]))
     assert error.startswith("\nerror: ")
     for words in said:
         assert words in error
