@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import tyro
 from torch._dynamo import list_backends
 
-from .schema import Bound, JobConfig, OneOf, Unused
+from .field_types import Bound, OneOf, Unused
+from .schema import JobConfig
 
 NAME = "interdomain"
 LIST_ALL = "./launch.sh --flags lists all that there are."

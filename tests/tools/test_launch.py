@@ -193,10 +193,12 @@ def test_first_start_end_to_end(tmp_path):
     def rate(step):
         return json.loads((tmp_path / f"outputs/debug/checkpoint/step-{step}/interdomain.json").read_text())["lr"]
 
-    settings = "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --lr_scheduler.warmup_steps 0"
+    settings = (
+        "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --lr_scheduler.warmup_steps 0"
+    )
     first = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --training.steps 2")
     assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", first.stdout)] == [1, 2]
-    assert "debug with n_layers 2, interdomain (" in first.stdout
+    assert "debug with dim 96, n_layers 2, interdomain (" in first.stdout
     assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
     found = commands(first)
     assert list(found) == ["watch", "convert", "generate", "train"]
