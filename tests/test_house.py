@@ -101,7 +101,7 @@ ROOMS = {
     },
     "hf": {"torch", "transformers", "interdomain.model", "interdomain.bundle"},
     "titan": {
-        *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "interdomain"),
+        *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
     },
     "megatron": {

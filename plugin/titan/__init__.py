@@ -1,4 +1,4 @@
-"""Interdomain Attention trained with TorchTitan: `torchrun ... -m interdomain.titan.entry --job.config_file FILE.toml`.
+"""Interdomain Attention trained with TorchTitan: `torchrun ... -m interdomain.titan.entry FILE.toml`.
 
 `host` is the only part that imports TorchTitan. `plan.py` refuses what cannot run before anything is built, and `trainer.py`
 builds the run and holds its training step.

@@ -171,6 +171,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
+        if rates := getattr(self.states[OPTIMIZER], "rates", None):  # a later start compares (schedule.refuse_jump)
+            record |= {"lr": rates["main"], "peak_lr": self.states[OPTIMIZER].optimizers[0].defaults["lr"]}
         # Every restart of the same command asks for these again (see resume_from.py).
         record |= {"branched_from": self.branched_from, "started_without": list(self.excluded_parts)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())

@@ -1,17 +1,22 @@
-"""The program that every rank runs: torchrun ... -m interdomain.titan.entry --job.config_file FILE.toml FLAGS"""
+"""What every rank runs: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml --mixer.condition s4d"""
 
 import sys
 
 from .errors import one_paragraph
 
 
+def arguments_of(argv: list[str]) -> list[str]:
+    """FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS, as the latter."""
+    return ["--job.config_file", *argv] if argv and not argv[0].startswith("-") else list(argv)
+
+
 @one_paragraph
-def read(arguments: list[str]):
+def read(argv: list[str]):
     """(what trains, its configuration)"""
     from .settings import read_job_config
     from .trainer import run
 
-    return run, read_job_config(arguments)
+    return run, read_job_config(arguments_of(argv))
 
 
 def main() -> None:

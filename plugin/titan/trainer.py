@@ -42,6 +42,7 @@ from .parallelize import parallelize, set_initial_values
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
 from .resume_from import loads_a_model
+from .schedule import refuse_jump
 from .validate import build_validator
 
 
@@ -71,14 +72,12 @@ def run(job) -> None:
 def check(job) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
     require_hooks()
-    mode, simulated = job.comm.mode, os.environ.get("NGPU", "")
-    if mode != "default" and not (mode == "fake_backend" and simulated):
-        raise ValueError(
-            f"comm.mode = {mode!r} and NGPU = {simulated!r}: allowed are default, and fake_backend, which simulates ranks in "
-            "one process and takes their number from NGPU."
-        )
-    ranks = os.environ["WORLD_SIZE"] if mode == "default" else simulated
-    return make_plan(job, int(ranks))
+    simulated = job.comm.mode == "fake_backend"
+    if simulated and not os.environ.get("NGPU"):
+        raise ValueError("comm.mode = 'fake_backend' simulates ranks in one process: set NGPU to their number.")
+    plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
+    refuse_jump(job, plan.steps, plan.warmup_steps)
+    return plan
 
 
 class InterdomainTrainer(Trainer):

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.gradients import clip, norms, reduce_replicated
 from interdomain.titan.parallelize import shard
+from interdomain.titan.settings import read_job_config
 
 from .conftest import flags
 
@@ -51,7 +51,7 @@ def test_the_dynamics_are_sent_as_they_are(many, size, condition, replicas):
     that: FSDP2 would pad them to 256."""
     with torch.device("meta"):
         model = Transformer(build_config(size, condition))
-    job = ConfigManager().parse_args(flags("corpus", "folder"))
+    job = read_job_config(flags("corpus", "folder"))
     names = ("fsdp",) if replicas == 1 else ("dp_replicate", "fsdp")
     shape = (RANKS,) if replicas == 1 else (replicas, RANKS // replicas)
     shard(model, init_device_mesh("cpu", shape, mesh_dim_names=names), job)

@@ -57,7 +57,8 @@ def test_all_that_a_class_overrides_is_in_the_table():
 
 @pytest.mark.e2e
 def test_torchtitans_own_entry_point_is_refused(corpus, tmp_path):
-    done = torchrun(1, "-m", "torchtitan.train", *flags(corpus, tmp_path / "run"))
+    named = ["--job.custom_config_module", "interdomain.titan.job_config"]  # as TOML files of before do
+    done = torchrun(1, "-m", "torchtitan.train", *flags(corpus, tmp_path / "run"), *named)
     assert done.returncode != 0
     assert "error: TorchTitan's own entry point cannot train this model" in done.stderr
     assert not (tmp_path / "run").exists()

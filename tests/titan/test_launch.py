@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torchtitan.config import ConfigManager
 
 from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 from interdomain.titan import lock
+from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 
 from .conftest import HERE, flags, refusal, torchrun
@@ -127,7 +127,7 @@ def assert_one_paragraph(done, *said):
 def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    config = ConfigManager().parse_args(flags(corpus, tmp_path / "run", mixer__condition="s4", checkpoint__enable=True))
+    config = read_job_config(flags(corpus, tmp_path / "run", mixer__condition="s4", checkpoint__enable=True))
     error = refusal(capsys, InterdomainTrainer, config)
     assert not torch.distributed.is_initialized()
     assert "mixer.condition = 's4' is unknown; allowed: softmax, interdomain, interdomain-norope" in error

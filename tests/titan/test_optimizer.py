@@ -1,20 +1,23 @@
 """Two parameter groups by name, and the schedule step by step."""
 
+import json
 import math
 
 import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
-from torchtitan.config import ConfigManager
 
 from interdomain.model import CONDITIONS, Transformer, build_config
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.titan.optimizer import build_lr_schedulers, build_optimizers
+from interdomain.titan.schedule import refuse_jump
+from interdomain.titan.settings import read_job_config
 
 from .conftest import flags
 
 
 def configuration(**settings):
-    return ConfigManager().parse_args(flags("corpus", "folder", **settings))
+    return read_job_config(flags("corpus", "folder", **settings))
 
 
 def optimizers(condition="interdomain", job=None, **overrides):
@@ -134,3 +137,42 @@ def test_the_schedule_continues_under_the_new_configuration():
     assert main["lr"] == pytest.approx(expected, rel=1e-12)
     assert ssm["lr"] == pytest.approx(expected, rel=1e-12)
     assert (main["weight_decay"], ssm["weight_decay"]) == (0.1, 0.0)
+
+
+COSINE, CONSTANT, AT_THE_END = {}, {"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "jumps_to"),
+    [
+        (COSINE, {}, "0.00169"),  # stretched: back up, half way
+        (COSINE, {"lr_scheduler__total_steps": 20}, None),  # the floor, on and on
+        (COSINE, {"lr_scheduler__total_steps": 20, "optimizer__lr": 1e-3}, None),
+        (COSINE, {"lr_scheduler__allow_jump": True}, None),
+        (COSINE, {"checkpoint__exclude_from_loading": "lr_scheduler"}, None),
+        (COSINE, CONSTANT, "0.003"),
+        (CONSTANT, CONSTANT, None),
+        (AT_THE_END, AT_THE_END, "0.003"),
+        (AT_THE_END, {**AT_THE_END, "checkpoint__load_step": 10}, None),  # before the decay
+    ],
+)
+def test_a_run_that_is_extended_keeps_its_learning_rate_or_is_refused(first, then, jumps_to, tmp_path, monkeypatch):
+    """Twenty steps with a checkpoint every ten, and the start of a run of forty in the same folder."""
+    monkeypatch.delenv("RANK", raising=False)
+    always = {"lr_scheduler__warmup_steps": 2, "lr_scheduler__total_steps": None, "checkpoint__enable": True}
+    taken = rates(configuration(**always | first), 20)
+    for step in (10, 20):
+        folder = tmp_path / "checkpoint" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / METADATA).touch()
+        record = {"step": step, "lr": taken[step - 1][0], "peak_lr": 3e-3, "run": {"planned_steps": 20}}
+        (folder / SIDECAR).write_text(json.dumps(record))
+    job = configuration(**always | {"training__steps": 40} | then)
+    job.job.dump_folder = str(tmp_path)
+    if jumps_to is None:
+        refuse_jump(job, 40, 2)
+    else:
+        with pytest.raises(
+            ValueError, match=rf"step-20 was trained with {taken[-1][0]:.3g} at .* gives that step {jumps_to}\."
+        ):
+            refuse_jump(job, 40, 2)

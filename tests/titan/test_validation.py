@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
-from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.corpora import open_dataset
 from interdomain.titan.preemption import SIGNALS, Preemption
+from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import build_validator
 
@@ -40,7 +40,7 @@ class Recorder:
 
 
 def validator(corpus, rank=0, ranks=1, **settings):
-    job = ConfigManager().parse_args(flags(corpus, "folder", validation__enable=True, **settings))
+    job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
     return build_validator(
         job_config=job,
         dp_world_size=ranks,
@@ -53,7 +53,7 @@ def validator(corpus, rank=0, ranks=1, **settings):
 
 @torch.no_grad()
 def plain_mean(model, corpus, windows):
-    dataset = open_dataset(ConfigManager().parse_args(flags(corpus, "folder")), "validation")
+    dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
     rows = torch.from_numpy(dataset.read_batch(range(windows)))
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).double(), rows[:, 1:].flatten()).item()
 
@@ -92,7 +92,7 @@ def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks):
 
 
 def test_all_of_the_split_where_it_holds_less_than_is_asked(corpus, model):
-    windows = len(open_dataset(ConfigManager().parse_args(flags(corpus, "folder")), "validation"))
+    windows = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation"))
     for tokens in (0, 10**9):
         assert validator(corpus, validation__tokens=tokens).windows == windows
 

@@ -52,7 +52,7 @@ def test_a_real_step(tmp_path, capsys):
     assert "MFU %" not in row  # of a CPU there is none
     assert str(tmp_path) not in json.dumps(contents)
     assert str(REPOSITORY) not in json.dumps(contents)
-    assert "--job.config_file train_configs/debug.toml" in row["command"]
+    assert "-m interdomain.titan.entry train_configs/debug.toml" in row["command"]
     assert row["command"].endswith("--mixer.backend chunkwise-torch")
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 cases measured; complete: wrote ")
 

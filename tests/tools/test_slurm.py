@@ -49,7 +49,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     text = " ".join(torchrun)
     assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in text
     assert "--nproc-per-node 4" in text
-    assert text.endswith("-m interdomain.titan.entry --job.config_file train_configs/1.3B.toml")
+    assert text.endswith("-m interdomain.titan.entry train_configs/1.3B.toml")
     assert "--standalone" not in text
 
 

@@ -27,7 +27,7 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import BaseValidator
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
