@@ -146,6 +146,8 @@ def test_imports_go_one_way(module):
     for name in sorted(imports_of(path.read_text(), module, path.stem == "__init__")):
         target = room(name)
         assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"
+        host = module.startswith("interdomain.titan.host")
+        assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/titan/host does"
         assert target in allowed | {own} or target in sys.stdlib_module_names, (
             f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
         )

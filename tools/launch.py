@@ -2,7 +2,7 @@
 
 Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
 inside a SLURM allocation (sbatch, salloc) on every GPU of every node of it, by srun.
-Every other flag goes to TorchTitan (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
+Every other flag is a setting (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
 and calls this.
 """
 
@@ -32,12 +32,12 @@ MAX_RESTARTS = 3
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(our own arguments, TorchTitan's flags). The TOML file may stand anywhere."""
+    """(our own arguments, the flags of settings). The TOML file may stand anywhere."""
     p = argparse.ArgumentParser(
         prog="launch.sh",
-        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [TORCHTITAN FLAGS]",
+        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [SETTINGS]",
         description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in.",
-        epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag goes to TorchTitan: --mixer.condition s4d, "
+        epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag is a setting: --mixer.condition s4d, "
         "--training.local_batch_size 4, ...; --flags lists them all.",
         allow_abbrev=False,
     )
@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
     try:
+        from interdomain.titan import plan  # noqa: F401 (imports TorchTitan, which reading alone does not)
         from interdomain.titan.settings import read_job_config
     except ModuleNotFoundError as e:
         raise ValueError(
@@ -83,11 +84,7 @@ def job_config(config: str, flags: list[str]):
     if not Path(config).is_file():
         known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))
         raise FileNotFoundError(f"there is no configuration file {config}. In train_configs: {known or 'none'}.")
-    return read_job_config(titan_arguments(config, flags))
-
-
-def titan_arguments(config: str, flags: list[str]) -> list[str]:
-    return ["--job.config_file", config, *flags]
+    return read_job_config(["--job.config_file", config, *flags])
 
 
 def torchrun_command(
@@ -101,8 +98,9 @@ def torchrun_command(
         *("--nproc-per-node", str(ranks)),
         *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
-        *("-m", "torchtitan.train"),
-        *titan_arguments(config, flags),
+        *("-m", "interdomain.titan.entry"),
+        config,
+        *flags,
     ]
 
 
@@ -164,29 +162,43 @@ def perplexities(folder: Path) -> list[tuple[int, float]]:
     return sorted(read_curves(folder).get("validation_metrics/perplexity", {}).items())
 
 
-def next_steps(config: str, flags: list[str], job, plan) -> str:
-    """Commands that continue, convert, generate and watch, ready to paste."""
+def next_steps(args: argparse.Namespace, flags: list[str], job, plan) -> str:
+    """Commands that convert, generate, watch and continue, ready to paste."""
     python = python_here()
-    dump = job.job.dump_folder
-    export = f"exports/{Path(dump).name}-step{plan.steps}"
-    beside = Path(dump).parent  # other runs, to compare with
-    runs = str(beside) if beside.name else dump
-    rest = list(flags)
-    for name in ("tokens", "steps"):  # the run's length is given anew
-        for i, flag in enumerate(rest):
-            if flag.replace("-", "_").startswith(f"__training.{name}"):
-                del rest[i : i + (1 if "=" in flag else 2)]
-                break
-    length = ["--training.tokens", str(2 * plan.tokens)]
-    if not job.training.tokens:
-        length = ["--training.tokens", "0", "--training.steps", str(2 * plan.steps)]  # the file may set tokens
-    lines = {
-        "train on, to twice the length": ["./launch.sh", config, *rest, *length],
-        "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", dump, export],
-        "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
-        "watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs],
-    }
-    return "\n".join(f"# {what}\n{shlex.join(command)}" for what, command in lines.items())
+    dump = Path(job.job.dump_folder)
+    runs = dump.parent if dump.parent.name else dump  # beside it are other runs, to compare with
+    lines = {"watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
+    if job.checkpoint.enable:
+        last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
+        lines |= {
+            "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", last, export],
+            "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
+            **train_on(args, flags, job, plan),
+        }
+    return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
+
+
+def train_on(args: argparse.Namespace, flags: list[str], job, plan) -> dict[str, list[str]]:
+    """A run of twice the length: what becomes of the learning rate, and the command."""
+    schedule, last = job.lr_scheduler, job.lr_scheduler.total_steps or plan.steps
+    if schedule.decay_ratio == 0:
+        rate, settings = "at the same learning rate", []
+    elif schedule.min_lr or schedule.min_lr_factor:
+        rate, settings = "at the last learning rate", ["--lr_scheduler.total_steps", str(last)]
+    else:
+        rate = "with a learning rate that jumps back up, for it has no floor (lr_scheduler.min_lr)"
+        settings = ["--lr_scheduler.total_steps", str(2 * plan.steps), "--lr_scheduler.allow_jump"]
+    launcher = ["--ranks", str(args.ranks)] if args.ranks else []
+    launcher += ["--site", args.site] if args.site else []
+    launcher += ["--max-restarts", str(args.max_restarts)] if args.max_restarts != MAX_RESTARTS else []
+    anew = ("training.tokens", "training.steps", "lr_scheduler.total_steps", "lr_scheduler.allow_jump")
+    kept, keep = [], True
+    for flag in flags:
+        if flag.startswith("--"):
+            keep = flag[2:].split("=")[0].replace("-", "_") not in anew
+        kept += [flag] if keep else []
+    longer = ["--training.steps", str(2 * plan.steps), *settings]
+    return {f"train on, to twice the length, {rate}": ["./launch.sh", args.config, *launcher, *kept, *longer]}
 
 
 @user_errors
@@ -203,8 +215,10 @@ def main(argv=None) -> int:
     job = job_config(args.config, flags)
 
     from interdomain.titan.plan import make_plan
+    from interdomain.titan.schedule import refuse_jump
 
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
+    refuse_jump(job, plan.steps, plan.warmup_steps)
     print(plan.describe())
     if nodes:
         torchrun = torchrun_command(args.config, flags, nodes.ranks, args.max_restarts, nodes.rendezvous)
@@ -234,7 +248,7 @@ def main(argv=None) -> int:
     measured = perplexities(Path(job.job.dump_folder) / job.metrics.save_tb_folder)
     if measured:
         print("\nvalidation perplexity: " + ", ".join(f"{value:.2f} at step {step}" for step, value in measured))
-    print("\n" + next_steps(args.config, flags, job, plan))
+    print("\n" + next_steps(args, flags, job, plan))
     return 0
 
 

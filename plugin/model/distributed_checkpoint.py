@@ -78,6 +78,10 @@ class _IndexUnpickler(pickle.Unpickler):
         return found
 
 
+class WrittenByNewerPyTorch(ValueError):
+    """An index that this PyTorch cannot read because a newer one wrote it. Nothing is wrong with the checkpoint."""
+
+
 class SafeReader(FileSystemReader):
     """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True."""
 
@@ -98,11 +102,27 @@ class SafeReader(FileSystemReader):
                 if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
                     raise ValueError("it names a place that is in no shard beside it")
         except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
+            _refuse_newer(path.parent)
             raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _refuse_newer(folder: Path) -> None:
+    """Raises: WrittenByNewerPyTorch if the record beside the index says so."""
+    try:
+        wrote = json.loads((folder / SIDECAR).read_text())["versions"]["torch"]
+        there, here = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (wrote, torch.__version__))
+    except (OSError, ValueError, KeyError, TypeError):  # no record, or damaged as well
+        return
+    if there > here:
+        raise WrittenByNewerPyTorch(
+            f"{folder} was written by PyTorch {wrote}, and PyTorch {torch.__version__}, which runs here, cannot read it. It "
+            f"is not damaged, and nothing of it was changed. Use PyTorch {wrote} or newer; or move this folder away, to go "
+            "on without it."
+        )
 
 
 def step_of(folder: Path | str) -> int | None:

@@ -18,17 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchtitan
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    CheckpointManager,
-)
-from torchtitan.tools.logging import logger
 
 import interdomain
 from interdomain.folders import write_whole
@@ -44,6 +34,16 @@ from interdomain.model.distributed_checkpoint import (
 
 from .choice import Choice, choose, set_damaged_aside, set_later_aside, steps_in
 from .errors import one_paragraph, stop
+from .host import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    TRAIN_STATE,
+    VERSION,
+    CheckpointManager,
+    logger,
+)
 from .lock import FolderLock
 from .plan import tokens_at
 from .preemption import children_keep_saving
@@ -52,9 +52,9 @@ from .whole import fault, is_finished, read_whole
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
-    """Set what every checkpoint of this run will say of itself."""
-    record = {
+def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
+    """What every checkpoint of this run says of itself."""
+    return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
@@ -71,10 +71,9 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> None:
         "versions": {
             "interdomain": interdomain.__version__,
             "torch": torch.__version__,
-            "torchtitan": torchtitan.__version__,
+            "torchtitan": VERSION,
         },
     }
-    SelfDescribingCheckpoints.record, SelfDescribingCheckpoints.tokenizer = record, Path(tokenizer.path)
 
 
 class Unreadable(Exception):
@@ -84,13 +83,13 @@ class Unreadable(Exception):
 class SelfDescribingCheckpoints(CheckpointManager):
     """TorchTitan's manager, with a record beside every save, a check before every load, and plain words when a disk fills.
 
-    A checkpoint that does not read back whole is skipped for the one before it. `record` and `tokenizer` are set by
-    `describe_run` before the trainer builds its manager, `lock` on rank 0 where the run holds its folder.
+    A checkpoint that does not read back whole is skipped for the one before it.
+
+    Args:
+        record: of `describe_run`. tokenizer: the file that every checkpoint gets a copy of.
+        lock: on rank 0, where the run holds its folder.
     """
 
-    record: dict
-    tokenizer: Path
-    lock: FolderLock | None = None
     resumed = (0, 0)  # (step, tokens) that this process continues from
     saving = ""  # the folder being written, or written last
     asked_without: tuple = ()  # checkpoint.exclude_from_loading
@@ -98,10 +97,13 @@ class SelfDescribingCheckpoints(CheckpointManager):
     measured: dict | None = None  # the last validation of this process: {"step", "loss", "perplexity"}
     kept: frozenset = frozenset()  # steps that retention knows to be whole, the one being saved included
 
-    def __init__(self, *args, checkpoint_config, **kwargs) -> None:
-        self.checksums = getattr(checkpoint_config, "checksums", True)  # another model's configuration may lack it
+    def __init__(
+        self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
+    ) -> None:
+        self.record, self.tokenizer, self.lock = record, tokenizer, lock
+        self.checksums = checkpoint_config.checksums
         self.asked_without = tuple(checkpoint_config.exclude_from_loading)
-        super().__init__(*args, checkpoint_config=checkpoint_config, **kwargs)
+        super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
     # Saving
 
@@ -160,6 +162,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
         shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
+        if rates := getattr(self.states[OPTIMIZER], "rates", None):  # a later start compares (schedule.refuse_jump)
+            record |= {"lr": rates["main"], "peak_lr": self.states[OPTIMIZER].optimizers[0].defaults["lr"]}
         # What every restart of the same command asks for again (see choice.py).
         record |= {"branched_from": self.branched_from, "started_without": list(self.asked_without)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())

@@ -8,11 +8,9 @@ record says what was done before it: `branched_from`, the step last gone back to
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan.components.checkpoint import DATALOADER, TRAIN_STATE
-from torchtitan.tools.logging import logger
-
 from interdomain.model.distributed_checkpoint import METADATA, step_of
 
+from .host import DATALOADER, TRAIN_STATE, logger
 from .whole import fault, is_finished, read_whole
 
 

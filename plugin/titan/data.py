@@ -1,4 +1,4 @@
-"""Batches of packed windows for TorchTitan, and the tokenizer under its interface.
+"""Batches of packed windows for TorchTitan, and the tokenizer.
 
 The loader's whole state is one number, the samples that all ranks together have consumed, and a fingerprint of the data
 and its order. It is the same on every rank, so a run continues with the same batches on any number of ranks.
@@ -10,17 +10,13 @@ import threading
 from pathlib import Path
 
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
 
 from interdomain.data import MixtureDataset, PackedDataset
 from interdomain.data.indexed import file_sha256
 
-from .checkpoint import describe_run
 from .corpora import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
-from .plan import make_plan
+from .host import BaseDataLoader, logger
 from .stream import StreamLoader
 
 # What a fingerprint is made of, and the settings that change it.
@@ -56,7 +52,7 @@ class PackedLoader(BaseDataLoader):
         positions: bool = False,
     ) -> None:
         self.dataset, self.local_batch, self.rank, self.ranks = dataset, local_batch, rank, ranks
-        self.prefetch, self.positions = prefetch, positions
+        self.prefetch, self.positions, self.fingerprint = prefetch, positions, dataset.fingerprint
         self.consumed = 0
 
     def __iter__(self):
@@ -141,29 +137,10 @@ class PackedLoader(BaseDataLoader):
         self.consumed = state["consumed_samples"]
 
 
-class TitanTokenizer(BaseTokenizer):
-    """A tokenizer of `interdomain.data` under TorchTitan's interface."""
-
-    def __init__(self, tokenizer) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.bos_id, self.eos_id = tokenizer.bos_id, tokenizer.eos_id
-
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        return self.tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids)
-
-    def get_vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
-
-
 @one_paragraph
-def build_tokenizer(job_config) -> TitanTokenizer:
-    # The first of the plugin's hooks that TorchTitan calls: nothing is built yet, so the whole configuration is checked.
-    make_plan(job_config, torch.distributed.get_world_size())
-    return TitanTokenizer(open_tokenizer(job_config))
+def build_tokenizer(job_config):
+    """The run's tokenizer, with a file of its own that checkpoints can copy."""
+    return _with_own_file(open_tokenizer(job_config), job_config)
 
 
 def _with_own_file(tokenizer, job_config):
@@ -178,8 +155,13 @@ def _with_own_file(tokenizer, job_config):
     return tokenizer
 
 
-def _build_stream(plan, ranks, rank, tokenizer, job_config):
-    loader = StreamLoader(
+def _build_stream(ranks, rank, tokenizer, job_config):
+    logger.warning(
+        "streaming %s: this run can be continued on %d data-parallel rank(s) only, and cannot tell whether the data changed.",
+        job_config.data.stream,
+        ranks,
+    )
+    return StreamLoader(
         job_config.data.stream,
         tokenizer,
         seq_len=job_config.training.seq_len,
@@ -187,29 +169,21 @@ def _build_stream(plan, ranks, rank, tokenizer, job_config):
         rank=rank,
         ranks=ranks,
     )
-    logger.warning(
-        "streaming %s: this run can be continued on %d data-parallel rank(s) only, and cannot tell whether the data changed.",
-        job_config.data.stream,
-        ranks,
-    )
-    describe_run(plan, loader.identity, _with_own_file(tokenizer, job_config))
-    return loader
 
 
 @one_paragraph
-def build_dataloader(*, dp_world_size: int, dp_rank: int, tokenizer, job_config) -> BaseDataLoader:
-    plan = make_plan(job_config, torch.distributed.get_world_size())
+def build_dataloader(*, plan, rank: int, tokenizer, job_config) -> BaseDataLoader:
+    """rank: of the data-parallel ranks."""
     if job_config.data.stream:
-        return _build_stream(plan, dp_world_size, dp_rank, tokenizer.tokenizer, job_config)
+        return _build_stream(plan.data_ranks, rank, tokenizer, job_config)
     dataset = open_dataset(job_config, "train")
-    describe_run(plan, dataset.fingerprint, _with_own_file(tokenizer.tokenizer, job_config))
     names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
     logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
     return PackedLoader(
         dataset,
-        local_batch=job_config.training.local_batch_size,
-        rank=dp_rank,
-        ranks=dp_world_size,
+        local_batch=plan.local_batch,
+        rank=rank,
+        ranks=plan.data_ranks,
         prefetch=job_config.data.prefetch,
         positions=job_config.data.reset_state_at_documents,
     )

@@ -1,22 +1,16 @@
 """TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals; the
 last also for a GPU that nothing can be compiled for.
-
-TorchTitan 0.2.2 assumes an accelerator and copies `device_type` and `device_module` into several modules at import. The
-plugin is imported at the trainer's first statement, before any of them is used, and sets them there.
 """
 
-import math
 import os
 import types
 import warnings
 
 import torch
-from torchtitan.components import metrics
-from torchtitan.distributed import parallel_dims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import profiling, utils
 
 from interdomain.scan.triton_support import cannot_launch
+
+from .host import replace_device
 
 PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
 
@@ -47,14 +41,10 @@ def _resident_memory() -> dict[str, int]:
 
 
 def use_cpu_if_alone() -> None:
-    """Point TorchTitan at the CPU where no accelerator is available."""
+    """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
     if torch.accelerator.is_available():
         return
-    module = cpu_module()
-    for place in (utils, dist_utils, parallel_dims, metrics, profiling):
-        place.device_type, place.device_module = "cpu", module
-    # TorchTitan would take an unknown device for an A100. A CPU has no figure to compare with: the utilisation shown is 0.
-    utils.get_peak_flops = lambda device_name: math.inf
+    replace_device("cpu", cpu_module())
     # Its DTensors draw no random numbers here: initial values are drawn whole (interdomain.model.initialize).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 

@@ -1,64 +1,39 @@
 """A step whose loss or gradient norm is not finite on any rank changes nothing, on all ranks alike, and is counted.
 
 Weights and the optimizer's state stay as they were; the learning rate and the data move on, as after any step. Everything
-stays on the device: nothing is read back between the backward pass and the update. The counts are read where TorchTitan
+stays on the device: nothing is read back between the backward pass and the update. The counts are read where the trainer
 reads the loss, every `metrics.log_freq` steps.
 """
-
-import functools
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from .errors import stop
 
-# What the step being made has shown on this rank: its loss (a sum over micro-batches) and its gradient norm.
-seen = SimpleNamespace(loss=None, norm=None)
-
-
-def seeing_loss(forward_backward_step):
-    @functools.wraps(forward_backward_step)
-    def step(*args, **kwargs):
-        loss = forward_backward_step(*args, **kwargs)
-        value = loss.detach()
-        seen.loss = value if seen.loss is None else seen.loss + value
-        return loss
-
-    return step
-
-
-def seeing_norm(clip_grad_norm_):
-    @functools.wraps(clip_grad_norm_)
-    def clip(*args, **kwargs):
-        seen.norm = clip_grad_norm_(*args, **kwargs)
-        return seen.norm
-
-    return clip
-
 
 class Guard:
-    """Whether a step counts, and how many did not."""
+    """Counts the steps skipped because loss or gradient norm was not finite."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(2)  # [skipped in all, skipped in a row]
 
-    def verdict(self) -> torch.Tensor | None:
-        """1.0 for a step to skip, else 0.0: a scalar on the device, the same on all ranks. Collective.
+    def verdict(self, loss: torch.Tensor, norm: torch.Tensor, asked: bool) -> torch.Tensor:
+        """[1.0 for a step to skip, 1.0 where any rank was asked to leave], the same on all ranks, on the device. Collective.
 
-        None where no trainer has shown a gradient norm.
+        Args:
+            loss: of this rank's micro-batches together. norm: of the gradients of all ranks. Scalars.
+            asked: whether this rank was asked to leave: it travels with the other, so that a step has one small collective.
         """
-        if seen.norm is None:
-            return None
-        finite = torch.isfinite(seen.norm)
-        if seen.loss is not None:
-            finite = finite & torch.isfinite(seen.loss).to(finite.device)
-        seen.loss = seen.norm = None
-        bad = (~finite).float().reshape(())
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # one rank's loss need not show in the norm
+        finite = torch.isfinite(norm) & torch.isfinite(loss).to(norm.device)
+        votes = torch.full(
+            (2,), float(asked), device=norm.device
+        )  # a fill: a copy from the host would wait for the device
+        votes[0] = ~finite
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX)  # one rank's loss need not show in the norm
+        bad = votes[0]
         total, row = self.counts.to(bad.device)
         self.counts = torch.stack([total + bad, (row + 1) * bad])
-        return bad
+        return votes
 
     @property
     def skipped(self) -> int:

@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from .errors import one_paragraph
+from .host import logger
 
 NAME = "run.lock"
 BEAT_SECONDS = 10.0

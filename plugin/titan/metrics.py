@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan.tables import decay_exponent
 
-from .plan import make_plan, tokens_at
+from .device import device_here
+from .host import LoggerContainer, MetricsProcessor, logger
+from .plan import RunPlan, tokens_at
 from .run_log import RunLog
 
 # Parameter groups whose gradient norms are drawn: the first pattern that a name matches.
@@ -29,16 +28,15 @@ GROUPS = {
 
 
 class InterdomainMetrics(MetricsProcessor):
-    resumed = (0, 0)  # (step, tokens) that this process continues from, set as a checkpoint is loaded
-
-    def __init__(self, job_config, parallel_dims, tag=None) -> None:
+    def __init__(self, job_config, parallel_dims, plan: RunPlan) -> None:
         # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
         without_tensorboard = copy.copy(job_config)
         without_tensorboard.metrics = copy.copy(job_config.metrics)
         without_tensorboard.metrics.enable_tensorboard = False
-        super().__init__(without_tensorboard, parallel_dims, tag)
-        self.job_config = job_config
-        self.plan = make_plan(job_config, parallel_dims.world_size)
+        super().__init__(without_tensorboard, parallel_dims)
+        self.job_config, self.plan = job_config, plan
+        self.num_flops_per_token = plan.flops_per_token
+        self.resumed = (0, 0)  # (step, tokens) that this process continues from; a checkpoint that is loaded sets it
         self.run_log = _run_log(job_config, self.plan)
         if self.run_log:
             if not isinstance(self.logger, LoggerContainer):
@@ -112,7 +110,7 @@ class InterdomainMetrics(MetricsProcessor):
 
         Collective.
         """
-        seconds = torch.tensor(sum(self.data_loading_times), dtype=torch.float32, device=utils.device_type)
+        seconds = torch.tensor(sum(self.data_loading_times), dtype=torch.float32, device=device_here())
         torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
         return 100 * seconds.item() / (time.perf_counter() - self.time_last_log)
 
@@ -240,7 +238,3 @@ def _short(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return str(n)
-
-
-def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> InterdomainMetrics:
-    return InterdomainMetrics(job_config, parallel_dims, tag)

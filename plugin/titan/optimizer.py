@@ -1,16 +1,15 @@
 """AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule)."""
 
-import math
 import re
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torchtitan.components.lr_scheduler import LRSchedulersContainer
-from torchtitan.components.optimizer import OptimizersContainer
 
 from interdomain.model.initialize import clean_name
 
 from .guard import Guard
+from .host import LRSchedulersContainer, OptimizersContainer
+from .schedule import multiple_of_peak
 
 # Input norms (scales and biases) and the dynamics Delta, A, C, c. By name: tensor attributes do not survive sharding.
 SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
@@ -41,17 +40,17 @@ class GroupedOptimizers(OptimizersContainer):
         self._validate_length(len(model_parts))
         self._post_init(everything, kwargs)
 
-    def step(self, *args, **kwargs) -> None:
+    def step(self, skip: torch.Tensor | None = None) -> None:
+        """skip: 1.0 on the device for a step that changes nothing (`Guard.verdict`)."""
         # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
         self.rates = {group["name"]: group["lr"] for group in self.optimizers[0].param_groups}
-        skip = self.guard.verdict()
         if not self.optimizers[0].defaults["fused"]:
             if skip is not None and skip.item():  # only the fused implementation can decide on the device
                 return
         else:
             for optimizer in self.optimizers:
                 optimizer.found_inf = skip
-        super().step(*args, **kwargs)
+        super().step()
 
     def load_state_dict(self, state_dict) -> None:
         kept = [[_hyperparameters(group) for group in o.param_groups] for o in self.optimizers]
@@ -65,7 +64,7 @@ def _hyperparameters(group: dict) -> dict:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def build_optimizers(model_parts, config, parallel_dims, ft_manager=None) -> GroupedOptimizers:
+def build_optimizers(model_parts, config) -> GroupedOptimizers:
     kwargs = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -103,36 +102,7 @@ class GroupedSchedulers(LRSchedulersContainer):
 
 
 def build_lr_schedulers(optimizers, config, training_steps: int) -> GroupedSchedulers:
-    """With `min_lr`, every group ends at that learning rate; else at `min_lr_factor` of its own peak."""
-
     def factor(peak: float):
-        floor = config.min_lr / peak if config.min_lr else config.min_lr_factor
-        return warmup_stable_decay(config, config.total_steps or training_steps, floor)
+        return multiple_of_peak(config, peak, steps=training_steps, warmup=config.warmup_steps)
 
     return GroupedSchedulers(optimizers, factor)
-
-
-def warmup_stable_decay(config, total: int, floor: float):
-    """step (0-based) -> multiple of the peak: TorchTitan's shapes, and the floor exactly at the last step.
-
-    TorchTitan reaches its floor one step after the last, lest that one be wasted on a rate of 0; so it is here where the
-    floor is 0.
-    """
-    warmup = config.warmup_steps
-    last = total - 1 if floor else total
-    decay = max(0, last - warmup)
-    if config.decay_ratio is not None:
-        decay = min(decay, round(total * config.decay_ratio))
-    shape = {
-        "linear": lambda progress: 1 - progress,
-        "sqrt": lambda progress: 1 - math.sqrt(progress),
-        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.decay_type]
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, max(0.0, (step - last + decay) / decay)) if decay else 0.0
-        return floor + (1 - floor) * shape(progress)
-
-    return factor

@@ -3,14 +3,14 @@
 Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
 """
 
+import warnings
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_compile, disable_fsdp_gradient_division
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
+
+from .device import device_here
+from .host import SAVED_OPS, TORCH_DTYPE_MAP, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
@@ -23,7 +23,7 @@ def parallelize(model, parallel_dims, job_config):
             model,
             job_config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=_op_sac_save_list | SCAN_OPS,
+            op_sac_save_list=SAVED_OPS | SCAN_OPS,
             base_folder=job_config.job.dump_folder,
         )
     if compiled:
@@ -37,13 +37,13 @@ def _mesh(parallel_dims) -> DeviceMesh:
 
     TorchTitan's DDP is not used: it averages gradients that its loss has already normalised by the global token count.
     """
-    if parallel_dims.fsdp_enabled:
+    if parallel_dims.dp_shard > 1:
         return parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"])
     if parallel_dims.dp_replicate_enabled:
         return init_device_mesh(
-            utils.device_type, (parallel_dims.dp_replicate, 1), mesh_dim_names=("dp_replicate", "fsdp")
+            device_here().type, (parallel_dims.dp_replicate, 1), mesh_dim_names=("dp_replicate", "fsdp")
         )
-    return init_device_mesh(utils.device_type, (1,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(device_here().type, (1,), mesh_dim_names=("fsdp",))
 
 
 def shard(model, mesh: DeviceMesh, job_config) -> None:
@@ -64,7 +64,9 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
 
     dynamics = [layer.attention.ssm for layer in model.layers.values() if hasattr(layer.attention, "ssm")]
     if dynamics:
-        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout.
+        # One all-gather and one reduce-scatter for all layers: the dynamics are small and needed throughout. They are handed
+        # out as views, which nothing writes into: a copy of each would be a kernel per layer and parameter.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPSSMDynamics.* returned a view tensor")
         float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(dynamics, **config, mp_policy=float32, reshard_after_forward=False)
     fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
@@ -75,7 +77,7 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
     fully_shard(model, **config, mp_policy=policy)
 
     disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count
-    if utils.device_type == "cpu":
+    if device_here().type == "cpu":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM

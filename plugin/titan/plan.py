@@ -5,12 +5,10 @@ Every refusal names the setting, what was got, and what is allowed.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from interdomain import features, scan
 from interdomain.model import (
@@ -27,10 +25,11 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 
 from .device import device_here, gpu_memory, refuse_for_device
-from .job_config import Mixer
+from .host import TORCH_DTYPE_MAP
+from .schedule import run_length
+from .schema import Mixer
 from .settings import refuse_unsupported
 
-DEFAULT_STEPS, DEFAULT_WARMUP_STEPS = 10_000, 200  # torchtitan's, where neither steps nor tokens are set
 DEFAULT_SEED = 42
 KEPT_SHARE = 0.8  # of a GPU's memory: what a run that keeps the scan's scores may need by the estimate
 
@@ -54,7 +53,7 @@ class RunPlan:
     steps: int
     warmup_steps: int
     memory: dict[str, int]
-    computed: dict[str, str]  # how, in words: scan, features, scores
+    computed: dict[str, str]  # how, in words: scan, features, scores, a warmup that was shortened
 
     @property
     def accumulation(self) -> int:
@@ -125,7 +124,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
             f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. Choose {choose}."
         )
-    steps, warmup = _schedule(job_config, tokens_per_step=global_batch * seq_len)
+    length = run_length(job_config, tokens_per_step=global_batch * seq_len)
     n_params = count_parameters(meta_model(config))
     memory = functools.partial(
         memory_estimate,
@@ -152,10 +151,10 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         local_batch=local,
         global_batch=global_batch,
         seq_len=seq_len,
-        steps=steps,
-        warmup_steps=warmup,
+        steps=length.steps,
+        warmup_steps=length.warmup_steps,
         memory=memory(recompute=execution.recompute),
-        computed=computed,
+        computed=computed | ({"warmup": length.shortened} if length.shortened else {}),
     )
 
 
@@ -178,7 +177,29 @@ def model_config(job_config) -> ModelConfig:
     overrides = {name: value for name, value in switches.items() if value is not None}
     if job_config.model.vocab_size:
         overrides["vocab_size"] = job_config.model.vocab_size
+    overrides |= _own_size(job_config.model)
     return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
+
+
+def _changed(model) -> dict[str, int]:
+    """What [model] sets over the size that it names."""
+    asked = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads")}
+    return {name: value for name, value in asked.items() if value not in (None, SIZES[model.flavor][name])}
+
+
+def _own_size(model) -> dict[str, int]:
+    """Fields of ModelConfig for it: heads are dim / n_heads wide."""
+    changed = _changed(model)
+    size = SIZES[model.flavor] | changed
+    dim, heads = size["dim"], size["n_heads"]
+    if changed.keys() & {"dim", "n_heads"}:
+        if dim % (2 * heads):
+            raise ValueError(
+                f"model.dim = {dim} over model.n_heads = {heads} makes heads {dim / heads:g} wide. A head's width must be an "
+                f"even number (RoPE rotates pairs): choose a model.dim that is a multiple of {2 * heads}, or another n_heads."
+            )
+        changed["head_dim"] = dim // heads
+    return changed
 
 
 def _execution(mixer) -> Execution:
@@ -246,55 +267,6 @@ def _scores(asked: bool | str, backend: str, device: torch.device | None, needed
 
 def seed_of(job_config) -> int:
     return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
-
-
-def _schedule(job_config, tokens_per_step: int) -> tuple[int, int]:
-    training, schedule = job_config.training, job_config.lr_scheduler
-    steps = training.steps
-    if training.tokens:
-        if steps is not None:
-            raise ValueError(
-                f"training.tokens = {training.tokens:,} and training.steps = {steps:,} are both set. Train by steps "
-                "with --training.tokens 0, or drop training.steps."
-            )
-        steps = math.ceil(training.tokens / tokens_per_step)
-    elif steps is None:
-        steps = DEFAULT_STEPS
-    if steps < 1:
-        raise ValueError(f"the run has {steps} steps; set training.steps or training.tokens to a positive number.")
-    warmup = schedule.warmup_steps
-    if schedule.warmup_tokens:
-        if warmup is not None:
-            raise ValueError(
-                f"lr_scheduler.warmup_tokens = {schedule.warmup_tokens:,} and lr_scheduler.warmup_steps = {warmup:,} are "
-                "both set. Warm up by steps with --lr_scheduler.warmup_tokens 0, or drop lr_scheduler.warmup_steps."
-            )
-        warmup = round(schedule.warmup_tokens / tokens_per_step)
-    elif warmup is None:
-        warmup = DEFAULT_WARMUP_STEPS
-    total = steps if schedule.total_steps is None else schedule.total_steps
-    if total < steps:
-        raise ValueError(
-            f"the schedule ends at lr_scheduler.total_steps = {total:,}, before the run's last step {steps:,}: the cosine "
-            "would rise again. Set total_steps to the number of steps or more, or leave it out."
-        )
-    if warmup > total:
-        raise ValueError(
-            f"the warmup of {warmup:,} steps is longer than the schedule of {total:,} steps. Shorten "
-            "lr_scheduler.warmup_tokens (or warmup_steps; 0 for none), or train longer."
-        )
-    if schedule.min_lr and schedule.min_lr_factor:
-        raise ValueError(
-            f"lr_scheduler.min_lr = {schedule.min_lr:g} and min_lr_factor = {schedule.min_lr_factor:g} are both set. Give "
-            "the floor as a learning rate (min_lr, one for both groups) or as a fraction of each peak (min_lr_factor)."
-        )
-    lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
-    if schedule.min_lr > lowest_peak:
-        raise ValueError(
-            f"lr_scheduler.min_lr = {schedule.min_lr:g} is above the peak learning rate {lowest_peak:g} "
-            "(the smaller of optimizer.lr and optimizer.ssm_lr)."
-        )
-    return steps, warmup
 
 
 def _data_parallel(parallel, world_size: int) -> tuple[int, int]:

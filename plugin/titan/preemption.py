@@ -10,67 +10,72 @@ import ctypes
 import os
 import signal
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from interdomain.outcome import LEFT, launcher_has_ended, tell_launcher
+
+from .host import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent dies
 
 
 class Preemption:
-    """What this rank was asked, and what all ranks together make of it at the boundaries between steps."""
+    """What this rank was asked, and what all ranks together make of it between two steps.
+
+    Every step's collective carries the ranks' votes (`guard`). Between two steps, the host reads the vote of the step before
+    the last: the last one's may still be under way on the device, and nothing waits for it. All ranks read the vote of the
+    same step, so all leave after the same step.
+    """
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
-        self.votes = self.vote = None
+        self.listening = False
+        self.last = self.before = None  # votes: of the last step, and of the one before it
         _die_with_torchrun(signal.SIGKILL)
         # torchrun was killed before the line above: left alone, the ranks would find each other and train.
         if launcher_has_ended():
             raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
-    def listen(self, comm) -> None:
-        """From now on the signals are noted and nothing else; a second one changes nothing. Before it, they end the process.
-
-        Collective.
-        """
+    def listen(self) -> None:
+        """From now on the signals are noted and nothing else; a second one changes nothing. Before it, they end the process."""
         for number in SIGNALS:
             signal.signal(number, self._note)
-        # gloo: its collectives run beside the device's.
-        seconds = max(comm.init_timeout_seconds, comm.train_timeout_seconds)
-        self.votes = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        self.listening = True
 
     def _note(self, number, frame) -> None:
         self.asked = self.asked or signal.Signals(number)
         # torchrun gives up waiting at its third signal: the save must not end with it.
         _die_with_torchrun(0)
 
+    def cast(self, vote: torch.Tensor) -> None:
+        """Take a step's outcome: a scalar on the device, not 0 where any rank was asked to leave."""
+        copied = None
+        if vote.is_cuda:
+            vote = torch.empty((), pin_memory=True).copy_(vote, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self.before, self.last = self.last, (vote, copied)
+
+    def cast_now(self, device: torch.device) -> None:
+        """A vote before the first step. Collective."""
+        vote = torch.full((), float(self.asked is not None), device=device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        self.cast(vote)
+
     def agreed(self) -> bool:
-        """Whether any rank had been asked at the boundary before this one: the same answer on all. After `listen`. Collective.
-
-        A boundary's votes are counted while the next step runs, so that no step waits for them.
-        """
-        before = self.settle()
-        ballot = torch.tensor([self.asked is not None], dtype=torch.int32)
-        self.vote = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.votes, async_op=True), ballot
-        return before
-
-    def settle(self) -> bool:
-        """The outcome of the pending vote; none is pending after it."""
-        if self.vote is None:
+        """Whether any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
+        if self.before is None:
             return False
-        work, ballot = self.vote
-        work.wait()
-        self.vote = None
-        return bool(ballot.item())
+        vote, copied = self.before
+        if copied:
+            copied.synchronize()  # the step after it is under way on the device meanwhile
+        return bool(vote)
 
     def leave(self, trainer) -> None:
         """Save, say so, and end this process with exit status 0: torchrun restarts only what fails. Collective."""
-        self.settle()
         saved = trainer.checkpointer.save_now(trainer.step)
         why = self.asked.name if self.asked else "a signal to another rank"
         kept = "saved" if saved else "checkpoint.enable is off, so nothing is saved"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
-from torchtitan.components.metrics import BaseLogger
-from torchtitan.tools.logging import logger
 
+from .host import BaseLogger, logger
 from .layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
 
 EVENTS = "events.out.tfevents.*"

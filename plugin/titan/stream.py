@@ -9,13 +9,11 @@ import json
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
 from interdomain.data.pieces import open_stream
 
 from .errors import one_paragraph
+from .host import DATASETS, BaseDataLoader, DataloaderExhaustedError, DatasetConfig, HuggingFaceTextDataset
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 
@@ -49,7 +47,9 @@ class StreamLoader(BaseDataLoader):
         if source.lower() not in DATASETS:
             register(source, source)
         self.local_batch, self.rank, self.ranks = local_batch, rank, ranks
-        self.identity = json.dumps({"stream": source, "seq_len": seq_len, "tokenizer": tokenizer.sha256})
+        self.identity = self.fingerprint = json.dumps(
+            {"stream": source, "seq_len": seq_len, "tokenizer": tokenizer.sha256}
+        )
         self.dataset = HuggingFaceTextDataset(source, None, _OnlyEos(tokenizer), seq_len, rank, ranks, infinite=True)
 
     def __iter__(self):

@@ -1,95 +1,230 @@
-"""What the plugin changes in TorchTitan's trainer, where it has no hook for it. Everything else goes through TrainSpec.
+"""One training run: it is built here, and its training step is here.
 
-The configuration is checked and the run's folder taken before the process group exists, so that nothing is built for a run
-that cannot be; the checkpoint manager is ours; between steps the run leaves if it was asked to; the optimizer sees the loss and
-the gradient norm, which TorchTitan's step does not hand it (`guard`); and precision is FSDP2's policy on every topology (see
-`parallelize`), so the autocast that the trainer would put around a single rank is left out.
+TorchTitan's trainer gives the loop over the steps (`Trainer.train`: load, step, save, validate), the process group, and its
+state in a checkpoint. What it builds we build ourselves, from the plan and the plugin's own classes.
 """
 
-import contextlib
-import functools
 import logging
 import os
 import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
 
-import torchtitan.train
-from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from .checkpoint import SelfDescribingCheckpoints
+from interdomain.model import Transformer
+
+from .checkpoint import SelfDescribingCheckpoints, describe_run
+from .data import build_dataloader, build_tokenizer
+from .device import device_here, use_cpu_if_alone
 from .errors import one_paragraph
-from .guard import seeing_loss, seeing_norm
+from .host import (
+    TRAIN_STATE,
+    GarbageCollection,
+    Trainer,
+    build_cross_entropy_loss,
+    clip_grad_norm_,
+    dist_max,
+    dist_sum,
+    init_logger,
+    local_device,
+    logger,
+    require_hooks,
+    set_determinism,
+    translate,
+)
 from .lock import hold_folder, require_shared
-from .plan import make_plan
+from .metrics import InterdomainMetrics
+from .optimizer import build_lr_schedulers, build_optimizers
+from .parallelize import parallelize
+from .plan import RunPlan, make_plan
 from .preemption import Preemption
+from .schedule import refuse_jump
+from .validate import build_validator
 
 
-def install(model_name: str) -> None:
-    """Change the trainer, whichever way `torchtitan.train` was started: with -m it is `__main__` as well."""
-    for module in {torchtitan.train, sys.modules["__main__"]}:
-        if getattr(module, "CheckpointManager", None) is CheckpointManager:
-            module.CheckpointManager = SelfDescribingCheckpoints
-            module.Trainer.init_distributed = _checked_first(module.Trainer.init_distributed, model_name)
-            module.Trainer.should_continue_training = _unless_asked(module.Trainer.should_continue_training, model_name)
-            module.Trainer.forward_backward_step = seeing_loss(module.Trainer.forward_backward_step)
+@record
+def run(job) -> None:
+    """Build, train and close the run of a configuration (`settings.read_job_config`), on every rank that torchrun started."""
+    init_logger()
+    # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
     if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
         logger.setLevel(logging.WARNING)
-    dist_utils.clip_grad_norm_ = seeing_norm(dist_utils.clip_grad_norm_)
-    dist_utils.maybe_enable_amp = lambda *_, **__: contextlib.nullcontext()
-
-
-def _checked_first(init_distributed, model_name: str):
-    @functools.wraps(init_distributed)
-    def checked(trainer):
-        config = trainer.job_config
-        if config.model.name != model_name:
-            return init_distributed(trainer)
-        check(config)
-        trainer.preemption = Preemption()
-        if SelfDescribingCheckpoints.lock:  # of an earlier run of this process
-            SelfDescribingCheckpoints.lock.release()
-        alone = config.comm.mode != "default"  # TorchTitan's fake modes
-        lock = SelfDescribingCheckpoints.lock = None if alone else hold_folder(config)
-        dims = init_distributed(trainer)
-        if not alone:
-            require_shared(config, lock)
-        return dims
-
-    return checked
-
-
-def _unless_asked(should_continue_training, model_name: str):
-    """TorchTitan asks this between any two steps, after what it saves there."""
-
-    @functools.wraps(should_continue_training)
-    def should_continue(trainer):
-        config = trainer.job_config
-        # Its fake modes have one process and no other to agree with.
-        if config.model.name == model_name and config.comm.mode == "default":
-            # The first boundary, before any step: from here on there is something to save.
-            if trainer.preemption.votes is None:
-                trainer.preemption.listen(config.comm)
-                if config.validation.enable:
-                    trainer.validator.make_up(trainer)
-            if not should_continue_training(trainer):
-                trainer.preemption.settle()  # asked or not, the run is at its end
-                return False
-            trainer.checkpointer.require_folder()
-            if trainer.preemption.agreed():
-                trainer.preemption.leave(trainer)
-        return should_continue_training(trainer)
-
-    return should_continue
+    trainer = InterdomainTrainer(job)
+    try:
+        if job.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    except Exception:
+        trainer.close()
+        raise
+    trainer.close()
+    dist.destroy_process_group()
 
 
 @one_paragraph
-def check(job_config) -> None:
+def check(job) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
-    if job_config.comm.mode == "default":
+    require_hooks()
+    if job.comm.mode == "default":
         ranks = os.environ["WORLD_SIZE"]
     elif (ranks := os.environ.get("NGPU", "")) == "":  # TorchTitan's fake modes start one process
-        raise ValueError(
-            f"comm.mode = {job_config.comm.mode!r} simulates ranks in one process: set NGPU to their number."
+        raise ValueError(f"comm.mode = {job.comm.mode!r} simulates ranks in one process: set NGPU to their number.")
+    plan = make_plan(job, int(ranks))
+    refuse_jump(job, plan.steps, plan.warmup_steps)
+    return plan
+
+
+class InterdomainTrainer(Trainer):
+    def __init__(self, job) -> None:
+        # Before the process group exists: nothing is built for a run that cannot be.
+        self.plan = check(job)
+        use_cpu_if_alone()
+        self.preemption = Preemption()
+        self.alone = job.comm.mode != "default"  # TorchTitan's fake modes
+        self.lock = None if self.alone else hold_folder(job)
+
+        self.job_config = config = translate(job)
+        config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
+        self.device = local_device()
+        self.parallel_dims = self.init_distributed()
+        self.plan = plan = settled(self.plan, config)
+        config.maybe_log()
+        self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq, debug=config.training.gc_debug)
+        set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
+
+        rank = dist.get_rank()  # every rank reads data: there is no other parallelism
+        self.tokenizer = build_tokenizer(config)
+        self.dataloader = build_dataloader(plan=plan, rank=rank, tokenizer=self.tokenizer, job_config=config)
+        self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan)
+        self.loss_fn = build_cross_entropy_loss(config)
+        model = self._build_model()
+        self.model_parts = self.metrics_processor.model_parts = [model]
+        self.optimizers = self.metrics_processor.optimizers = build_optimizers([model], config.optimizer)
+        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, plan.steps)
+        self.step = self.ntokens_seen = 0
+        self.checkpointer = SelfDescribingCheckpoints(
+            record=describe_run(plan, self.dataloader.fingerprint, self.tokenizer),
+            tokenizer=Path(self.tokenizer.path),
+            lock=self.lock,
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={TRAIN_STATE: self},
+            checkpoint_config=config.checkpoint,
+            base_folder=config.job.dump_folder,
         )
-    make_plan(job_config, int(ranks))
+        if config.validation.enable:
+            self.validator = build_validator(
+                job_config=config,
+                dp_world_size=plan.data_ranks,
+                dp_rank=rank,
+                parallel_dims=self.parallel_dims,
+                loss_fn=self.loss_fn,
+                metrics_processor=self.metrics_processor,
+                checkpoints=self.checkpointer,
+            )
+        logger.info("%s, %s parameters, %d steps: the trainer is built", plan.size, f"{plan.n_params:,}", plan.steps)
+
+    def init_distributed(self):
+        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
+        dims = super().init_distributed()
+        if not self.alone:
+            require_shared(self.job_config, self.lock)
+        return dims
+
+    def _build_model(self) -> Transformer:
+        config, plan = self.job_config, self.plan
+        logger.info("Building %s", plan.config)
+        with torch.device("meta"):
+            model = Transformer(plan.config, plan.execution)
+        parallelize(model, self.parallel_dims, config)
+        on_cpu = config.training.enable_cpu_offload or config.checkpoint.create_seed_checkpoint
+        model.to_empty(device="cpu" if on_cpu else self.device.type)
+        model.init_weights(plan.seed)
+        return model.train()
+
+    def train_step(self, batches) -> None:
+        """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
+
+        Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then
+        every rank holds them whole, in float32: 4 bytes per parameter, whatever the number of ranks.
+
+        batches: ({"input": [B, T], ...}, labels [B, T]), on the CPU.
+        """
+        plan, model, losses = self.plan, self.model_parts[0], []
+        self.optimizers.zero_grad()
+        for i in range(plan.accumulation):
+            if plan.accumulation > 1:
+                model.set_requires_gradient_sync(i == plan.accumulation - 1)
+            inputs, labels = self._on_device(next(batches))
+            # Training's labels are all valid, so the number of tokens is the plan's, on every rank.
+            loss = self.loss_fn(model(inputs.pop("input"), **inputs), labels) / plan.tokens_per_step
+            loss.backward()
+            losses.append(loss.detach())
+        loss = torch.stack(losses).sum()  # this rank's share
+        norm = clip_grad_norm_(model.parameters(), self.job_config.training.max_norm, foreach=True)
+        skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
+        self.checkpointer.maybe_wait_for_staging()
+        self.optimizers.step(skip)
+        self.lr_schedulers.step()
+        self.preemption.cast(asked)
+        if self.metrics_processor.should_log(self.step):
+            self._log(loss, norm)
+
+    def _on_device(self, batch):
+        """From pinned memory, so that the host does not wait: it prepares this one while the device computes the last one."""
+        inputs, labels = batch
+        if self.device.type == "cpu":
+            return inputs, labels
+        inputs = {name: tensor.pin_memory().to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+        return inputs, labels.pin_memory().to(self.device, non_blocking=True)
+
+    def _log(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks, mesh)
+        extra = {"lr": self.optimizers.rates["main"]}
+        self.metrics_processor.log(self.step, mean, worst, norm.item(), extra_metrics=extra)
+
+    def should_continue_training(self) -> bool:
+        """TorchTitan asks this between any two steps, after what it saves there."""
+        if self.alone:  # one process, and no other to agree with
+            return super().should_continue_training()
+        if not self.preemption.listening:  # before any step: from here on there is something to save
+            self.preemption.listen()
+            if self.job_config.validation.enable:
+                self.validator.make_up(self.model_parts, self.step)
+            self.preemption.cast_now(self.device)
+        if not super().should_continue_training():
+            return False  # asked or not, the run is at its end
+        self.checkpointer.require_folder()
+        if self.preemption.agreed():
+            self.preemption.leave(self)
+        return True
+
+    def close(self) -> None:
+        super().close()
+        if self.lock:
+            self.lock.release()
+
+
+def settled(plan: RunPlan, config) -> RunPlan:
+    """The plan that all ranks share, its decisions written into TorchTitan's own fields. Collective."""
+    config.training.steps, config.training.tokens = plan.steps, 0
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+    if config.mixer.recompute != "auto":
+        return plan
+    here = plan.execution.recompute
+    there = torch.tensor(int(here), device=device_here())
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    config.mixer.recompute = bool(there.item())  # what is recorded
+    if "scores" in plan.computed:
+        other = "auto: computed again, for another rank's GPU has less memory"
+        logger.info("scores of the scan: %s", plan.computed["scores"] if config.mixer.recompute == here else other)
+    return replace(plan, execution=replace(plan.execution, recompute=config.mixer.recompute))

@@ -5,15 +5,12 @@ import time
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.validate import BaseValidator
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 from .checkpoint import SelfDescribingCheckpoints
 from .corpora import open_dataset
+from .device import device_here
 from .errors import one_paragraph
+from .host import IGNORE_INDEX, BaseValidator, dist_sum, logger
 from .metrics import perplexity
 
 
@@ -22,12 +19,24 @@ class FixedValidator(BaseValidator):
 
     Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. A run that ended
     between a save and its validation makes up for it when it is started again (`make_up`).
+
+    Args:
+        checkpoints: beside which the results are noted.
     """
 
-    checkpoints: SelfDescribingCheckpoints | None = None  # beside which results are noted, from `make_up` on
-
-    def __init__(self, *, job_config, dp_world_size, dp_rank, parallel_dims, loss_fn, metrics_processor, **_) -> None:
+    def __init__(
+        self,
+        *,
+        job_config,
+        dp_world_size,
+        dp_rank,
+        parallel_dims,
+        loss_fn,
+        metrics_processor,
+        checkpoints: SelfDescribingCheckpoints,
+    ) -> None:
         super().__init__(job_config)
+        self.checkpoints = checkpoints
         self.parallel_dims, self.loss_fn, self.metrics_processor = parallel_dims, loss_fn, metrics_processor
         self.rank, self.ranks = dp_rank, dp_world_size
         self.dataset = open_dataset(job_config, "validation")
@@ -48,9 +57,8 @@ class FixedValidator(BaseValidator):
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps
 
-    def make_up(self, trainer) -> None:
+    def make_up(self, model_parts, step: int) -> None:
         """Validate the step that the run continues from, if that was due and never came to its end. Tried once. Collective."""
-        self.checkpoints, step = trainer.checkpointer, trainer.step
         if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
             return
         if self._changes_the_steps_after(step):
@@ -62,7 +70,7 @@ class FixedValidator(BaseValidator):
             return
         logger.info("step %d was saved and not validated: validating it now", step)
         self.metrics_processor.time_last_log = time.perf_counter()
-        self.validate(trainer.model_parts, step)
+        self.validate(model_parts, step)
 
     def _changes_the_steps_after(self, step: int) -> bool:
         """torch.compile makes general code for the second shape that it meets: were that the training step's, its sums would be
@@ -84,8 +92,8 @@ class FixedValidator(BaseValidator):
             inputs = {"input": rows[:, :-1]}
             if self.positions:
                 inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(i)) for i in indices])
-            inputs = {name: tensor.to(utils.device_type) for name, tensor in inputs.items()}
-            yield inputs, labels.to(utils.device_type)
+            inputs = {name: tensor.to(device_here()) for name, tensor in inputs.items()}
+            yield inputs, labels.to(device_here())
 
     @one_paragraph
     def _read(self, indices: list[int]):
@@ -96,17 +104,16 @@ class FixedValidator(BaseValidator):
         (model,) = model_parts
         model.eval()
         # Sums in float64: the result must not depend on how the windows are split over ranks.
-        loss = torch.zeros((), dtype=torch.float64, device=utils.device_type)
-        tokens = torch.zeros((), dtype=torch.float64, device=utils.device_type)
+        loss = torch.zeros((), dtype=torch.float64, device=device_here())
+        tokens = torch.zeros((), dtype=torch.float64, device=device_here())
         for inputs, labels in self._batches():
             loss += self.loss_fn(model(inputs.pop("input"), **inputs), labels)
             tokens += (labels != IGNORE_INDEX).sum()
             self.metrics_processor.ntokens_since_last_log += labels.numel()
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        mean = dist_utils.dist_sum(loss, mesh) / dist_utils.dist_sum(tokens, mesh)
+        mean = dist_sum(loss, mesh) / dist_sum(tokens, mesh)
         self.metrics_processor.log_validation(mean, step, extra_metrics=self._readout_rms(model))
-        if self.checkpoints:
-            self.checkpoints.note_validation(step, mean, perplexity(mean))
+        self.checkpoints.note_validation(step, mean, perplexity(mean))
         _reshard(model)
         model.train()
 

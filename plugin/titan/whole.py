@@ -3,15 +3,20 @@
 import json
 from pathlib import Path
 
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SafeReader, check_lengths
+from interdomain.model.distributed_checkpoint import METADATA, SIDECAR, SafeReader, WrittenByNewerPyTorch, check_lengths
 
 OF_ANY_MODEL = {"model", "size", "condition"}  # in the record of every version
 
 
 def fault(folder: Path) -> str | None:
-    """Why this is not a whole checkpoint, in words; None if nothing is wrong. Reads the index and no tensor."""
+    """Why this is not a whole checkpoint, in words; None if nothing is wrong. Reads the index and no tensor.
+
+    Raises: WrittenByNewerPyTorch, for such a checkpoint is not damaged.
+    """
     try:
         read_whole(folder)
+    except WrittenByNewerPyTorch:
+        raise
     except ValueError as e:
         return str(e)
     return None

@@ -151,7 +151,7 @@ def test_a_broken_node_is_left_behind(cluster, submit):
     (second,) = {"node1", "node2"} - {job.first_node()}
 
     def back_in_the_queue():
-        cluster.kill(second, "-u -m torchtitan.train")
+        cluster.kill(second, "-u -m interdomain.titan.entry")
         return cluster.job(job.number).get("JobState") == "PENDING"
 
     cluster.wait(back_in_the_queue, 900, f"the job to be back in the queue; see {job.log}")

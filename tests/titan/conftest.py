@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torchtitan.tools import utils
 
 from interdomain.tools import prepare_data
 
@@ -48,7 +47,7 @@ def torchrun(ranks, *program, timeout=TIMEOUT, forked=False, **options):
 
 
 def flags(corpus, folder, **settings):
-    """TorchTitan's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
+    """The entry's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
     given = {"data.corpus": corpus, "job.dump_folder": folder}
     given |= {name.replace("__", "."): value for name, value in settings.items()}
     arguments = ["--job.config_file", str(TINY)]
@@ -125,7 +124,6 @@ class Runs:
 def on_the_cpu(monkeypatch):
     """What runs in this process does as it would on a machine without a GPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(utils, "device_type", "cpu")
 
 
 @pytest.fixture

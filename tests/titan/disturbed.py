@@ -1,4 +1,4 @@
-"""TorchTitan's entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json TORCHTITAN'S FLAGS
+"""The entry point with one disturbance per start: torchrun ... disturbed.py PLAN.json THE ENTRY'S FLAGS
 
 PLAN is a list with an entry for each start of the ranks, torchrun's restarts included:
 {"flags": more of them, "rank": who, "at": ["step" | "write" | "finish" | "validate", N], "signal": "SIGKILL", "times": 1,
@@ -18,14 +18,13 @@ from types import SimpleNamespace
 
 import torchtitan.train
 from torch.distributed.checkpoint import FileSystemWriter
-from torchtitan.config import ConfigManager
 
-from interdomain.titan import lock
+from interdomain.titan import entry, lock
+from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import FixedValidator
 
 ENTRY = json.loads(Path(sys.argv.pop(1)).read_text())[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
 sys.argv += ENTRY.get("flags", [])
-ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)  # else those of when TorchTitan was imported
 
 
 def disturb(place):
@@ -51,7 +50,7 @@ def before(place, name, condition):
 def main():
     kind, step = ENTRY.get("at", (None, None))
     if kind == "step":
-        before(torchtitan.train.Trainer, "train_step", lambda trainer, *_: trainer.step == step)
+        before(InterdomainTrainer, "train_step", lambda trainer, *_: trainer.step == step)
     elif kind == "validate":
         before(FixedValidator, "validate", lambda validator, models, at: at == step)
     elif kind is not None:
@@ -61,7 +60,7 @@ def main():
         setattr(lock, name, value)
     # At the end the trainer waits two seconds for other ranks' last lines.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    torchtitan.train.main(torchtitan.train.Trainer)
+    entry.main()
 
 
 if __name__ == "__main__":

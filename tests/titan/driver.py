@@ -1,8 +1,7 @@
-"""Several TorchTitan jobs in one process group: torchrun ... driver.py jobs.json OUTPUT
+"""Several jobs in one process group: torchrun ... driver.py jobs.json OUTPUT
 
-A job is {"name", "args": TorchTitan's flags, "probes": [...]}. Each is parsed, built, trained and closed by TorchTitan as
-`torchtitan.train` does it; only the start of Python and of the process group is shared. What was seen is written to
-OUTPUT/NAME.rankN.pt:
+A job is {"name", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
+it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT/NAME.rankN.pt:
 
     log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
     initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as training got it
@@ -24,12 +23,13 @@ from pathlib import Path
 import torch
 import torchtitan.train
 from torch.distributed.tensor import DTensor
-from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan import ops
 from interdomain.titan import errors
+from interdomain.titan.settings import read_job_config
+from interdomain.titan.trainer import InterdomainTrainer
 
 
 def whole(tensor):
@@ -135,10 +135,10 @@ class Watch:
 
 def run(job):
     watch = Watch(job.get("probes", []), job.get("spoil"))
-    config = ConfigManager().parse_args(job["args"])
+    config = read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
         watch.replace(stack, torch, "compile", watch.compilation)
-        trainer = torchtitan.train.Trainer(config)
+        trainer = InterdomainTrainer(config)
         watch.attach(trainer, stack)
         with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
             trainer.train()

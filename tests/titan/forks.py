@@ -15,7 +15,7 @@ import traceback
 
 import torchtitan.train  # noqa: F401
 
-import interdomain.titan  # noqa: F401
+import interdomain.titan.trainer  # noqa: F401
 
 LIMIT = 240  # seconds for one start
 

@@ -32,7 +32,7 @@ def manager(folder, config=None):
         OPTIMIZER: SimpleNamespace(guard=SimpleNamespace(skipped=4)),
         TRAIN_STATE: SimpleNamespace(step=5, ntokens_seen=0),
     }
-    this.checksums, this.load_only = True, False
+    this.checksums, this.load_only, this.lock = True, False, None
     this.record = {"model": config.to_dict(), "run": {"tokens_per_step": 512}}
     this.close = lambda: None  # called when it is collected
     return this

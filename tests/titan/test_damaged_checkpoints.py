@@ -1,5 +1,6 @@
 """A checkpoint that does not read back whole is skipped, loudly, for the one before it; real saves of a small module."""
 
+import json
 import logging
 import signal
 import subprocess
@@ -67,14 +68,14 @@ class Run:
             model_parts=[self.model],
             states={"train_state": self.trainer},
             checkpoint_config=config,
-            sd_adapter=None,
             base_folder=str(folder),
+            record={
+                **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
+                "run": {"tokens_per_step": 512, "planned_steps": 100},
+            },
+            tokenizer=tokenizer,
+            lock=None,
         )
-        self.manager.record = {
-            **{"model": build_config("debug").to_dict(), "size": "debug", "condition": "interdomain"},
-            "run": {"tokens_per_step": 512, "planned_steps": 100},
-        }
-        self.manager.tokenizer = tokenizer
 
     def set(self, step):
         self.trainer.step = step
@@ -342,3 +343,14 @@ def test_all_ranks_hear_what_rank_0_met(alone):
 
     with pytest.raises(PermissionError, match="no"):
         checkpoint._on_rank_0(fail)
+
+
+@pytest.mark.parametrize("settings", [{"step": -1}, {"step": 2}, {"step": 3}])
+def test_what_a_newer_pytorch_wrote_is_refused_and_left_alone(new, folder, capsys, settings):
+    """Of the newest checkpoint, whose index has a class that this PyTorch does not have."""
+    index, record = (folder / "step-3" / name for name in (".metadata", "interdomain.json"))
+    index.write_bytes(index.read_bytes().replace(b"TensorProperties", b"TensorPropertieZ"))
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"versions": {"torch": "99.1.0+cu990"}}))
+    error = refusal(capsys, new().load, **settings)
+    assert f"{folder / 'step-3'} was written by PyTorch 99.1.0+cu990, and PyTorch {torch.__version__}, which" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]

@@ -8,28 +8,30 @@ import time
 import numpy as np
 import pytest
 import torch
-from torchtitan.config import ConfigManager
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
 from interdomain.data.corpus import sealed
 from interdomain.titan.data import PackedLoader, build_dataloader, build_tokenizer
+from interdomain.titan.errors import one_paragraph
 from interdomain.titan.plan import make_plan
+from interdomain.titan.settings import read_job_config
 from interdomain.titan.validate import build_validator
 from interdomain.tools import prepare_data
 
 from .conftest import TINY, flags, refusal
 
 VALIDATOR = {"dp_world_size": 1, "dp_rank": 0, "parallel_dims": None, "loss_fn": None, "metrics_processor": None}
+VALIDATOR["checkpoints"] = None
 
 
 def parse(corpus, **settings):
-    return ConfigManager().parse_args(flags(corpus, "folder", **{"training__local_batch_size": 4, **settings}))
+    return read_job_config(flags(corpus, "folder", **{"training__local_batch_size": 4, **settings}))
 
 
 def build(job):
-    """The hooks in TorchTitan's order."""
-    tokenizer = build_tokenizer(job)
-    return build_dataloader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=job)
+    """As the trainer does."""
+    plan = one_paragraph(make_plan)(job, 1)
+    return build_dataloader(plan=plan, rank=0, tokenizer=build_tokenizer(job), job_config=job)
 
 
 def take(loader, n):
@@ -103,13 +105,13 @@ def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, capl
     at = arguments.index("--data.corpus") + 1
     arguments[at : at + 1] = [f"{corpus},{again}", "--data.weights", "0.75", "0.25"]
     with caplog.at_level("INFO"):
-        loader = build(ConfigManager().parse_args(arguments))
+        loader = build(read_job_config(arguments))
     assert f"{again} for " in caplog.text
     assert [loader.dataset.locate(g)[0] for g in range(8)].count(1) == 2
     toml = tmp_path / "mixed.toml"
     text = TINY.read_text() + f'\n[data]\ncorpus = ["{corpus}", "{again}"]\nweights = [0.75, 0.25]\n'
     toml.write_text(text)
-    job = ConfigManager().parse_args(["--job.config_file", str(toml)])
+    job = read_job_config(["--job.config_file", str(toml)])
     assert build(job).dataset.fingerprint == loader.dataset.fingerprint
     validation = build_validator(job_config=job, **VALIDATOR)
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer
 from interdomain.titan.corpora import open_dataset
 from interdomain.titan.plan import make_plan
+from interdomain.titan.settings import read_job_config
 
 from .conftest import flags
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def one_by_one(corpus, condition):
     """Mean loss of the first step's batch at the initial values, from a forward pass for every document."""
-    job = ConfigManager().parse_args(flags(corpus, "folder", mixer__condition=condition))
+    job = read_job_config(flags(corpus, "folder", mixer__condition=condition))
     plan, dataset = make_plan(job, 1), open_dataset(job, "train")
     model = Transformer(plan.config)
     model.init_weights(plan.seed)

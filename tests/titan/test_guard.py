@@ -69,9 +69,10 @@ def test_repeated_it_ends_the_run(two):
 def verdict(alone):
     count = guard.Guard()
 
-    def of(loss, norm):
-        guard.seen.loss, guard.seen.norm = torch.tensor(loss), torch.tensor(norm)
-        return count.verdict().item()
+    def of(loss, norm, asked=False):
+        skip, leave = count.verdict(torch.tensor(loss), torch.tensor(norm), asked).tolist()
+        assert leave == asked
+        return skip
 
     of.guard = count
     return of
@@ -80,18 +81,8 @@ def verdict(alone):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite(verdict, value):
     assert verdict(1.0, 1.0) == 0
-    assert verdict(value, 1.0) == verdict(1.0, value) == 1
+    assert verdict(value, 1.0) == verdict(1.0, value, asked=True) == 1
     assert verdict.guard.scalars() == {"skipped_steps/total": 2, "skipped_steps/in_a_row": 2}
-
-
-def test_micro_batches_count_together(alone):
-    count, losses = guard.Guard(), iter([1.0, math.nan, 1.0])
-    step = guard.seeing_loss(lambda: torch.tensor(next(losses)))
-    for _ in range(3):
-        step()
-    guard.seeing_norm(lambda: torch.tensor(1.0))()
-    assert count.verdict().item() == 1
-    assert count.verdict() is None  # nothing is carried over into the next step
 
 
 def test_the_count_goes_on_and_the_row_begins_anew(verdict):
@@ -115,9 +106,10 @@ def test_the_decision_stays_on_the_device(alone):
     for norm in (1.0, math.nan, 1.0):
         for p in model.parameters():
             p.grad = torch.full_like(p, norm)
-        guard.seen.loss, guard.seen.norm = torch.tensor(1.0), torch.tensor(norm)
+        loss, norm = torch.tensor(1.0), torch.tensor(norm)
         with NothingReadBack():
-            optimizers.step()
+            skip, _ = optimizers.guard.verdict(loss, norm, asked=False)
+            optimizers.step(skip)
         weights.append(model.weight.detach().clone())
     assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == [False, True, False]
     assert optimizers.guard.skipped == 1

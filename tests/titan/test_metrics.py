@@ -92,6 +92,7 @@ def test_seconds_per_step_whatever_number_of_steps_a_log_is_of(alone, monkeypatc
     this.optimizers = SimpleNamespace(rates={}, guard=Guard())
     this.model_parts, this.data_loading_times, this.time_last_log = [None], [0.1], 0.0
     this.spikes, this.run_log, this.life_signs_at, this.started = SpikeSign(), None, None, None
+    this.resumed = (0, 0)
     this.first_step = this.last_logged = this.clock_since = None
     for step in range(first, 31):
         now[0] += 2

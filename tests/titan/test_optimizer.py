@@ -5,21 +5,21 @@ import math
 import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
-from torchtitan.config import ConfigManager
 
 from interdomain.model import CONDITIONS, Transformer, build_config
 from interdomain.titan.optimizer import build_lr_schedulers, build_optimizers
+from interdomain.titan.settings import read_job_config
 
 from .conftest import flags
 
 
 def configuration(**settings):
-    return ConfigManager().parse_args(flags("corpus", "folder", **settings))
+    return read_job_config(flags("corpus", "folder", **settings))
 
 
 def optimizers(condition="interdomain", job=None, **overrides):
     model = Transformer(build_config("debug", condition, n_basis=4, vocab_size=64, **overrides))
-    return model, build_optimizers([model], (job or configuration()).optimizer, None)
+    return model, build_optimizers([model], (job or configuration()).optimizer)
 
 
 def groups_by_name(model, container):

@@ -13,11 +13,11 @@ from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
-from torchtitan.config import ConfigManager
 
 from interdomain.titan.layout import LAYOUT
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog, hyperparameters
+from interdomain.titan.settings import read_job_config
 from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
 from .conftest import flags
@@ -28,7 +28,7 @@ SPIKE = "loss_metrics/spike"
 
 @pytest.fixture(scope="module")
 def job():
-    return ConfigManager().parse_args(flags("corpus", "folder"))
+    return read_job_config(flags("corpus", "folder"))
 
 
 def of_512(step):
@@ -138,7 +138,7 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
     assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")
-    low = ConfigManager().parse_args([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
+    low = read_job_config([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
     found = hyperparameters(make_plan(low, 1), low)
     assert (found["lr"], found["ssm_lr"], found["c_scale"]) == (5e-4, 5e-4, 1.0)
     assert found["condition"] == "interdomain, c_scale 1"

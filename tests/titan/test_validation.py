@@ -1,17 +1,20 @@
 """The validator in one process, against the plainest computation of the same number."""
 
 import math
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torchtitan.components.loss import cross_entropy_loss
-from torchtitan.config import ConfigManager
 
 from interdomain.model import Transformer, build_config
-from interdomain.titan import trainer
 from interdomain.titan.corpora import open_dataset
+from interdomain.titan.preemption import SIGNALS, Preemption
+from interdomain.titan.settings import read_job_config
+from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import build_validator
 
 from .conftest import flags
@@ -38,7 +41,7 @@ class Recorder:
 
 
 def validator(corpus, rank=0, ranks=1, **settings):
-    job = ConfigManager().parse_args(flags(corpus, "folder", validation__enable=True, **settings))
+    job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
     return build_validator(
         job_config=job,
         dp_world_size=ranks,
@@ -46,13 +49,13 @@ def validator(corpus, rank=0, ranks=1, **settings):
         parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None),
         loss_fn=cross_entropy_loss,
         metrics_processor=Recorder(),
-        tokenizer=None,
+        checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )
 
 
 @torch.no_grad()
 def plain_mean(model, corpus, windows):
-    dataset = open_dataset(ConfigManager().parse_args(flags(corpus, "folder")), "validation")
+    dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
     rows = torch.from_numpy(dataset.read_batch(range(windows)))
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).double(), rows[:, 1:].flatten()).item()
 
@@ -91,7 +94,7 @@ def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks):
 
 
 def test_all_of_the_split_where_it_holds_less_than_is_asked(corpus, model):
-    windows = len(open_dataset(ConfigManager().parse_args(flags(corpus, "folder")), "validation"))
+    windows = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation"))
     for tokens in (0, 10**9):
         assert validator(corpus, validation__tokens=tokens).windows == windows
 
@@ -120,8 +123,9 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
 )
 def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lacking, settings, made_up, caplog):
     validating, noted = validator(corpus, validation__tokens=64, **settings), []
-    checkpoints = SimpleNamespace(claim_validation=lambda at: lacking, note_validation=lambda *seen: noted.append(seen))
-    validating.make_up(SimpleNamespace(checkpointer=checkpoints, step=step, model_parts=[model]))
+    validating.checkpoints.claim_validation = lambda at: lacking
+    validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
+    validating.make_up([model], step)
     losses = validating.metrics_processor.losses
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
     assert len(losses) == made_up
@@ -129,13 +133,24 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, lac
     assert ("step 3 was saved and not validated, and is not now: with compile.enable" in caplog.text) == shape_forbids
 
 
-def test_a_signal_meanwhile_is_noted():
-    """Not what ends the rank: all ranks leave together at the next boundary."""
-    happened = []
-    config = SimpleNamespace(model=SimpleNamespace(name="interdomain"), comm=SimpleNamespace(mode="default"))
-    config.validation = SimpleNamespace(enable=True)
-    this = SimpleNamespace(job_config=config, checkpointer=SimpleNamespace(require_folder=lambda: None))
-    this.preemption = SimpleNamespace(votes=None, listen=lambda comm: happened.append("listen"), agreed=lambda: False)
-    this.validator = SimpleNamespace(make_up=lambda trainer: happened.append("make up"))
-    assert trainer._unless_asked(lambda trainer: True, "interdomain")(this)
-    assert happened == ["listen", "make up"]
+def test_a_signal_meanwhile_is_answered_after_the_first_step(alone, monkeypatch):
+    """It does not end the rank: all ranks leave together."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    this = InterdomainTrainer.__new__(InterdomainTrainer)
+    this.alone, this.step, this.model_parts, this.device = False, 3, [], torch.device("cpu")
+    this.job_config = SimpleNamespace(validation=SimpleNamespace(enable=True), training=SimpleNamespace(steps=6))
+    this.checkpointer = SimpleNamespace(require_folder=lambda: None)
+    this.preemption = Preemption()
+    this.validator = SimpleNamespace(make_up=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    try:
+        assert this.should_continue_training()
+        assert not this.preemption.agreed()
+        this.preemption.cast(torch.zeros(()))  # the first step's, in which nobody is asked
+        assert this.preemption.agreed()
+        this.preemption.cast(torch.zeros(()))
+        assert not this.preemption.agreed()
+    finally:
+        del this.checkpointer
+        for number, handler in before.items():
+            signal.signal(number, handler)

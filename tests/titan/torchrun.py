@@ -13,8 +13,9 @@ import sys
 import time
 
 import torch.distributed.run
-import torchtitan.train  # noqa: F401
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+import interdomain.titan.trainer  # noqa: F401
 
 waiting = []  # (pid, where its start is written to) of every rank that has not started
 

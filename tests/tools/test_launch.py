@@ -1,9 +1,9 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import fcntl
+import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -90,14 +90,6 @@ def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
     ("argv", "said"),
     [
         (["--mixer.condition", "mamba"], ["mixer.condition = 'mamba'", "softmax", "s4d-rope"]),
-        (["--model.flavor", "7B"], ["model.flavor = '7B'", "125M", "1.3B"]),
-        (["--mixer.backend", "cuda"], ["mixer.backend = 'cuda'", "chunkwise"]),
-        (["--mixer.readout", "imaginary"], ["readout = 'imaginary'", "hermitian"]),
-        (["--mixer.condition", "softmax", "--mixer.c_form", "diagonal"], ["softmax", "c_form"]),
-        (["--training.steps", "10"], ["training.tokens", "training.steps", "--training.tokens 0"]),
-        (["--training.global_batch_size", "30"], ["global_batch_size = 30", "multiple of 16"]),
-        (["--parallelism.tensor_parallel_degree", "2"], ["tensor_parallel_degree = 2"]),
-        (["--lr_scheduler.min_lr", "0.1"], ["min_lr = 0.1", "peak"]),
         (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
         (["--ranks", "0"], ["--ranks", "at least 1"]),
         (["no/such.toml"], ["no/such.toml", "train_configs/debug.toml"]),
@@ -156,11 +148,16 @@ def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, 
     launch.refuse_idle_gpus()
 
 
-def test_unknown_toml_key_is_named(capsys, tmp_path):
-    config = tmp_path / "bad.toml"
-    config.write_text((ROOT / "train_configs/debug.toml").read_text() + "\n[profiling]\nno_such_field = 1\n")
-    assert launch.main([str(config), "--dry-run"]) == 2
-    assert "no_such_field" in capsys.readouterr().err
+def test_flags_lists_every_setting(capsys):
+    from interdomain.titan import settings
+
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--flags"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    for setting, kind in settings.KINDS.items():
+        assert (f"--{setting.replace('_', '-')}" in said) == (not settings._mark(kind, settings.Unused)), setting
+    assert "Train for this many steps" in said
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
@@ -172,48 +169,77 @@ def test_every_config_names_existing_fields_and_the_plugin(capsys):
 
 @pytest.mark.e2e
 def test_first_start_end_to_end(tmp_path):
-    """The newcomer's run in a folder of its own: corpus, training, and then every command that it prints, pasted."""
-    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
-    argv = ["--training.tokens", "6144", "--lr_scheduler.warmup_tokens", "1024", "--validation.tokens", "1024"]
-    argv += ["--training.seq_len", "64", "--ranks", "1"]
-    run = subprocess.run(
-        [sys.executable, "-m", "interdomain.tools.launch", *argv],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "TQDM_DISABLE": "1"},
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    (first, _), (last, _) = measured = re.findall(r"([\d.]+) at step (\d+)", run.stdout)
-    assert [int(step) for _, step in measured] == [1, 6]
-    assert float(last) < float(first)
-    commands = [
-        line for line in run.stdout.splitlines() if " -m interdomain.tools." in line and "tensorboard" not in line
-    ]
-    assert len(commands) == 2  # convert, generate
-    for command in commands:
-        pasted = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert pasted.returncode == 0, f"{command}\n{pasted.stderr}"
-    assert pasted.stdout.startswith("def main(")
-    (going_on,) = [line for line in run.stdout.splitlines() if line.startswith("./launch.sh ")]
-    assert "--training.tokens 12288" in going_on
-    assert (tmp_path / "outputs/debug/checkpoint/step-6/.metadata").is_file()
+    """The newcomer's run in a folder of its own: corpus, two steps, and then every command that it prints, pasted."""
+    for name in ("train_configs", "launch.sh"):
+        (tmp_path / name).symlink_to(ROOT / name)
+
+    def paste(command, status=0):
+        done = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable},
+        )
+        assert done.returncode == status, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done
+
+    def commands(run):
+        printed = run.stdout[run.stdout.index("\n# ") :].strip().splitlines()
+        return {line.split()[1]: printed[i + 1] for i, line in enumerate(printed) if line.startswith("# ")}
+
+    def rate(step):
+        return json.loads((tmp_path / f"outputs/debug/checkpoint/step-{step}/interdomain.json").read_text())["lr"]
+
+    settings = "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --lr_scheduler.warmup_steps 0"
+    first = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --training.steps 2")
+    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", first.stdout)] == [1, 2]
+    assert "debug with n_layers 2, interdomain (" in first.stdout
     assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
+    found = commands(first)
+    assert list(found) == ["watch", "convert", "generate", "train"]
+    paste(found["convert"])
+    assert paste(found["generate"]).stdout.startswith("def main(")
+    assert rate(2) == pytest.approx(1e-5)  # the floor
+
+    again = paste(f"./launch.sh --ranks 1 {settings} --training.steps 40", status=2)
+    assert "was trained with 1e-05 at step 2" in again.stderr
+    assert "--lr_scheduler.total_steps 2" in again.stderr
+
+    assert " --ranks 1 --max-restarts 0 " in found["train"]
+    on = paste(found["train"])
+    assert "--nproc-per-node 1 " in on.stdout
+    assert "--max-restarts" not in on.stdout[: on.stdout.index("output")]
+    assert rate(4) == rate(2)
+    assert "--training.steps 8" in commands(on)["train"]
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [[], ["--training.tokens=409600"], ["--training.steps", "30", "--training.tokens", "0", "--compile.enable"]],
+    ("given", "kept"),
+    [
+        ([], ["--lr_scheduler.total_steps", "400"]),
+        (
+            ["--training.tokens=409600", "--ranks", "3", "--site", "local", "--max-restarts", "9"],
+            ["--lr_scheduler.total_steps", "100"],
+        ),
+        (["--training.steps", "30", "--compile.enable", "--lr-scheduler.decay-ratio", "0"], []),
+        (["--lr_scheduler.min_lr", "0", "--data.corpus", "a"], ["--lr_scheduler.allow_jump"]),
+    ],
 )
-def test_the_command_that_trains_on_is_taken(flags):
+def test_the_command_that_trains_on_is_taken(given, kept):
     from interdomain.titan.plan import make_plan
 
-    job = launch.job_config("train_configs/debug.toml", flags)
+    args, flags = launch.parse(given)
+    job = launch.job_config(args.config, flags)
     plan = make_plan(job, world_size=2)
-    shown = launch.next_steps("train_configs/debug.toml", flags, job, plan).splitlines()
-    _, config, *again = shlex.split(shown[shown.index("# train on, to twice the length") + 1])
-    assert make_plan(launch.job_config(config, again), world_size=2).steps == 2 * plan.steps
+    (command,) = launch.train_on(args, flags, job, plan).values()
+    again, its = launch.parse(command[1:])
+    assert vars(again) == vars(args)
+    assert make_plan(launch.job_config(again.config, its), world_size=2).steps == 2 * plan.steps
+    assert set(kept) <= set(its)
+    assert [flag for flag in its if flag.startswith("--")].count("--training.steps") == 1
 
 
 # Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.

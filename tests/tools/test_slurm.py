@@ -48,7 +48,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     text = " ".join(torchrun)
     assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in text
     assert "--nproc-per-node 4" in text
-    assert text.endswith("-m torchtitan.train --job.config_file train_configs/1.3B.toml")
+    assert text.endswith("-m interdomain.titan.entry train_configs/1.3B.toml")
     assert "--standalone" not in text
 
 
@@ -171,7 +171,7 @@ def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
     monkeypatch.setenv("SLURM_NODEID", "0")
     monkeypatch.setattr(_node.shutil, "which", lambda name: found)
     monkeypatch.setattr(_node, "supervise", lambda command, environment: command)
-    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "torchtitan.train"]
+    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "interdomain.titan.entry"]
     left_out = [flag for flag in given if flag not in _node.main(["4", *given])]
     assert left_out == ([] if found else ["--numa-binding=node"])
     assert ("--numa-binding=node is left out" in capsys.readouterr().err) == (not found)

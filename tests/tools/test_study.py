@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-from torchtitan.config import ConfigManager
 
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog
+from interdomain.titan.settings import read_job_config
 from interdomain.tools import study
 
 from ..common import REPOSITORY
@@ -31,7 +31,7 @@ def write(tmp_path):
 
     def write(name, condition, losses, *flags, size="125M", first=1):
         given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
-        job = ConfigManager().parse_args([*given, "--data.corpus", "data/edu", *flags])
+        job = read_job_config([*given, "--data.corpus", "data/edu", *flags])
         plan = make_plan(job, 8)
         log = RunLog(tmp_path / name / "tb", plan, job)
         log.begin(first, lambda step: plan.tokens_per_step * step)

@@ -1,0 +1,652 @@
+"""The TOML's sections and fields, with TorchTitan's names and defaults where TorchTitan has the field.
+
+The docstring under a field is the help text of its flag. A field's annotation says what can be checked of it alone: its type,
+its bounds (`Bound`, `OneOf`), and whether it is a field of TorchTitan's that this plugin does not use (`unused`). `settings.py`
+reads a file and flags into a `JobConfig` and checks them in one loop; `plan.py` checks what several settings mean together.
+Annotations are read at run time: no postponed annotations here.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import tyro
+
+
+class Bound(NamedTuple):
+    """Which numbers a setting may be."""
+
+    words: str
+    allows: Callable[[Any], bool]
+
+
+class OneOf(tuple):
+    """Which strings a setting may be."""
+
+
+class Unused(NamedTuple):
+    """A field of TorchTitan's without a reader here. Only its default and what `harmless` names are accepted."""
+
+    instead: str
+    harmless: tuple = ()
+
+
+def unused(kind: type, instead: str, *harmless):
+    return Annotated[kind, tyro.conf.Suppress, Unused(instead, harmless)]
+
+
+_AT_LEAST_1 = Bound("at least 1", lambda x: 1 <= x < math.inf)
+_AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
+Count = Annotated[int, _AT_LEAST_1]
+CountOr0 = Annotated[int, _AT_LEAST_0]
+Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
+NotNegative = Annotated[float, _AT_LEAST_0]
+Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
+Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
+
+SHARDING = (
+    "The plugin shards with FSDP2, HSDP and replication only (1.3B fits one device): use the data_parallel degrees"
+)
+CORPUS, VALIDATION_CORPUS = "Set data.corpus", "Set data.validation_corpus, or use the prepared corpus's own split"
+NO_WORKERS = "Batches are read from memory maps, without workers"
+TOKENIZER = "The tokenizer is the prepared corpus's own, or data.tokenizer"
+TORCHFT, QUANTIZED = "torchft is not supported", "Quantised training is not supported"
+CONVERT = (
+    "python -m interdomain.tools.convert makes a Hugging Face folder of a checkpoint, and a checkpoint of such a folder"
+)
+DRY_RUN = "./launch.sh FILE.toml --dry-run estimates the memory"
+EXPERTS = "There are no experts in this model"
+
+
+@dataclass
+class Job:
+    """[job]: where a run writes, and what it says of itself."""
+
+    config_file: str | None = None
+    """The TOML file to read."""
+
+    dump_folder: str = "./outputs"
+    """Folder of everything that the run writes."""
+
+    description: str = "default job"
+    """Printed at the start."""
+
+    print_config: bool = False
+    """Print the configuration at the start."""
+
+    save_config_file: str | None = None
+    """Write the configuration as JSON into this file of the dump folder."""
+
+    custom_config_module: unused(str, "The plugin's settings are always there", "interdomain.titan.job_config") = ""
+
+
+@dataclass
+class Profiling:
+    """[profiling]: traces by torch.profiler, and CUDA memory snapshots."""
+
+    enable_profiling: bool = False
+    """Write traces."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces, in the dump folder."""
+
+    profile_freq: Count = 10
+    """Steps from one trace to the next."""
+
+    profiler_active: Count = 1
+    """Steps that a trace shows."""
+
+    profiler_warmup: CountOr0 = 3
+    """Steps that the profiler warms up for before them."""
+
+    enable_memory_snapshot: bool = False
+    """Write snapshots of the CUDA allocator."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots, in the dump folder."""
+
+
+@dataclass
+class Metrics:
+    """[metrics]: what is logged, and what TensorBoard shows of the mixer."""
+
+    log_freq: Count = 10
+    """Steps from one logged step to the next."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+
+    disable_color_printing: bool = False
+    """Log without colours."""
+
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard events, in the dump folder."""
+
+    save_for_all_ranks: bool = False
+    """Write the events of every rank, each into a folder of its own, not those of rank 0 alone."""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases as well."""
+
+    mixer_freq: CountOr0 = 100
+    """Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
+    another; also written at every validation. 0: at validation only."""
+
+    histogram_freq: CountOr0 = 1000
+    """Steps between histograms of the mixer's timescales and Delta, from one logged step to another; 0: none."""
+
+
+@dataclass
+class Model:
+    """[model]: the size. `flavor` names a row of the table of sizes; every number can be set on top of it."""
+
+    name: Annotated[str, OneOf(["interdomain"])] = "interdomain"
+    """The model that this plugin trains."""
+
+    flavor: str = "debug"
+    """debug, 125M, 350M, 760M or 1.3B."""
+
+    vocab_size: CountOr0 = 0
+    """Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's."""
+
+    dim: Count | None = None
+    """Width. Unset: as the size says. A head is dim / n_heads wide."""
+
+    n_layers: Count | None = None
+    """Blocks. Unset: as the size says."""
+
+    n_heads: Count | None = None
+    """Query heads. Unset: as the size says."""
+
+    hf_assets_path: unused(str, TOKENIZER, "./tests/assets/tokenizer") = "."
+    tokenizer_path: unused(str | None, TOKENIZER) = None
+    converters: unused(list[str], QUANTIZED) = field(default_factory=list)
+    print_after_conversion: unused(bool, "There is no conversion") = False
+
+
+@dataclass
+class Mixer:
+    """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
+
+    condition: str = "interdomain"
+    """softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
+    s4d or s4d-rope."""
+
+    dual_input: bool | None = None
+    """Key features and values as the input (true) or two generic projections (false). Unset: as the condition says."""
+
+    query_readout: bool | None = None
+    """Query-conditioned readout (true) or learned linear contraction (false)."""
+
+    rope: bool | None = None
+    """Rotary embedding on the query and key inputs."""
+
+    n_basis: int | None = None
+    """M, basis functions per head. Unset: as the size says (64)."""
+
+    readout: str | None = None
+    """complex, real or hermitian: how complex U and Gamma become real."""
+
+    c_form: str | None = None
+    """full, diagonal or identity."""
+
+    feature_map: str | None = None
+    """silu or rff."""
+
+    normalize: bool | None = None
+    """Divide by the Nadaraya-Watson denominator (eta)."""
+
+    output_gate: bool | None = None
+    """o <- sigmoid(Wg x) * o."""
+
+    n_kv_heads: int | None = None
+    """Heads of keys, values and state; query heads share them in groups."""
+
+    c_scale: float | None = None
+    """C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal."""
+
+    linear_scale: float | None = None
+    """Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M)."""
+
+    dt_min: float | None = None
+    """Delta starts log-uniform between dt_min and dt_max. Unset: 0.001."""
+
+    dt_max: float | None = None
+    """Unset: 0.1."""
+
+    a_init: str | None = None
+    """How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv."""
+
+    backend: str = "auto"
+    """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
+    All compute the same function."""
+
+    recompute: Literal["auto", True, False] = "auto"
+    """Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
+    layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
+    auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same."""
+
+    features: str = "auto"
+    """How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
+    the same function."""
+
+
+@dataclass
+class Data:
+    """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
+
+    corpus: str | list[str] = ""
+    """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
+    by weight (in TOML a list; on the command line with commas)."""
+
+    stream: str = ""
+    """Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
+    folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks."""
+
+    weights: list[float] = field(default_factory=list)
+    """Of the corpora in a mixture, in samples; they need not sum to 1."""
+
+    validation_corpus: str = ""
+    """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split."""
+
+    tokenizer: str = ""
+    """A tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own tokenizer."""
+
+    prefetch: CountOr0 = 4
+    """Micro-batches that a thread reads ahead of training; 0: none."""
+
+    reset_state_at_documents: bool = False
+    """Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
+    attends to. The paper packs documents and speaks of no reset."""
+
+
+@dataclass
+class Optimizer:
+    """[optimizer]: the SSM parameters (input norms, Delta, A, C, c) form a group of their own."""
+
+    name: Annotated[str, OneOf(["AdamW", "Adam"])] = "AdamW"
+    """AdamW or Adam."""
+
+    lr: Positive = 8e-4
+    """Peak learning rate."""
+
+    beta1: Decay = 0.9
+    """Of the mean of the gradients."""
+
+    beta2: Decay = 0.95
+    """Of the mean of their squares."""
+
+    eps: NotNegative = 1e-8
+    """Added to the root of that mean."""
+
+    weight_decay: NotNegative = 0.1
+    """Weight decay of all parameters but the SSM's."""
+
+    ssm_lr: Positive = 1e-3
+    """Peak learning rate of the SSM group is min(lr, ssm_lr)."""
+
+    ssm_weight_decay: NotNegative = 0.0
+    """Weight decay of the SSM group."""
+
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """PyTorch's implementation of the optimizer: fused is the fastest."""
+
+    early_step_in_backward: unused(bool, "It steps before the gradients are clipped and knows no parameter groups") = (
+        False
+    )
+
+
+@dataclass
+class LRScheduler:
+    """[lr_scheduler]: warmup, a constant rate, and a decay to a floor."""
+
+    warmup_steps: CountOr0 | None = None
+    """Linear warmup over this many steps, where warmup_tokens is 0. Unset: 200."""
+
+    warmup_tokens: CountOr0 = 0
+    """Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps."""
+
+    total_steps: Count | None = None
+    """The step with which the decay ends. Unset: the run's last step. After it the rate stays at the floor: set it to the
+    length of a finished run to train on at that rate."""
+
+    decay_ratio: Fraction | None = None
+    """Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
+    run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup."""
+
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    """Shape of the decay; sqrt is 1 - the root of the way gone."""
+
+    min_lr: NotNegative = 0.0
+    """Learning rate at the end of the decay, the same for every group; 0: use min_lr_factor."""
+
+    min_lr_factor: Fraction = 0.0
+    """The same, as a fraction of each group's peak."""
+
+    allow_jump: bool = False
+    """Continue a checkpoint although this schedule gives its step another learning rate, by more than a factor of two."""
+
+
+@dataclass
+class Training:
+    """[training]: batch, length, precision, and when to give up on a run."""
+
+    local_batch_size: Count = 8
+    """Sequences per rank and pass."""
+
+    global_batch_size: Annotated[
+        int, Bound("at least 1, or -1 for one micro-batch of every rank", lambda x: x >= 1 or x == -1)
+    ] = -1
+    """Sequences per step; what ranks do not hold at once is accumulated. -1: one pass of every rank."""
+
+    seq_len: Count = 2048
+    """Tokens per sequence."""
+
+    max_norm: Positive = 1.0
+    """Gradients are scaled down to this norm."""
+
+    steps: int | None = None
+    """Train for this many steps, where tokens is 0. Unset: 10,000."""
+
+    tokens: CountOr0 = 0
+    """Train on this many tokens, rounded up to whole steps; 0: use steps."""
+
+    max_skipped_steps: Count = 10
+    """Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
+    weights nor optimizer state; looked at every metrics.log_freq steps."""
+
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the machine's memory (FSDP2)."""
+
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of parameters and activations in both passes. The dynamics stay float32."""
+
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Precision in which gradients are summed over ranks."""
+
+    gc_freq: Count = 50
+    """Steps between Python's garbage collections."""
+
+    gc_debug: bool = False
+    """Look for reference cycles that hold CUDA tensors, at every step."""
+
+    dtype: unused(str, "Parameters are float32: use training.mixed_precision_param = bfloat16") = "float32"
+    dataset: unused(str, CORPUS) = "c4_test"
+    dataset_path: unused(str | None, CORPUS) = None
+    dataloader: unused(dict, NO_WORKERS) = field(default_factory=dict)
+
+
+@dataclass
+class Parallelism:
+    """[parallelism]: replicas x shards = ranks."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the weights."""
+
+    data_parallel_shard_degree: int = -1
+    """Shards of a replica. -1: as many as there are ranks left."""
+
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights after the forward pass of a block. default: of all but the last."""
+
+    tensor_parallel_degree: unused(int, SHARDING) = 1
+    disable_loss_parallel: unused(bool, SHARDING) = False
+    enable_async_tensor_parallel: unused(bool, SHARDING) = False
+    pipeline_parallel_degree: unused(int, SHARDING) = 1
+    module_fqns_per_model_part: unused(list[list[str]] | None, SHARDING) = None
+    pipeline_parallel_first_stage_less_layers: unused(int, SHARDING) = 1
+    pipeline_parallel_last_stage_less_layers: unused(int, SHARDING) = 1
+    pipeline_parallel_layers_per_stage: unused(int | None, SHARDING) = None
+    pipeline_parallel_schedule: unused(str, SHARDING) = "1F1B"
+    pipeline_parallel_schedule_csv: unused(str | None, SHARDING) = ""
+    pipeline_parallel_microbatch_size: unused(int, SHARDING) = 1
+    pipeline_parallel_expert_parallel_overlap: unused(bool, SHARDING) = True
+    context_parallel_degree: unused(int, SHARDING) = 1
+    context_parallel_load_balancer: unused(str | None, SHARDING) = "headtail"
+    context_parallel_rotate_method: unused(str, SHARDING) = "allgather"
+    expert_parallel_degree: unused(int, EXPERTS) = 1
+    expert_tensor_parallel_degree: unused(int, EXPERTS) = 1
+    expert_parallel_comm_backend: unused(str, EXPERTS) = "standard"
+
+
+@dataclass
+class Checkpoint:
+    """[checkpoint]: the last one can be continued from, as every other; one that does not read back whole is skipped."""
+
+    enable: bool = False
+    """Save checkpoints, and continue from the last."""
+
+    folder: str = "checkpoint"
+    """Folder of the checkpoints, in the dump folder."""
+
+    interval: Count = 500
+    """Steps from one checkpoint to the next."""
+
+    initial_load_path: str | None = None
+    """A checkpoint (a folder step-N) to begin with, where the run has none of its own."""
+
+    initial_load_model_only: bool = True
+    """Take the weights of initial_load_path, and neither optimizer state, schedule, data position nor step."""
+
+    last_save_model_only: bool = False
+    """Must be false: the last checkpoint can be continued from, too."""
+
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Train on while a checkpoint is written: by a thread (async), or by a process with pinned memory."""
+
+    keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
+    """Checkpoints that are kept; 0: all."""
+
+    load_step: int = -1
+    """Go back to the checkpoint of this step. -1: continue from the latest."""
+
+    exclude_from_loading: list[str] = field(default_factory=list)
+    """Parts of a checkpoint that are begun anew: optimizer, lr_scheduler, dataloader, train_state."""
+
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step as well."""
+
+    create_seed_checkpoint: bool = False
+    """Save the initial model as step 0, on one rank, and stop."""
+
+    load_only: bool = False
+    """Load a checkpoint and save none."""
+
+    checksums: bool = True
+    """Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
+    only its index and the lengths of its files."""
+
+    enable_ft_dataloader_checkpoints: unused(bool, TORCHFT) = True
+    initial_load_in_hf: unused(bool, CONVERT) = False
+    initial_load_in_hf_quantized: unused(bool, CONVERT) = False
+    last_save_in_hf: unused(bool, CONVERT) = False
+    export_dtype: unused(
+        str, "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports"
+    ) = "float32"
+
+
+@dataclass
+class ActivationCheckpoint:
+    """[activation_checkpoint]: what is computed again in the backward pass; by operation, the scan is saved."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """none; selective (see selective_ac_option); full: every block; memory_budget: as torch.compile chooses."""
+
+    selective_ac_option: str = "op"
+    """op: matrix products and the scan's output are saved; a number n: every n-th block is computed again."""
+
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
+    """With selective and op: products of the shapes of these linear layers are computed again all the same."""
+
+    early_stop: bool = False
+    """Stop computing again when everything needed is there."""
+
+    memory_budget: Fraction = 0.5
+    """With memory_budget: 0 as full, 1 as none."""
+
+    visualize_memory_budget_pareto: bool = False
+    """With memory_budget: write a picture of time against memory into the dump folder."""
+
+    preserve_rng_state: bool = True
+    """Draw the same random numbers again. The models draw none."""
+
+    determinism_check: Annotated[str, OneOf(["default", "none"])] = "default"
+    """Compare what is computed again with the first pass (default), or do not (none)."""
+
+    debug: bool = False
+    """Trace what is computed again; slow."""
+
+
+@dataclass
+class Compile:
+    """[compile]: torch.compile of every block."""
+
+    enable: bool = False
+    """Compile."""
+
+    components: list[str] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled: model, loss."""
+
+    backend: str = "inductor"
+    """Backend of torch.compile."""
+
+
+@dataclass
+class Comm:
+    """[comm]: collectives between ranks."""
+
+    init_timeout_seconds: Count = 300
+    """Of collectives until the first step is done."""
+
+    train_timeout_seconds: Count = 100
+    """Of collectives after it."""
+
+    trace_buf_size: CountOr0 = 20000
+    """Collectives that NCCL's flight recorder remembers; 0: none."""
+
+    save_traces_folder: str = "comm_traces"
+    """Folder of the flight recorder's files, in the dump folder."""
+
+    save_traces_file_prefix: str = "rank_"
+    """What their names begin with."""
+
+    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+    """default; the others simulate as many ranks as NGPU says in one process, to try a configuration."""
+
+
+@dataclass
+class Experimental:
+    """[experimental]: how TorchTitan's own entry finds a plugin."""
+
+    custom_import: unused(str, "This entry imports the plugin by itself", "interdomain.titan") = ""
+    custom_args_module: unused(str, "The plugin's settings are always there") = ""
+
+
+@dataclass
+class Validation:
+    """[validation]: the same fixed tokens every time, on every topology."""
+
+    enable: bool = False
+    """Validate."""
+
+    tokens: CountOr0 = 0
+    """Validate on the first so many tokens of the validation split, rounded up to whole windows; 0: all of it."""
+
+    local_batch_size: Count = 8
+    """Sequences per rank and pass."""
+
+    seq_len: Count = 2048
+    """Tokens per sequence."""
+
+    freq: Count = 10
+    """Steps from one validation to the next."""
+
+    steps: unused(int, "Set validation.tokens: the same tokens every time, on every topology") = -1
+    dataset: unused(str, VALIDATION_CORPUS) = "c4_validation"
+    dataset_path: unused(str | None, VALIDATION_CORPUS) = None
+    dataloader: unused(dict, NO_WORKERS) = field(default_factory=dict)
+
+
+@dataclass
+class Debug:
+    """[debug]: seeds and determinism."""
+
+    seed: int | None = None
+    """Of initial values and the order of the data. Unset: 42."""
+
+    deterministic: bool = False
+    """Use deterministic algorithms only; slower."""
+
+    deterministic_warn_only: bool = False
+    """Warn where there is none, instead of an error."""
+
+    moe_force_load_balance: unused(bool, EXPERTS) = False
+
+
+@dataclass
+class FaultTolerance:
+    enable: unused(bool, TORCHFT) = False
+    process_group: unused(str, TORCHFT) = "gloo"
+    process_group_timeout_ms: unused(int, TORCHFT) = 10000
+    replica_id: unused(int, TORCHFT) = 0
+    group_size: unused(int, TORCHFT) = 0
+    min_replica_size: unused(int, TORCHFT) = 1
+    semi_sync_method: unused(str | None, TORCHFT) = None
+
+
+@dataclass
+class MemoryEstimation:
+    enable: unused(bool, DRY_RUN) = False
+    disable_fake_mode: unused(bool, DRY_RUN) = False
+
+
+@dataclass
+class Quantize:
+    linear: unused(dict, QUANTIZED) = field(default_factory=dict)
+    grouped_mm: unused(dict, QUANTIZED) = field(default_factory=dict)
+
+
+@dataclass
+class JobConfig:
+    """Everything that a run is told. Built by `settings.read_job_config`."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    mixer: Mixer = field(default_factory=Mixer)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    debug: Debug = field(default_factory=Debug)
+    comm: Comm = field(default_factory=Comm)
+    experimental: Experimental = field(default_factory=Experimental)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    quantize: Quantize = field(default_factory=Quantize)
+
+    given: ClassVar[frozenset[str]] = frozenset()  # settings from the command line; set per object by the reader
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def maybe_log(self) -> None:
+        """Print the configuration, and write it into the dump folder on rank 0, where [job] asks for it."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
+        if self.job.print_config:
+            logging.getLogger().info("Running with configs: %s", text)
+        if self.job.save_config_file and int(os.environ.get("RANK", 0)) == 0:
+            file = os.path.join(self.job.dump_folder, self.job.save_config_file)
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            with open(file, "w") as f:
+                f.write(text)
