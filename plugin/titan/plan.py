@@ -142,7 +142,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     execution, computed = _resolved(execution, config, products, device, memory)
     return RunPlan(
         config=config,
-        size=size_name(job_config.model),
+        size=job_config.model.flavor,
         execution=execution,
         seed=seed_of(job_config),
         n_params=n_params,
@@ -188,12 +188,6 @@ def _changed(model) -> dict[str, int]:
     """What [model] sets over the size that it names."""
     asked = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads")}
     return {name: value for name, value in asked.items() if value not in (None, SIZES[model.flavor][name])}
-
-
-def size_name(model) -> str:
-    """ "debug", or "debug with dim 192, n_layers 2"."""
-    changed = ", ".join(f"{name} {value}" for name, value in _changed(model).items())
-    return f"{model.flavor} with {changed}" if changed else model.flavor
 
 
 def _own_size(model) -> dict[str, int]:

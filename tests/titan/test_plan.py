@@ -206,9 +206,9 @@ def test_a_size_of_ones_own():
     made = make_plan(job, 1)
     config = made.config
     assert (config.dim, config.n_layers, config.n_heads, config.head_dim, config.ffn_hidden) == (192, 2, 4, 48, 512)
-    assert made.size == "debug with dim 192, n_layers 2"
-    assert "debug with dim 192, n_layers 2, interdomain (" in made.describe()
-    assert make_plan(parse(model__dim=128), 1).size == "debug"
+    own = "vocab_size 512, max_seq_len 64"  # of the test's file
+    assert f"debug with dim 192, n_layers 2, {own}, interdomain (" in made.describe()
+    assert make_plan(parse(model__dim=128), 1).cell.size == f"debug with {own}"
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])

@@ -102,9 +102,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert code == bundle.bundled()
     config, record = read_config(output)
     assert config == model.config
-    facts = record["facts"]
-    assert (facts["size"], facts["condition"]) == (cell := cell_of(config, "debug"))
-    assert (facts["step"], facts["tokens"]) == (100, 204_800)
+    facts, cell = record["facts"], cell_of(config, "debug")
+    assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [*cell, 100, 204_800]
     assert facts["run"]["data_fingerprint"] == "0123abcd"
     # Nothing but the model was loaded: the rest would have left a file.
     assert not (tmp_path / "run" / "checkpoint" / "sprung").exists()
