@@ -348,7 +348,7 @@ class Comm:
     save_traces_folder: str = "comm_traces"  # Folder of the flight recorder's files, in the dump folder.
     save_traces_file_prefix: str = "rank_"  # What their names begin with.
     mode: Literal["default", "fake_backend"] = "default"
-    """default; the others simulate as many ranks as NGPU says in one process, to try a configuration."""
+    """fake_backend simulates as many ranks as NGPU says in one process, to try a configuration."""
 
 
 @dataclass

@@ -47,11 +47,11 @@ def torchrun(ranks, *program, timeout=TIMEOUT, forked=False, **options):
     )
 
 
-def flags(corpus, folder, **settings):
+def flags(corpus, folder, toml=TINY, **settings):
     """The entry's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
     given = {"data.corpus": corpus, "job.dump_folder": folder}
     given |= {name.replace("__", "."): value for name, value in settings.items()}
-    arguments = ["--job.config_file", str(TINY)]
+    arguments = ["--job.config_file", str(toml)]
     for name, value in given.items():
         section, _, field = name.partition(".")
         if isinstance(value, bool) and section != "mixer":  # [mixer]'s switches have three values: unset is None
@@ -96,8 +96,8 @@ class Runs:
     def __init__(self, ranks, folder, corpus, launch):
         self.ranks, self.folder, self.corpus, self.launch, self.jobs = ranks, folder, corpus, launch, []
 
-    def add(self, name, *, probes=(), folder=None, spoil=None, stops=False, **settings):
-        arguments = flags(self.corpus, folder or self.folder / name, **settings)
+    def add(self, name, *, toml=TINY, probes=(), folder=None, spoil=None, stops=False, **settings):
+        arguments = flags(self.corpus, folder or self.folder / name, toml, **settings)
         job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops}
         self.jobs.append(job)
 
