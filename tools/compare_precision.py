@@ -17,7 +17,7 @@ from interdomain.model.config import PRECISIONS
 from interdomain.model.initialize import clean_name
 
 from ._bench import Deadline, Report, add_arguments, choose_device
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 
 GROUPS = {  # of parameters, by a part of the name; the first that fits
     "dynamics": ".ssm.",
@@ -97,9 +97,7 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argparse.ArgumentParser(
-        prog="python -m interdomain.tools.compare_precision", description=__doc__.split("\n\n")[1], allow_abbrev=False
-    )
+    p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument(
         "--size", choices=tuple(SIZES), default="debug", help="default %(default)s, of 256 bytes as vocabulary"
@@ -108,7 +106,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--layers", type=int, help="default: the size's")
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
     p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
-    p.add_argument("--batch", type=int, default=8, help="sequences; default %(default)s")
+    p.add_argument("--batch-size", type=int, default=8, help="sequences; default %(default)s")
     p.add_argument("--length", type=int, default=256, help="bytes of a sequence; default %(default)s")
     p.add_argument("--lr", type=float, default=1e-3, help="default %(default)s")
     return p.parse_args(argv)
@@ -117,13 +115,13 @@ def parse(argv) -> argparse.Namespace:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    for flag, least in (("layers", 1), ("steps", 0), ("batch", 1), ("length", 1)):
-        value = getattr(args, flag)
+    for flag, least in (("layers", 1), ("steps", 0), ("batch-size", 1), ("length", 1)):
+        value = getattr(args, flag.replace("-", "_"))
         if value is not None and value < least:
             raise ValueError(f"--{flag} must be at least {least}: got {value}.")
     device, deadline = choose_device(args.device), Deadline(args.time_limit)
     text = read_text()
-    names = ("size", "conditions", "layers", "seeds", "steps", "batch", "length", "lr")
+    names = ("size", "conditions", "layers", "seeds", "steps", "batch_size", "length", "lr")
     label = f"computed on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
     report = Report("precision", args.output, device, {name: getattr(args, name) for name in names}, label)
     report.note(
@@ -137,7 +135,7 @@ def main(argv=None) -> int:
                 break
             model = Transformer(config)
             model.init_weights(seed)
-            data = batches(text, args.batch, args.length, seed, device)
+            data = batches(text, args.batch_size, args.length, seed, device)
             losses.append(train(model.to(device), data, args.steps, args.lr))
             batch = next(data)
             exact = gradients(in_precision(model, "float32"), *batch)

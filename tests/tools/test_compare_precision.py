@@ -13,7 +13,7 @@ from tests.model.common import small_config
 
 def test_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_precision, "read_text", lambda: torch.arange(5000) % 251)
-    small = ["--steps", "2", "--batch", "2", "--length", "32", "--layers", "2", "--seeds", "1", "2"]
+    small = ["--steps", "2", "--batch-size", "2", "--length", "32", "--layers", "2", "--seeds", "1", "2"]
     assert compare_precision.main(["--output", str(tmp_path), "--device", "cpu", "--conditions", "s4d", *small]) == 0
     contents = json.loads((tmp_path / "precision.json").read_text())
     rows = {row["parameters"]: row["each"] for row in contents["tables"]["s4d: error of the gradient in %"]["rows"]}
@@ -46,5 +46,5 @@ def test_errors_are_relative():
 
 
 def test_refusals(capsys):
-    assert compare_precision.main(["--batch", "0"]) == 2
-    assert "--batch must be at least 1: got 0" in capsys.readouterr().err
+    assert compare_precision.main(["--batch-size", "0"]) == 2
+    assert "--batch-size must be at least 1: got 0" in capsys.readouterr().err
