@@ -77,12 +77,15 @@ def memory_estimate(
     seq_len: int,
     checkpointing: str,
     precision: str,
+    replicated: int = 0,
+    accumulated: bool = False,
     compiled: bool = False,
     recompute: bool = True,
 ) -> dict[str, int]:
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
-    parameters, gradients, optimizer: float32, sharded; AdamW has two moments.
+    parameters, gradients, optimizer: float32, sharded but for `replicated` of them; AdamW has two moments. Gradients that are
+        `accumulated` over micro-batches are whole until the last.
     gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced.
     activations: what autograd keeps per token and layer. `none`: the inputs of norms, products, features, scan and activation
         (compiled: without the activation's output). `selective`: the block's input, the scan and every second product, as
@@ -118,10 +121,11 @@ def memory_estimate(
     rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
     if checkpointing == "none":
         activations += rounded * config.n_layers * block
+    sharded = 4 * ((n_params - replicated) // shards + replicated)
     return {
-        "parameters": 4 * n_params // shards,
-        "gradients": 4 * n_params // shards,
-        "optimizer": 8 * n_params // shards,
+        "parameters": sharded,
+        "gradients": sharded + 4 * n_params * (accumulated and shards > 1),
+        "optimizer": 2 * sharded,
         "gathered": stored * (V * dim + 3 * block) + 4 * block,
         "activations": activations,
         "loss": tokens * dim * (stored + 2 * width) + (4 + rounded) * V * dim + piece,

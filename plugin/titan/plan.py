@@ -125,7 +125,8 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
             + _batches_that_divide(global_batch, local, seq_len, replicate, data_ranks)
         )
     length = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    n_params = count_parameters(meta_model(config))
+    model = meta_model(config)
+    n_params = count_parameters(model)
     memory = functools.partial(
         memory_estimate,
         config,
@@ -135,6 +136,8 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         seq_len=seq_len,
         checkpointing=job_config.activation_checkpoint.mode,
         precision=precision_of(training),
+        replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
+        accumulated=global_batch > local * data_ranks,
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
     )
     device = None if on_gpus else device_here()

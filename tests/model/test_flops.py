@@ -217,6 +217,11 @@ def test_memory(condition):
     # float32 parameters, gradients, and two moments, each on 1 of 4 devices.
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (n, n, 2 * n)
 
+    some = estimate(config, replicated=n // 2, accumulated=True)
+    on_each = n // 2 + (n - n // 2) // 4
+    assert (some["parameters"], some["gradients"], some["optimizer"]) == (4 * on_each, 4 * on_each + 4 * n, 8 * on_each)
+    assert estimate(config, shards=1, accumulated=True) == estimate(config, shards=1)  # nothing to gather
+
     def total(**changes):
         return sum(estimate(config, **changes).values())
 
