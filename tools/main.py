@@ -32,7 +32,7 @@ COMMANDS = {  # name: (module, what it does)
 
 def usage() -> str:
     lines = ["usage: interdomain COMMAND [OPTIONS]", "", "`interdomain COMMAND --help` lists a command's options.", ""]
-    return "\n".join([*lines, *(f"  {name:<17}{what}" for name, (_, what) in COMMANDS.items())])
+    return "\n".join([*lines, *(f"  {name:<19}{what}" for name, (_, what) in COMMANDS.items())])
 
 
 @user_errors

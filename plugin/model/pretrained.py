@@ -235,8 +235,8 @@ def load_model(
 
     Args:
         dtype: None keeps the stored one; the dynamics are float32, or float64 in a model of that.
-        precision: in place of dtype, as training has it: `bf16`, `bf16-products` or `float32` (`PRECISIONS`). That
-            of the training stands in config.json, facts.run.precision.
+        precision: in place of dtype, as training has it: `bf16`, `bf16-products` or `float32` (`PRECISIONS`). What a run
+            trained in stands in config.json, facts.run.precision.
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """

@@ -187,17 +187,10 @@ def model_config(job_config) -> ModelConfig:
     return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
 
 
-def _changed(model) -> dict[str, int]:
-    """What [model] sets over the size that it names."""
-    asked = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads")}
-    return {name: value for name, value in asked.items() if value not in (None, SIZES[model.flavor][name])}
-
-
 def _own_size(model) -> dict[str, int]:
-    """Fields of ModelConfig for it: heads are dim / n_heads wide."""
-    changed = _changed(model)
-    size = SIZES[model.flavor] | changed
-    dim, heads = size["dim"], size["n_heads"]
+    """Fields of ModelConfig that [model] sets over the size that it names. Heads are dim / n_heads wide."""
+    changed = {name: value for name in ("dim", "n_layers", "n_heads") if (value := getattr(model, name)) is not None}
+    dim, heads = ((SIZES[model.flavor] | changed)[name] for name in ("dim", "n_heads"))
     if changed.keys() & {"dim", "n_heads"}:
         if dim % (2 * heads):
             raise ValueError(

@@ -128,7 +128,7 @@ class InterdomainTrainer(Trainer):
                 metrics_processor=self.metrics_processor,
                 checkpoints=self.checkpointer,
             )
-        logger.info("%s, %s parameters, %d steps: the trainer is built", plan.size, f"{plan.n_params:,}", plan.steps)
+        logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
     def init_distributed(self):
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
