@@ -31,7 +31,7 @@ class Job:
 
     config_file: str | None = None  # The TOML file to read.
     dump_folder: str = "./outputs"  # Folder of everything that the run writes.
-    description: str = "default job"  # What this run is, in your words; kept with the configuration in TensorBoard.
+    description: str = "default job"  # What this run is, in your words; printed at the start.
     print_config: bool = False  # Print the configuration at the start.
     save_config_file: str | None = None  # Write the configuration as JSON into this file of the dump folder.
     custom_config_module: unused(str, "The plugin's settings are always there", "interdomain.titan.job_config") = ""
