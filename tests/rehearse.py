@@ -65,8 +65,8 @@ def _cases():
             run, remark = replace(case, repeat=False, mode="in place" if case.mode == "graph" else case.mode), ""
             if case.shape.T > 10_000:
                 ragged = case.shape.T % 64  # long enough for several segments
-                run = replace(run, shape=replace(case.shape, T=2048 + ragged, H=2))
-                remark = f"cut to T={run.shape.T} H=2"
+                run = replace(run, shape=replace(case.shape, T=2048 + ragged, H=4))
+                remark = f"cut to T={run.shape.T} H=4"
             name = f"{case.kind}: {case}"
             yield Item(group, name, case.arithmetic, lambda seed, case=run: _errors(case, seed), remark)
 
@@ -163,13 +163,14 @@ KINDS = {
 def tables(every: list[Item], rows: list[dict]) -> tuple[list[str], list[str], bool]:
     """Lines of the short and of the full table, and whether every tensor has its margin. A case's worst tensor is the one
     that comes nearest to its bound."""
-    full, short = [], {}
+    full, short, margins = [], {}, []
     for item in every:
         mine = [row["errors"] for row in rows if row["name"] == item.name]
         found = [(bound(item.arithmetic, tensor) / x, x, tensor) for row in mine for tensor, x in row.items() if x]
         if not found:
             continue
         margin, error, tensor = min(found)
+        margins.append(margin)
         limit = f"{bound(item.arithmetic, tensor):.1e}"
         full.append([item.group, item.name, len(mine), limit, f"{error:.1e}", tensor, f"{margin:.1f}", item.remark])
         kind, _, case = item.name.partition(": ")
@@ -184,7 +185,7 @@ def tables(every: list[Item], rows: list[dict]) -> tuple[list[str], list[str], b
     return (
         markdown_rows([["", "arithmetic", "cases", *heads, "in"], *_text(summary)]),
         markdown_rows([["group", "case", *heads[:3], "in", "margin", "remark"], *_text(full)]),
-        all(float(margin) >= MARGIN for *_, margin, _ in full),
+        min(margins) >= MARGIN,
     )
 
 

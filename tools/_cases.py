@@ -8,7 +8,7 @@ from . import _features
 from ._problems import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Relative RMS error, by arithmetic: at least 1.5 times the worst over up to 20 draws of the inputs in Triton's interpreter
+# Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs in Triton's interpreter
 # (tests/rehearse.py; the table is kernels/ERRORS.md).
 BOUNDS = {
     "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
