@@ -122,7 +122,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         raise ValueError(
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
             f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
-            + _batches_that_divide(global_batch, local, seq_len, replicate, data_ranks)
+            + _batches_that_divide(global_batch, local, seq_len, parallel, data_ranks)
         )
     length = run_length(job_config, tokens_per_step=global_batch * seq_len)
     model = meta_model(config)
@@ -279,7 +279,7 @@ def seed_of(job_config) -> int:
     return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
 
 
-def _batches_that_divide(global_batch: int, local: int, seq_len: int, replicate: int, ranks: int) -> str:
+def _batches_that_divide(global_batch: int, local: int, seq_len: int, parallel, ranks: int) -> str:
     """Flags that would run, in words: on these ranks with the same steps, or with larger ones; or on fewer ranks."""
 
     def flags(batch: int, ranks: int) -> str:
@@ -294,8 +294,12 @@ def _batches_that_divide(global_batch: int, local: int, seq_len: int, replicate:
     most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " * (ranks > global_batch)
     tokens = f"{larger * seq_len:,} tokens in place of {global_batch * seq_len:,}"
     advice = f"{most}Larger steps, of {tokens}, run {flags(larger, ranks)}"
-    fewer = [n for n in range(ranks - 1, 0, -1) if global_batch % n == 0 and n % replicate == 0]
-    return f"{advice}; the same steps run {flags(global_batch, fewer[0])}." if fewer else f"{advice}."
+    replicas = parallel.data_parallel_replicate_degree
+    fewer = [n for n in range(ranks - 1, 0, -1) if global_batch % n == 0 and n % replicas == 0]
+    if not fewer:
+        return f"{advice}."
+    follows = " --parallelism.data_parallel_shard_degree=-1" * (parallel.data_parallel_shard_degree != -1)
+    return f"{advice}; the same steps run {flags(global_batch, fewer[0])}{follows}."
 
 
 def _data_parallel(parallel, world_size: int) -> tuple[int, int]:

@@ -63,6 +63,7 @@ def test_the_papers_runs(size, peak, tokens, steps, ranks):
         (256, [], [(256, 256, 1), (128, 128, 1)]),
         (512, [], [(512, 512, 1), (128, 128, 1)]),
         (256, ["--parallelism.data_parallel_replicate_degree", "4"], [(256, 256, 1), (128, 128, 1)]),
+        (256, ["--parallelism.data_parallel_shard_degree", "256"], [(256, 256, 1), (128, 128, 1)]),
         (96, [], [(96, 192, 2), (64, 128, 2)]),
         (64, [], [(64, 128, 2)]),
     ],
@@ -73,7 +74,7 @@ def test_more_ranks_than_the_batch_divides_over(ranks, settings, runs):
     with pytest.raises(ValueError, match=r"training.global_batch_size = 128 sequences does not divide") as refused:
         make_plan(read_job_config(arguments), ranks)
     assert ("feeds at most 128 ranks" in str(refused.value)) == (ranks > 128)
-    advice = re.findall(r"on (\d+) rank\(s\) with ((?:--\S+ \d+ ?)+)", str(refused.value))
+    advice = re.findall(r"on (\d+) rank\(s\) with ((?:--[\w.]+[ =]-?\d+ ?)+)", str(refused.value))
     found = []
     for n, more in advice:
         plan = make_plan(read_job_config([*arguments, *more.split()]), int(n))
