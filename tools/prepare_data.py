@@ -267,12 +267,15 @@ def build(folder, args, request, files, skipped):
             kind: {"files": len(found), "bytes": sum(size for _, size in found), "names": [n for n, _ in found[:NAMES]]}
             for kind, found in skipped.items()
         },
+        "empty_documents": journal.empty,  # left out
         "totals": {
             split: {count: sum(shard[count] for shard in shards) for count in ("documents", "tokens")}
             for split, shards in splits.items()
         },
         "splits": splits,
     }
+    if journal.empty:
+        tqdm.write(f"left out {journal.empty:,} document{'s' * (journal.empty > 1)} without text")
     write_whole(folder / MANIFEST, (json.dumps(sealed(manifest), indent=2) + "\n").encode())
     for leftover in (*folder.glob("*.partial"), folder / JOURNAL):
         leftover.unlink(missing_ok=True)

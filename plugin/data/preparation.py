@@ -177,7 +177,8 @@ class SplitWriter:
 
 @dataclass
 class Journal:
-    """How far a preparation came, and of what. `splits` is what SplitWriter.save returned."""
+    """How far a preparation came, and of what. `splits` is what SplitWriter.save returned; `empty` counts documents without
+    text, which are left out."""
 
     request: dict
     cuts: list  # positions mean nothing to a version that cuts otherwise
@@ -185,6 +186,7 @@ class Journal:
     source_bytes: int = 0
     size: int = 0
     splits: dict | None = None
+    empty: int = 0
 
     CUTS: ClassVar = [1, PIECE_BYTES, READ_BYTES]
 
@@ -261,6 +263,7 @@ def write_splits(folder, journal, files, encoding, *, shard_tokens, workers, max
                 mine = encoded.splits == i
                 tokens = encoded.tokens[np.repeat(mine, encoded.lengths)]
                 writer.add(tokens, encoded.lengths[mine & (encoded.lengths > 0)])
+            journal.empty += int((encoded.lengths == 0).sum())
             read = int(encoded.source_bytes.sum())
             report(encoded.size, read, len(encoded.tokens))
             if full:

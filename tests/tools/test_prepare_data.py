@@ -135,6 +135,8 @@ def test_local_files(tmp_path, texts, corpus, capsys):
     assert all(shard.num_tokens >= 300 for shard in train.shards[:-1])
     manifest = read_manifest(tmp_path / "out")
     assert list(manifest["splits"]) == ["train"]
+    assert manifest["empty_documents"] == 1
+    assert "left out 1 document without text\n" in capsys.readouterr().out
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (corpus / "tokenizer.model").read_bytes()
 
