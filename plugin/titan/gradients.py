@@ -46,8 +46,11 @@ def norms(groups: Iterable[list[Tensor]]) -> Tensor:
         devices += [g.device for g in (*sharded[-1], *plain[-1])]
 
     def squares(groups: list[list[Tensor]]) -> Tensor:
+        # PyTorch's norm of nothing is on the CPU: the host would wait for its copy.
+        nothing = torch.zeros((), device=devices[0])
+        each = [torch.nn.utils.get_total_norm(g).to(devices[0]) if g else nothing for g in groups]
         # Sums of squares in float64: as norms of norms, they would be rounded twice more.
-        return torch.stack([torch.nn.utils.get_total_norm(g).to(devices[0]) for g in groups]).double().square()
+        return torch.stack(each).double().square()
 
     total = squares(sharded)
     if meshes:
