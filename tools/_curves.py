@@ -16,9 +16,8 @@ def events_folder(run: Path) -> Path:
         if any(folder.glob(EVENTS)):
             return folder
     found = {file.parent for file in run.rglob(EVENTS)} if run.is_dir() else set()
-    below = sorted(
-        folder for folder in found if found.isdisjoint(folder.parents)
-    )  # without a run's tokens and earlier-TIME
+    # Without a run's tokens and earlier-TIME.
+    below = sorted(folder for folder in found if found.isdisjoint(folder.parents))
     if len(below) == 1:
         return below[0]
     if below:

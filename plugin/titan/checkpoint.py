@@ -161,9 +161,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.lock.require()
         if is_finished(folder) and Candidates(Path(self.folder)).fault(step_of(folder)):
             set_damaged_aside(folder)
-        if (
-            folder.exists()
-        ):  # an older save of this step: its index is removed first, so that no half is taken for a checkpoint
+        # An older save of this step: its index is removed first, so that no half is taken for a checkpoint.
+        if folder.exists():
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
@@ -176,9 +175,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         # Every restart of the same command asks for these again (see resume_from.py).
         record |= {"branched_from": self.branched_from, "started_without": list(self.excluded_parts)}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
-        if (
-            self.last_validation and self.last_validation["step"] == step
-        ):  # a run that leaves saves after its validation
+        # A run that leaves saves after its validation.
+        if self.last_validation and self.last_validation["step"] == step:
             self._write_validation(folder)
 
     def note_validation(self, step: int, loss: float, perplexity: float) -> None:

@@ -25,9 +25,8 @@ class Guard:
             asked: whether this rank was asked to leave: it travels with the other, so that a step has one small collective.
         """
         finite = torch.isfinite(norm) & torch.isfinite(loss).to(norm.device)
-        votes = torch.full(
-            (2,), float(asked), device=norm.device
-        )  # a fill: a copy from the host would wait for the device
+        # A fill, for a copy from the host would wait for the device.
+        votes = torch.full((2,), float(asked), device=norm.device)
         votes[0] = ~finite
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)  # one rank's loss need not show in the norm
         bad = votes[0]

@@ -141,9 +141,9 @@ class Data:
     """Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
     folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks."""
 
-    weights: list[float] = field(
-        default_factory=list
-    )  # Of the corpora in a mixture, in samples; they need not sum to 1.
+    weights: list[float] = field(default_factory=list)
+    """Of the corpora in a mixture, in samples; they need not sum to 1."""
+
     validation_corpus: str = ""
     """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split."""
 
@@ -190,9 +190,9 @@ class LRScheduler:
     """Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
     run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup."""
 
-    decay_type: Literal["linear", "sqrt", "cosine"] = (
-        "cosine"  # Shape of the decay; sqrt is 1 - the root of the way gone.
-    )
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    """Shape of the decay; sqrt is 1 - the root of the way gone."""
+
     min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group; 0: use min_lr_factor.
     min_lr_factor: Fraction = 0.0  # The same, as a fraction of each group's peak.
     allow_jump: bool = False
