@@ -84,7 +84,7 @@ class OnCUDA(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _flash_attention(*args, **kwargs)
         if func is F.linear and torch.is_autocast_enabled("cuda"):
-            args = tuple(x.to(torch.get_autocast_dtype("cuda")) for x in args)
+            args = tuple(x.to(torch.get_autocast_dtype("cuda")) for x in args[:2])
         if func is F.rms_norm:
             return _FusedRMSNorm.apply(args[0], kwargs["weight"])
         out = func(*map(_here, args), **{name: _here(x) for name, x in kwargs.items()})

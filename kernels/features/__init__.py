@@ -13,9 +13,9 @@ from torch import Tensor
 from interdomain.scan.documents import check_numbers
 from interdomain.scan.library import call, log_once
 
-from . import ops, plain, step, support
+from . import ops, plain, support
 
-__all__ = ["BACKENDS", "StepInPlace", "input_features", "input_features_step", "resolve_backend"]
+__all__ = ["BACKENDS", "input_features", "input_features_step", "resolve_backend"]
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -141,47 +141,6 @@ def input_features_step(
     # Entering a context that changes nothing would cost a CPU as much as several of the operations.
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         return call(ops.features_step, *args) if fused else plain.step(*args)
-
-
-class StepInPlace:
-    """`input_features_step` for token after token over one past on a CPU: all but x and rope is checked and prepared here, and
-    these two are trusted. Records no gradient; torch.compile has the function above.
-
-    Args:
-        shape: (B, H, R) of `out`. dtype: of x and `out`.
-        conv, past, rotated, silu, norm, eps: as there; make another when conv or norm have changed, which may be copied here.
-    Attributes:
-        out: what every call overwrites and returns.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        *,
-        conv: tuple[Tensor, Tensor] | None = None,
-        past: Tensor | None = None,
-        rotated: int = 0,
-        silu: int = 0,
-        norm: tuple[Tensor, Tensor] | None = None,
-        eps: float = 1e-5,
-    ) -> None:
-        B, H, R = shape
-        place = torch.device("cpu")
-        x, angles = ((B, H * R), place), ((1, 1, R // 2), place) if rotated else None
-        given = past, *(conv or (None, None)), *(norm or (None, None))
-        _check_step(
-            R, rotated, silu, dtype, (x, *(None if t is None else (t.shape, t.device) for t in given), angles, angles)
-        )
-        self._run = step.InPlace(B, H, R, dtype, conv, past, rotated, silu, norm, eps)
-        self.past, self.out = past, self._run.out
-
-    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """x [B, H R] -> `out`, [B, H, R]; the past is overwritten."""
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                return self._run(x, rope)
-        return self._run(x, rope)
 
 
 def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tuple) -> None:

@@ -28,7 +28,6 @@ __all__ = [
     "BACKENDS",
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
-    "StepInPlace",
     "decay_exponent",
     "decay_factor",
     "input_gain",
@@ -214,47 +213,6 @@ def linear_step(
     return _step(step.LINEAR, (z,), log_decay, decay, readout, state, (B, H, M, P, 2), inplace)
 
 
-class StepInPlace:
-    """`interdomain_step` or `linear_step` in place over one state, for token after token on a CPU: everything is checked and
-    prepared once, where the token will stand, too. Records no gradient; torch.compile has the functions above.
-
-    Args:
-        decay: `decay_factor(log_decay)`. table: mixing, or readout. state: overwritten by every step; contiguous.
-        k, v: tensors from which every step reads the token. q: the same; None for the linear readout, whose z is k and v, one
-            after the other. Where the state has more channels than k and v, the others are one at every step.
-    """
-
-    def __init__(self, decay: Tensor, table: Tensor, state: Tensor, q: Tensor | None, k: Tensor, v: Tensor) -> None:
-        B, H, M, P, _ = state.shape
-        _check_shape("decay", decay, (H, M, 2))
-        R, D = k.shape[-1], v.shape[-1]
-        allowed = ((H, 2 * M),) if q is None else ((H, 2 * M, 2 * M), (H, M, 2 * M))
-        if tuple(table.shape) not in allowed:
-            raise ValueError(f"mixing or readout has shape {tuple(table.shape)}; allowed: {allowed}")
-        if k.shape != (B, H, R) or v.shape != (B, H, D) or R + D > P:
-            raise ValueError(
-                f"k and v have shapes {tuple(k.shape)} and {tuple(v.shape)}; expected [{B}, {H}, R] and [{B}, {H}, D] with "
-                f"R + D at most the {P} channels of the state"
-            )
-        if q is not None:
-            _check_query(q, (B,), H, R)
-        token = {n: x for n, x in zip("qkv", (q, k, v), strict=True) if x is not None}
-        _check_tensors(token, {"decay": decay, "mixing or readout": table, "state": state})
-        _check_in_place(state)
-        if state.device.type != "cpu":
-            raise ValueError(
-                f"the state is on {state.device}; elsewhere than on a CPU, use the functions with inplace=True"
-            )
-        self.state, self._run = state, step.InPlace(decay, table, state, q, k, v)
-
-    def __call__(self) -> Tensor:
-        """o [B, Hq, P - R], or y [B, H, P], of the token that stands in q, k and v."""
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                return self._run()
-        return self._run()
-
-
 def _step(
     forms: step.Forms,
     token: tuple[Tensor, ...],
@@ -282,9 +240,6 @@ def _step(
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in args)
         if _fused(device) and not recorded:  # the kernels record no gradient
             return (call(forms.fused_, *args), state) if inplace else call(forms.fused, *args)
-        # Compiled, real arithmetic on pairs is what inductor fuses.
-        if inplace and device.type == "cpu" and not recorded and not torch.compiler.is_compiling():
-            return forms.plain_(*args), state
         out, new = forms.plain(*args)
         return out, state.copy_(new) if inplace else new
 

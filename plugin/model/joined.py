@@ -6,8 +6,9 @@ names, no memory beyond them.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .layers import Linear, linear
+from .layers import Linear
 
 
 class JoinedProjections(nn.Module):
@@ -34,7 +35,7 @@ class JoinedProjections(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """The layers' outputs one after the other, [..., sum E]."""
         if self._is_joined():
-            return linear(x, self.joined)
+            return F.linear(x, self.joined)
         return torch.cat([layer(x) for layer in self._layers()], dim=-1)
 
     def _layers(self) -> list[nn.Module]:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from interdomain import features, scan
 from interdomain.features import input_features, input_features_step
 from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
@@ -13,9 +12,9 @@ from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .initialize import initialize
 from .joined import JoinedProjections
-from .layers import AMD, Linear
+from .layers import Linear
 from .ssm import SSMDynamics, fold
-from .state import MixerState, ModelState, PreparedStep, writable
+from .state import MixerState, ModelState, writable
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
@@ -24,7 +23,7 @@ from .state import MixerState, ModelState, PreparedStep, writable
 class StepTables(NamedTuple):
     """What a step reads of a mixer's parameters, as it reads them (`input_features_step`, `interdomain_step`).
 
-    readout: W, its upper half where that is all of it, or w; W by columns where that is faster (on a CPU but AMD's).
+    readout: W, its upper half where that is all of it, or w.
     conv: ([W, E], [E]). norm: ([2 G, R], [2 G, R]), or None.
     """
 
@@ -105,8 +104,6 @@ class InterdomainMixer(JoinedProjections):
         log_decay, readout = log_decay.detach(), readout.detach()
         if self.config.query_readout and self.config.readout == "complex":
             readout = readout[:, : self.config.n_basis].contiguous()
-        if self.config.query_readout and readout.device.type == "cpu" and not AMD:
-            readout = readout.mT.contiguous().mT  # by columns
         convs = self._convolutions().values()
         norm = None
         if self.k_norm is not None:
@@ -159,14 +156,6 @@ class InterdomainMixer(JoinedProjections):
             norm=state.step.norm,
             eps=1e-5 if self.k_norm is None else self.k_norm.eps,
         )
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            prepared = state.prepared
-            if prepared is None or not prepared.of(state):
-                prepared = state.prepared = self._prepare(x, state, chosen)
-            y = prepared.features(x, rope)
-            if self.feature_map is not None:
-                self._map(y, mapped)
-            return prepared.scan()
         y = input_features_step(x, self.head_dim, rope=rope, backend=self.execution.features, **chosen)
         if self.feature_map is not None:
             self._map(y, mapped)
@@ -176,14 +165,6 @@ class InterdomainMixer(JoinedProjections):
         token = (q, k, v) if mixer.query_readout else (torch.cat([k, v], dim=-1),)
         run, step = interdomain_step if mixer.query_readout else linear_step, state.step
         return run(*token, step.log_decay, step.readout, state.ssm, decay=step.decay, inplace=True)[0]
-
-    def _prepare(self, x: Tensor, state: MixerState, chosen: dict) -> PreparedStep:
-        q_heads, heads = self.n_heads, self.n_kv_heads
-        run = features.StepInPlace((len(x), q_heads + 2 * heads, self.head_dim), x.dtype, **chosen)
-        q, k, v = run.out.split([q_heads, heads, heads], dim=1)
-        # With `normalize` the state has a channel beyond those of k and v: the ones.
-        step = scan.StepInPlace(state.step.decay, state.step.readout, state.ssm, q if q_heads else None, k, v)
-        return PreparedStep(run, step)
 
     def _map(self, y: Tensor, mapped: int) -> None:
         for part in (y[:, : self.n_heads], y[:, self.n_heads : mapped]):

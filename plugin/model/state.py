@@ -4,41 +4,23 @@ A model advances a state in place. Where no gradient is recorded its tensors kee
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from interdomain import features, scan
-
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
-
-
-class PreparedStep(NamedTuple):
-    """The step over the tensors of one state, on a CPU."""
-
-    features: features.StepInPlace
-    scan: scan.StepInPlace
-
-    def of(self, state: "MixerState") -> bool:
-        return self.features.past is state.conv and self.scan.state is state.ssm
 
 
 @dataclass
 class MixerState:
     """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
-    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own; prepared: the step
-    over these very tensors, made when it is first taken."""
+    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own."""
 
     conv: Tensor
     ssm: Tensor
     step: tuple | None = None
-    prepared: PreparedStep | None = None
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "prepared": None}  # what is copied has tensors of its own
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interdomain.features import StepInPlace, input_features, input_features_step, support
+from interdomain.features import input_features, input_features_step, support
 
 from .common import TOLERANCES
 
@@ -162,54 +162,6 @@ def test_step_is_input_features(layer, dtype, backend):
     assert_close(y, expected[:, 0], dtype)
     if past is not None:
         assert torch.equal(past.double(), window)  # overwritten, with what it was given
-
-
-@pytest.mark.parametrize(("layer", "dtype"), ALL, ids=str)
-def test_prepared_step_is_input_features(layer, dtype):
-    """Twice, so that nothing of the first token is left in the buffers; prepared in inference mode, taken outside."""
-    x, options, past, rope = (on_cpu(part) for part in make(layer, dtype, T=2))
-    shape = layer.B, sum(layer.heads), layer.R
-    with torch.inference_mode():
-        step = StepInPlace(shape, dtype, past=past, **options)
-    for t in range(2):
-        turns = None if rope is None else tuple(table[:, t : t + 1] for table in rope)
-        expected, window = parts(layer, x[:, t : t + 1], options, past, turns)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=t == 1):
-            y = step(x[:, t], turns)
-        assert y is step.out
-        assert (y.shape, y.dtype) == (shape, dtype)
-        assert_close(y, expected[:, 0], dtype)
-        if past is not None:
-            assert torch.equal(past.double(), window)
-
-
-@pytest.mark.parametrize("size", [0, 1e-8, 1e-4])
-def test_prepared_step_of_small_features(size):
-    """Below 1e-6 the l2 norm is no norm any more, and eps rules the other: in one factor as one after the other."""
-    layer = LAYERS["interdomain"]
-    x, options, past, rope = (on_cpu(part) for part in make(layer, torch.float64))
-    options["conv"] = tuple(torch.zeros_like(t) for t in options["conv"])
-    options["conv"][1].fill_(size)
-    x *= size
-    expected, _ = parts(layer, x, options, past, rope)
-    y = StepInPlace((layer.B, sum(layer.heads), layer.R), x.dtype, past=past, **options)(x[:, 0], rope)
-    torch.testing.assert_close(y, expected[:, 0], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(past=None), "conv and past are given together"),
-        (dict(rotated=10), r"RoPE \(pairs\) of 10 heads"),
-        (dict(norm=(torch.zeros(9, 4),) * 2), "norm has shapes"),
-        (dict(dtype=torch.int32), "x is torch.int32"),
-        (dict(past=torch.zeros(2, 3, 48, device="meta")), "past is on meta and x on cpu"),
-    ],
-)
-def test_prepared_steps_refuse(change, message):
-    given = dict(shape=(2, 9, 8), dtype=torch.float32, conv=CONV, past=PAST, rotated=3)
-    with pytest.raises(ValueError, match=message):
-        StepInPlace(**given | change)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
