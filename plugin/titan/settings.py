@@ -51,8 +51,8 @@ def _lists_with_commas(info: tyro.constructors.PrimitiveTypeInfo):
 def read_job_config(arguments: list[str]) -> JobConfig:
     """The job configuration from command-line arguments: a TOML file (--job.config_file F), and flags over what it says.
 
-    Raises: ValueError for a file that is no TOML, or a key or flag that does not exist; FileNotFoundError; SystemExit for
-        --help, and after saying why, for a flag's value of another type.
+    Raises: ValueError for a file that is no TOML or has a value that cannot be, or a key or flag that does not exist;
+        FileNotFoundError; SystemExit for --help, and after saying why, for a flag's value of another type.
     """
     base, given, rest = JobConfig(), set(), []
     left = list(arguments)
@@ -65,6 +65,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         given.add(setting)
         if setting == "job.config_file":
             _fill(base, _read(value if equals else left[0]))
+            _refuse_values(base)
         if unused := _mark(kind, Unused):
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else str(not _negated(flag))
