@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # ./launch.sh                                    train the debug model on the embedded corpus
-# ./launch.sh train_configs/125M.toml [FLAGS]    the paper's run; flags are TorchTitan's and the plugin's
+# ./launch.sh train_configs/125M.toml [FLAGS]    the paper's run; --flags lists its flags
 # ./launch.sh train_configs/125M.toml --dry-run  what would run, without running it
 # ./launch.sh train_configs/1.3B.toml --site S   inside sbatch or salloc: on every node (tools/sites, requeue.sbatch there)
 # ./launch.sh test [PYTEST ARGUMENTS]            the tests

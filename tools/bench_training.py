@@ -105,7 +105,7 @@ TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
 
 def flags(case: Case, args, data: Path, output: Path) -> list[str]:
-    """TorchTitan's flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
+    """Flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
     batch = args.batch_size * args.ranks
     return [
         *("--job.dump_folder", str(output)),
@@ -272,7 +272,7 @@ def parse(argv) -> argparse.Namespace:
         "--train-flags",
         nargs=argparse.REMAINDER,
         default=[],
-        help="last: TorchTitan flags for every case, --mixer.backend fft",
+        help="last: the run's flags for every case, --mixer.backend fft",
     )
     return p.parse_args(argv)
 

@@ -18,7 +18,7 @@ from .plan import model_config, seed_of
 def corpora_of(job_config) -> list[str]:
     """`data.corpus` as a list, checked to exist, with weights that fit."""
     data = job_config.data
-    # A string may be a list too: on the command line TorchTitan's lists have commas.
+    # A string may be a list too: on the command line lists have commas.
     corpora = data.corpus.split(",") if isinstance(data.corpus, str) else list(data.corpus)
     for corpus in corpora or [""]:
         _require_corpus(corpus)

@@ -66,7 +66,6 @@ class InterdomainMetrics(MetricsProcessor):
         config = self.job_config.metrics
         model = self.model_parts[0]
         extra = dict(extra_metrics or {})
-        # TorchTitan adds up what each rank counted, and a checkpoint holds one rank's count: wrong on other ranks.
         extra["n_tokens_seen"] = self.tokens_at(step)
         extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
         extra["loss_metrics/spike"] = self.spikes(global_avg_loss)

@@ -17,7 +17,7 @@ SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
 class GroupedOptimizers(OptimizersContainer):
-    """Group 0 is `main` (torchtitan logs its learning rate as "lr"). The others are `ssm`: the input norms, which FSDP2 shards,
+    """Group 0 is `main` (its learning rate is logged as "lr"). The others are `ssm`: the input norms, which FSDP2 shards,
     and the dynamics, which are whole on every rank, with the same settings; left out where a model has none.
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.

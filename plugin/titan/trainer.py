@@ -179,7 +179,7 @@ class InterdomainTrainer(Trainer):
             self._log(loss, norm)
 
     def _on_device(self, batch):
-        """Batches are pinned, so the host does not wait: it prepares this one while the device computes the last one."""
+        """Batches of a corpus are pinned: the host does not wait, and prepares this one while the device computes the last."""
         inputs, labels = batch
         inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         return inputs, labels.to(self.device, non_blocking=True)
