@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import interdomain
+from interdomain.data import Tokenizer
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.distributed_checkpoint import (
@@ -93,7 +94,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     A damaged checkpoint is skipped, and the one before it is loaded.
 
     Args:
-        record: of `describe_run`. tokenizer: the file that every checkpoint gets a copy of.
+        record: of `describe_run`. tokenizer: written into every checkpoint.
         lock: on rank 0, where the run holds its folder.
     """
 
@@ -105,7 +106,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     candidates: Candidates | None = None  # while a checkpoint is chosen and loaded; rank 0 alone reads
 
     def __init__(
-        self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
+        self, *, record: dict, tokenizer: Tokenizer, lock: FolderLock | None, checkpoint_config, **torchtitans
     ) -> None:
         self.record, self.tokenizer, self.lock = record, tokenizer, lock
         self.checksums = checkpoint_config.checksums
@@ -168,7 +169,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
         folder.mkdir(parents=True)
         step = self.states[TRAIN_STATE].step
         tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
-        shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
+        self.tokenizer.write(folder)
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": self.states[OPTIMIZER].guard.skipped}
         if rates := getattr(self.states[OPTIMIZER], "rates", None):  # a later start compares (schedule.refuse_jump)
             record |= {"lr": rates["main"], "peak_lr": self.states[OPTIMIZER].optimizers[0].defaults["lr"]}

@@ -1,51 +1,56 @@
-"""TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals; the
-last also for a GPU that nothing can be compiled for.
-"""
+"""The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
 
 import os
 import types
 import warnings
+from typing import Any
 
 import torch
 
 from interdomain.scan.triton_support import cannot_launch
 
 from .host import replace_device
+from .schema import JobConfig
 
 PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
 
 
-def cpu_module() -> types.ModuleType:
-    """torch.cpu, with the rest of what TorchTitan asks of a device module."""
-    module = types.ModuleType("interdomain_cpu_device")
-    module.__dict__.update({k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")})
-    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    module.set_device = lambda device: None
-    module.current_device = lambda: 0  # torch.cpu says "cpu"; a barrier wants an index
-    module.get_device_name = lambda device=None: "CPU"
-    module.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=pages * page_size)
-    module.memory_stats = lambda device=None: _resident_memory()
-    module.reset_peak_memory_stats = lambda device=None: None
-    module.empty_cache = lambda: None
-    return module
+class CpuModule(types.ModuleType):
+    """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
 
-def _resident_memory() -> dict[str, int]:
-    """This process's resident memory, under the names of the CUDA allocator's statistics."""
-    try:
+    def set_device(self, device: Any) -> None: ...
+
+    def current_device(self) -> int:
+        return 0  # torch.cpu says "cpu"; a barrier wants an index
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """This process's resident memory, under the names of the CUDA allocator's statistics."""
+        if not os.path.exists("/proc/self/statm"):
+            return {}
         with open("/proc/self/statm") as f:
             resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return {}
-    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
+        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
 
 
 def use_cpu_if_alone() -> None:
     """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
     if torch.accelerator.is_available():
         return
-    replace_device("cpu", cpu_module())
-    # Its DTensors draw no random numbers here: initial values are drawn whole (interdomain.model.initialize).
+    replace_device("cpu", CpuModule("interdomain_cpu_device"))
+    # Its DTensors draw no random numbers here: initial values are drawn before they are sharded (interdomain.model.initialize).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
@@ -59,7 +64,7 @@ def gpu_memory() -> int:
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
 
 
-def refuse_for_device(job_config) -> None:
+def refuse_for_device(job_config: JobConfig) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
     if torch.accelerator.is_available():

@@ -19,6 +19,7 @@ from interdomain.model.distributed_checkpoint import altered_entry, finished_ste
 from interdomain.titan import checkpoint, resume_from
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
+from interdomain.titan.host import translate
 from interdomain.titan.integrity import read
 from interdomain.titan.lock import FolderLock
 from interdomain.titan.settings import read_job_config
@@ -56,7 +57,7 @@ class Run:
     """A manager and what it saves: the weights of step N are all N."""
 
     def __init__(self, folder, tokenizer, **settings):
-        config = read_job_config(["--job.config_file", str(TINY)]).checkpoint
+        config = translate(read_job_config(["--job.config_file", str(TINY)])).checkpoint
         config.enable, config.interval = True, 1
         for name, value in settings.items():
             setattr(config, name, value)
@@ -101,8 +102,8 @@ class Run:
 @pytest.fixture
 def new(alone, tmp_path):
     """A run in the folder, as a process that starts makes it."""
-    (tmp_path / "tokenizer.model").write_bytes(b"tokenizer")
-    return lambda **settings: Run(tmp_path / "run", tmp_path / "tokenizer.model", **settings)
+    tokenizer = SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer"))
+    return lambda **settings: Run(tmp_path / "run", tokenizer, **settings)
 
 
 @pytest.fixture

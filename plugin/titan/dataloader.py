@@ -1,0 +1,127 @@
+"""Batches of packed windows for TorchTitan.
+
+The loader's whole state is one number, the samples that all ranks together have consumed, and a fingerprint of the data
+and its order. It is the same on every rank, so a run continues with the same batches on any number of ranks.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
+
+from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
+
+from .data_folders import corpora_of, open_dataset, open_tokenizer
+from .errors import one_paragraph
+from .host import BaseDataLoader, logger
+from .plan import RunPlan
+from .schema import JobConfig
+from .stream import StreamLoader
+
+# What a fingerprint is made of, and the settings that change it.
+CAUSES = {
+    "corpora": "data.corpus (other files, or prepared again)",
+    "weights": "data.weights",
+    "seq_len": "training.seq_len",
+    "order": "debug.seed",
+}
+
+Batch = tuple[dict[str, Tensor], Tensor]
+
+
+class PackedLoader(BaseDataLoader):
+    """Endless: ({"input": [B, T]}, labels [B, T]), both int64, in pinned memory where there is a GPU; labels are the inputs'
+    next tokens.
+
+    Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. torchdata reads ahead in a thread
+    (worker processes would cost more than they save: a window is a copy out of mapped memory). The state counts what was
+    handed out, so nothing of what was read ahead is lost or repeated by a run that continues, with any `prefetch`.
+
+    Args:
+        prefetch: micro-batches to read ahead; 0 reads when asked.
+        positions: also give "positions", [B, T] int32, each token's number in its document (PackedDataset.positions).
+    """
+
+    def __init__(
+        self,
+        dataset: PackedDataset | MixtureDataset,
+        *,
+        local_batch: int,
+        rank: int,
+        ranks: int,
+        prefetch: int = 0,
+        positions: bool = False,
+    ) -> None:
+        self.dataset, self.fingerprint = dataset, dataset.fingerprint
+        self.local_batch, self.rank, self.ranks = local_batch, rank, ranks
+        self.prefetch, self.positions, self.consumed = prefetch, positions, 0
+
+    def _read(self, first: int) -> Iterator[Batch | ValueError]:
+        """This rank's micro-batches from a global sample on. One that cannot be read is its error: torchdata would print a
+        traceback."""
+        for start in range(first + self.rank * self.local_batch, 2**63, self.local_batch * self.ranks):
+            indices = range(start, start + self.local_batch)
+            try:
+                windows = torch.from_numpy(self.dataset.read_batch(indices))
+            except ValueError as e:  # ids outside the vocabulary: a damaged shard
+                yield e
+                continue
+            inputs = {"input": windows[:, :-1].contiguous()}
+            if self.positions:
+                inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(g)) for g in indices])
+            yield inputs, windows[:, 1:].contiguous()
+
+    def __iter__(self) -> Iterator[Batch]:
+        node = IterableWrapper(self._read(self.consumed))
+        if torch.cuda.is_available():
+            node = PinMemory(node)
+        if self.prefetch:
+            node = Prefetcher(node, self.prefetch)
+        node.reset()
+        while True:
+            batch = self._take(node)
+            # Counted before the batch is handed out: a checkpoint taken right after it must not repeat it.
+            self.consumed += self.local_batch * self.ranks
+            yield batch
+
+    @one_paragraph
+    def _take(self, batches: Iterator[Batch | ValueError]) -> Batch:
+        batch = next(batches)
+        if isinstance(batch, ValueError):
+            raise batch
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        made_of = json.dumps(self.dataset.made_of)
+        return {"consumed_samples": self.consumed, "fingerprint": self.dataset.fingerprint, "made_of": made_of}
+
+    @one_paragraph
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["fingerprint"] != self.dataset.fingerprint:
+            there, here = json.loads(state_dict["made_of"]), self.dataset.made_of
+            causes = [setting for name, setting in CAUSES.items() if there.get(name) != here[name]]
+            raise ValueError(
+                f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
+                "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
+                "training.seq_len and debug.seed, or start over in the new data with "
+                "--checkpoint.exclude_from_loading dataloader."
+            )
+        self.consumed = state_dict["consumed_samples"]
+
+
+@one_paragraph
+def open_data(job_config: JobConfig, plan: RunPlan, rank: int) -> tuple[Tokenizer, PackedLoader | StreamLoader]:
+    """The run's tokenizer, and the training data of one of the data-parallel ranks."""
+    data, tokenizer = job_config.data, open_tokenizer(job_config)
+    place = {"local_batch": plan.local_batch, "rank": rank, "ranks": plan.data_ranks}
+    if data.stream:
+        return tokenizer, StreamLoader(data.stream, tokenizer, seq_len=plan.seq_len, **place)
+    dataset = open_dataset(job_config, "train")
+    names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
+    logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
+    positions = data.reset_state_at_documents
+    return tokenizer, PackedLoader(dataset, **place, prefetch=data.prefetch, positions=positions)
