@@ -10,7 +10,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from interdomain.data.pieces import open_stream
+from interdomain.data.readers import open_stream
 
 from .errors import one_paragraph
 from .host import DATASETS, BaseDataLoader, DataloaderExhaustedError, DatasetConfig, HuggingFaceTextDataset

@@ -7,7 +7,7 @@ import torch
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from interdomain.data import load_tokenizer
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 from interdomain.titan.stream import FINEWEB_EDU, StreamLoader
 
 from .conftest import refusal
