@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import glob
 import os
 import secrets
 import shutil
@@ -16,80 +15,68 @@ from typing import IO
 def new_folder(output: Path | str) -> Iterator[Path]:
     """A hidden sibling of `output` to build in, renamed to `output` when the block ends; removed if it raises.
 
-    Siblings that killed processes left behind are removed first.
+    What a killed process left there is removed first.
 
-    Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten.
+    Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten;
+        BlockingIOError if another process builds it.
     """
-    output = _real_path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    stem = f".{output.name}.partial-"
-    for leftover in output.parent.glob(glob.escape(stem) + "*"):
-        # Its process holds a lock while it lives. Where the file system has no locks, nothing is removed.
-        with contextlib.suppress(OSError), _locked(leftover):
-            shutil.rmtree(leftover)
-    folder = output.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}")
-    folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            stack.enter_context(_locked(folder))
+    with _sibling(output, "partial") as (folder, place):
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         try:
             yield folder
             for path in (*folder.rglob("*"), folder):  # what libraries wrote is not on the disk yet
                 sync_path(path)
-            try:
-                os.rename(folder, output)  # onto nothing or an empty folder; never onto a full one
-            except OSError:
-                require_empty(output)  # another process may have finished meanwhile
-                raise
+            require_empty(place)
+            os.rename(folder, place)  # onto nothing or an empty folder; never onto a full one
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    sync_path(output.parent)
+    sync_path(place.parent)
 
 
 @contextlib.contextmanager
 def kept_folder(output: Path | str, wait: bool = False) -> Iterator[Path]:
-    """A hidden sibling of `output`, `.<name>.unfinished`, for work that a later process continues.
+    """A hidden sibling of `output` for work that a later process continues: `.<name>.unfinished`.
 
-    It is removed when the block ends, and kept if the block raises or the process dies. One process at a time.
+    It is removed when the block ends, and kept if the block raises or the process dies.
 
     Args:
         wait: until another process that works on the same output has ended.
     Raises: FileExistsError if `output` holds anything; BlockingIOError if another process works on it and `wait` is false.
     """
-    output = _real_path(output)
-    folder = output.with_name(f".{output.name}.unfinished")
-    with contextlib.ExitStack() as stack:
-        while True:
-            require_empty(output)
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                inode = stack.enter_context(_locked(folder, wait))
-            except BlockingIOError as e:
-                raise BlockingIOError(
-                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
-                ) from e
-            except FileNotFoundError:
-                continue  # removed between the two lines
-            except OSError:
-                break  # no locks on this file system: then nothing tells two processes apart
-            # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
-            if folder.exists() and folder.stat().st_ino == inode:
-                break
-            stack.close()
+    with _sibling(output, "unfinished", wait) as (folder, _):
         yield folder
         shutil.rmtree(folder)
 
 
-def _real_path(output: Path | str) -> Path:
-    """Where `output` is, links followed. Raises FileExistsError if no folder can be renamed to it."""
-    path = Path(os.path.realpath(output))
-    require_empty(output)
-    if os.path.ismount(path):
+@contextlib.contextmanager
+def _sibling(output: Path | str, suffix: str, wait: bool = False) -> Iterator[tuple[Path, Path]]:
+    """(`.<name>.<suffix>` beside `output`, for one process at a time; `output`, links followed)."""
+    place = Path(os.path.realpath(output))
+    folder = place.with_name(f".{place.name}.{suffix}")
+    if os.path.ismount(place):
         raise FileExistsError(
             f"{output} is where a disk is mounted, which no new folder can replace. Choose a folder in it."
         )
-    return path
+    with contextlib.ExitStack() as stack:
+        while True:
+            require_empty(output)
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as e:
+                raise BlockingIOError(
+                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
+                ) from e
+            except OSError:
+                break  # no locks on this file system: then nothing tells two processes apart
+            # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
+            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                break
+        yield folder, place
 
 
 def require_empty(output: Path | str) -> None:
@@ -140,10 +127,8 @@ def write_whole(path: Path | str, data: bytes) -> None:
         partial.unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
-        raise OSError(
-            e.errno,
-            f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions",
-        ) from e
+        why = f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions"
+        raise OSError(e.errno, why) from e
 
 
 def sync(f: IO[bytes]) -> None:
@@ -157,17 +142,5 @@ def sync_path(path: Path | str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, wait: bool = False) -> Iterator[int]:
-    """Holds an exclusive lock on a folder; gives its inode. Raises BlockingIOError if another process has the lock,
-    OSError if there are no locks."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield os.fstat(descriptor).st_ino
     finally:
         os.close(descriptor)

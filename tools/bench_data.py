@@ -5,6 +5,7 @@ reading of training samples. Tokens per second of wall clock tell how long it ta
 what it costs, and stay true on a machine that others use too.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -37,13 +38,17 @@ def prepare(source: Path, tokenizer: Path, output: Path, processes: int) -> tupl
     return time.perf_counter() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-@user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--input", nargs="+", default=["stdlib"], help="text, as of prepare_data (default: stdlib)")
     parser.add_argument("--megabytes", type=float, default=48, help="of text, repeated as needed (default %(default)s)")
     parser.add_argument("--vocab-size", type=int, default=8192, help="of the tokenizer (default %(default)s)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+@user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     texts, size = [], 0
     for document in itertools.cycle(list(read_documents(args.input, max_bytes=int(args.megabytes * 1e6)))):
         texts.append(document.text)

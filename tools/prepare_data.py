@@ -17,23 +17,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST, TokenCorpus, read_manifest, sealed
-from interdomain.data.readers import (
-    READ,
-    SourceFile,
-    describe_inputs,
-    in_validation,
-    left_out,
-    list_files,
-    read_documents,
-    read_in,
-    tally,
-)
-from interdomain.data.tokenize_parallel import Encoding, cut, encode_parts, merge_parts
+from interdomain.data.readers import READ, Inputs, find_inputs, in_validation, read_documents, tally
+from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import load_tokenizer
 from interdomain.data.tokenizer_base import Tokenizer
 from interdomain.data.tokenizer_json import CONFIG_FILE
 from interdomain.data.tokenizer_sentencepiece import SentencePieceTokenizer
-from interdomain.folders import kept_folder, new_folder, write_whole
+from interdomain.folders import kept_folder, new_folder, require_empty, write_whole
 
 from ._cli import argument_parser, user_errors
 from .train_tokenizer import DEFAULT_VOCAB_SIZE, add_input_arguments, counted, train_sentencepiece
@@ -80,16 +70,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def build_request(args: argparse.Namespace) -> dict:
-    """What the corpus is a function of, as the manifest keeps it: --skip-existing compares it."""
-    if args.tokenizer is not None:
-        tokenizer = {"sha256": load_tokenizer(args.tokenizer).sha256}
-    else:
-        tokenizer = {"trained_vocab_size": args.vocab_size}
-    options = {name: getattr(args, name) for name in ("text_field", "max_bytes", "validation_fraction", "shard_tokens")}
-    return {"inputs": describe_inputs(args.input), **options, "tokenizer": tokenizer}
-
-
 def describe(folder: Path, verb: str, verify: bool = False) -> str:
     """The result line for a complete corpus. Opening every split compares its files with the manifest."""
     manifest = read_manifest(folder)
@@ -109,27 +89,19 @@ def refuse_other(found: dict, request: dict, folder: Path, advice: str) -> None:
 
 def is_there(output: Path, request: dict, skip_existing: bool) -> bool:
     """Whether `output` is this corpus already and that is fine. Raises: ValueError, FileNotFoundError: it is something else."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return False
-    if not output.is_dir():
-        raise ValueError(f"The output {output} is a file; give a folder that does not exist yet.")
     if not skip_existing:
-        raise ValueError(
-            f"The output folder {output} is not empty, and nothing is overwritten. Give another --output, remove the "
-            "folder, or pass --skip-existing to keep a corpus that was prepared there with the same options."
-        )
+        require_empty(output)
+    if not output.exists() or not any(output.iterdir()):
+        return False
     refuse_other(read_manifest(output).get("source") or {}, request, output, "Give another --output or remove it.")
     return True
 
 
-def make_tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer:
+def make_tokenizer(folder: Path, args: argparse.Namespace, given: Tokenizer | None) -> Tokenizer:
     """The corpus's tokenizer, in `folder`: the given one, or one trained on the training documents."""
-    if args.tokenizer is not None:
-        return load_tokenizer(load_tokenizer(args.tokenizer).write(folder))
-    path = folder / SentencePieceTokenizer.file
-    if not path.exists():  # there already if an earlier run was killed later on
-        size = sum(file.size for file in list_files(args.input))
-        with tqdm(total=size, unit="B", unit_scale=True, desc="training the tokenizer", disable=None) as bar:
+    path = given.write(folder) if given else folder / SentencePieceTokenizer.file
+    if not path.exists():  # it does if an earlier run was killed later on
+        with tqdm(unit="B", unit_scale=True, desc="training the tokenizer", disable=None) as bar:
             documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
             # Validation text stays unseen by the tokenizer too.
             training = (d for d in documents if not in_validation(d.text, args.validation_fraction))
@@ -137,19 +109,8 @@ def make_tokenizer(folder: Path, args: argparse.Namespace) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def require_eos(tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a tokenizer whose documents would have no end."""
-    if tokenizer.eos_id is None:
-        raise ValueError(
-            f"The tokenizer {tokenizer.path} has no EOS token, which ends every document, or does not say which it is: name "
-            f"it as eos_token (in {CONFIG_FILE} beside tokenizer.json, in X.json beside X.tiktoken), or take one that has it."
-        )
-
-
-def encode(folder: Path, args: argparse.Namespace, request: dict, files: list[SourceFile]) -> tuple[list[str], int]:
-    """Encodes the input into parts in `folder`, but for those that an earlier run left there. Returns: see encode_parts."""
-    parts, tokenizer = cut(files, args.text_field), make_tokenizer(folder, args)
-    require_eos(tokenizer)
+def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> tuple[list[str], int]:
+    """Encodes the parts in `folder`, but for those that an earlier run left there. Returns: as encode_parts."""
     size = sum(part.size for part in parts)
     work = min(size, args.max_bytes or size)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), work // BYTES_PER_WORKER))
@@ -159,17 +120,12 @@ def encode(folder: Path, args: argparse.Namespace, request: dict, files: list[So
     seconds = 0.1 if sys.stderr.isatty() else 60  # a line a minute in a log
     said = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
     with tqdm(total=size, unit="B", unit_scale=True, desc=said, mininterval=seconds, delay=seconds) as bar:
-        names, empty = encode_parts(parts, encoding, workers, report=lambda part: bar.update(part.size))
-    if (now := describe_inputs(args.input)) != request["inputs"]:
-        changed = ", ".join(file["file"] for file in now if "file" in file and file not in request["inputs"])
-        raise ValueError(
-            f"The input changed while it was read ({changed or 'a file is gone'}): what was made of it is neither the old text "
-            f"nor the new. Remove {folder} and start again when nothing writes to it."
-        )
-    return names, empty
+        return encode_parts(parts, encoding, workers, report=lambda part: bar.update(part.size))
 
 
-def build(work: Path, args: argparse.Namespace, request: dict, files: list[SourceFile], skipped: dict) -> None:
+def build(
+    work: Path, args: argparse.Namespace, request: dict, inputs: Inputs, parts: list[Part], given: Tokenizer | None
+) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
     if (work / REQUEST).exists():
         advice = f"Ask for that one to finish it, remove {work} to throw it away, or give another --output."
@@ -178,13 +134,19 @@ def build(work: Path, args: argparse.Namespace, request: dict, files: list[Sourc
         for path in work.iterdir():  # of an older version
             path.unlink()
         write_whole(work / REQUEST, json.dumps(request).encode())
-    names, empty = encode(work, args, request, files)
-    tokenizer = load_tokenizer(work)
+    tokenizer = make_tokenizer(work, args, given)
+    names, empty = encode(work, args, parts, tokenizer)
+    if (now := find_inputs(args.input).described) != inputs.described:
+        changed = ", ".join(file["file"] for file in now if "file" in file and file not in inputs.described)
+        raise ValueError(
+            f"The input changed while it was read ({changed or 'a file is gone'}): what was made of it is neither the old text "
+            f"nor the new. Remove {work} and start again when nothing writes to it."
+        )
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         splits = merge_parts(work, names, folder, tokenizer.vocab_size, args.shard_tokens)
-        for split in ("train", "validation"):
-            if split not in splits and (split == "train" or args.validation_fraction > 0):
+        for split in ("train", "validation") if args.validation_fraction > 0 else ("train",):
+            if split not in splits:
                 raise ValueError(
                     f"No document of the input falls into the {split} split (--validation-fraction "
                     f"{args.validation_fraction}, by a hash of each document's text). Give more documents or another "
@@ -198,12 +160,8 @@ def build(work: Path, args: argparse.Namespace, request: dict, files: list[Sourc
             "eos_id": tokenizer.eos_id,
             "source": request,
             "left_out": {
-                kind: {
-                    "files": len(found),
-                    "bytes": sum(size for _, size in found),
-                    "names": [n for n, _ in found[:NAMES]],
-                }
-                for kind, found in skipped.items()
+                kind: {"files": len(found), "bytes": sum(n for _, n in found), "names": [n for n, _ in found[:NAMES]]}
+                for kind, found in inputs.left_out.items()
             },
             "empty_documents": empty,  # left out
             "totals": {
@@ -219,25 +177,33 @@ def build(work: Path, args: argparse.Namespace, request: dict, files: list[Sourc
 
 def prepare(args: argparse.Namespace) -> str:
     """Makes the corpus, or finds it made. Returns the result line."""
-    files, skipped = list_files(args.input), left_out(args.input)
-    if skipped and args.strict:
+    inputs = find_inputs(args.input)
+    said = tally(inputs.left_out, NAMES)
+    if inputs.left_out and args.strict:
         raise ValueError(
-            f"--strict: of the input would be left out {tally(skipped, NAMES)}. What is read: {READ}. Remove or convert the "
-            "others, name by globs what to read, or leave --strict out."
+            f"--strict: of the input would be left out {said}. What is read: {READ}. Remove or convert the others, name by "
+            "globs what to read, or leave --strict out."
         )
-    request = build_request(args)
+    given = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    # What the corpus is a function of, as the manifest keeps it.
+    request: dict = {"inputs": inputs.described}
+    request |= {
+        name: getattr(args, name) for name in ("text_field", "max_bytes", "validation_fraction", "shard_tokens")
+    }
+    request["tokenizer"] = {"sha256": given.sha256} if given else {"trained_vocab_size": args.vocab_size}
     if is_there(args.output, request, args.skip_existing):
         return describe(args.output, "kept")
-    print(f"reading {tally(read_in(files))}")
-    if skipped:
-        print(f"left out {tally(skipped, NAMES)}", flush=True)
-    if args.tokenizer is not None:
-        require_eos(load_tokenizer(args.tokenizer))
-    cut(files, args.text_field)  # before the tokenizer is trained: missing columns, libraries and datasets
+    print(f"reading {tally(inputs.files)}" + f"\nleft out {said}" * bool(inputs.left_out), flush=True)
+    if given and given.eos_id is None:
+        raise ValueError(
+            f"The tokenizer {given.path} has no EOS token, which ends every document, or does not say which it is: name it as "
+            f"eos_token (in {CONFIG_FILE} beside tokenizer.json, in X.json beside X.tiktoken), or take one that has it."
+        )
+    parts = cut(inputs.files, args.text_field)  # finds missing columns, libraries and datasets
     try:
         with kept_folder(args.output, wait=args.skip_existing) as work:
             try:
-                build(work, args, request, files, skipped)
+                build(work, args, request, inputs, parts, given)
             except BaseException:
                 if not any(work.glob("part-*.json")):
                     shutil.rmtree(work)  # nothing that could be continued

@@ -14,7 +14,7 @@ from typing import Any
 import sentencepiece
 from tqdm import tqdm
 
-from interdomain.data.readers import READ, Document, left_out, list_files, read_documents, tally
+from interdomain.data.readers import READ, Document, find_inputs, read_documents, tally
 from interdomain.folders import write_whole
 
 from ._cli import argument_parser, user_errors
@@ -88,20 +88,25 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", type=int, help="of text to take, default all")
 
 
-@user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "")
     add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+@user_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
     if args.output.suffix != ".model":
         raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
-    size = sum(file.size for file in list_files(args.input))
-    if skipped := left_out(args.input):
-        print(f"left out {tally(skipped, names=3)}", flush=True)
+    inputs = find_inputs(args.input)
+    size = sum(file.size for file in inputs.files)
+    if inputs.left_out:
+        print(f"left out {tally(inputs.left_out, names=3)}", flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)  # before an hour's training
     with tqdm(total=size, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)

@@ -56,8 +56,7 @@ class SourceFile:
 
     name: str
     path: Path | None
-    kind: str  # text, lines, json, parquet or hugging face
-    from_stdlib: bool = False
+    kind: str  # stdlib, text, lines, json, parquet or dataset
 
     @property
     def size(self) -> int:
@@ -120,83 +119,69 @@ def stdlib_files() -> list[tuple[str, Path]]:
     return sorted(files)
 
 
-def list_files(inputs: Iterable) -> list[SourceFile]:
-    """The SourceFiles of `inputs` in reading order: as given, each glob and folder sorted.
+@dataclass(frozen=True)
+class Inputs:
+    """What some inputs name. described: the inputs' names and sizes for a manifest, no folders, so that it is the same on
+    every machine."""
 
-    Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read.
-    """
-    files = []
+    files: list[SourceFile]  # in reading order: as given, each glob and folder sorted
+    left_out: FilesByKind  # what stands in the folders and is not read
+    described: list[dict]
+
+
+def find_inputs(inputs: Iterable) -> Inputs:
+    """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read."""
+    found = Inputs([], {}, [])
     for item in map(str, inputs):
+        before = len(found.files)
         if item == STDLIB:
-            files += [SourceFile(name, path, "text", from_stdlib=True) for name, path in stdlib_files()]
-            continue
-        if item.startswith(HUGGING_FACE):
-            files.append(SourceFile(item, None, "hugging face"))
-            continue
-        found = [(name, path) for name, path, why in _matches(item) if not why]
-        if not found:
-            raise FileNotFoundError(
-                f"No file matches the input {item}; give {STDLIB}, or paths, folders or quoted globs of {READ}, or "
-                f"{HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
-            )
-        for name, path in found:
-            kind = _kind(path)
-            if kind is None:
-                raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
-            files.append(SourceFile(name, path, kind))
-    if not files:
-        raise FileNotFoundError(
-            f"The inputs {', '.join(map(str, inputs))} hold no files. A Python without its standard library's sources "
-            "(zipped or stripped) cannot give the embedded corpus; give text files instead."
-        )
-    return files
-
-
-def left_out(inputs: Iterable) -> FilesByKind:
-    """What stands in the folders among `inputs` and is not read."""
-    found: FilesByKind = {}
-    for item in map(str, inputs):
-        if item != STDLIB and not item.startswith(HUGGING_FACE):
+            found.files.extend(SourceFile(name, path, STDLIB) for name, path in stdlib_files())
+            found.described.append({STDLIB: platform.python_version()})
+        elif item.startswith(HUGGING_FACE):
+            found.files.append(SourceFile(item, None, "dataset"))
+            found.described.append({"dataset": item.removeprefix(HUGGING_FACE)})
+        else:
             for name, path, why in _matches(item):
                 if why:
-                    found.setdefault(why, []).append((name, path.lstat().st_size))
+                    found.left_out.setdefault(why, []).append((name, path.lstat().st_size))
+                    continue
+                kind = _kind(path)
+                if kind is None:
+                    raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
+                found.files.append(SourceFile(name, path, kind))
+                found.described.append({"file": name, "bytes": found.files[-1].size})
+        if len(found.files) == before:
+            raise FileNotFoundError(
+                f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard library), or "
+                f"paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
+            )
     return found
 
 
-def read_in(files: list[SourceFile]) -> FilesByKind:
-    """What is read, in the form of `left_out`."""
-    found: FilesByKind = {}
-    for file in files:
-        found.setdefault("".join(_ending(file.path)) if file.path else file.name, []).append((file.name, file.size))
-    return found
+def list_files(inputs: Iterable) -> list[SourceFile]:
+    """The files that `inputs` name. Raises: as find_inputs."""
+    return find_inputs(inputs).files
 
 
-def tally(found: FilesByKind, names: int = 0) -> str:
-    """`left_out` or `read_in` in words, the most bytes first, with so many names of each kind."""
+def tally(found: FilesByKind | list[SourceFile], names: int = 0) -> str:
+    """What is left out or read, in words: the most bytes first, with so many names of each kind."""
+    if isinstance(found, list):
+        files, found = found, {}
+        for file in files:
+            found.setdefault("".join(_ending(file.path)) if file.path else file.name, []).append((file.name, file.size))
 
-    def size_of(files):
-        size = sum(size for _, size in files)
+    def size_of(files: list[tuple[str, int]]) -> int:
+        return sum(size for _, size in files)
+
+    def say(size: int) -> str:
         return f"{size / 1e6:,.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} KB"
 
     kinds = []
-    for kind, files in sorted(found.items(), key=lambda entry: -sum(size for _, size in entry[1])):
+    for kind, files in sorted(found.items(), key=lambda entry: -size_of(entry[1])):
         some = ", ".join(name for name, _ in files[:names]) + (", ..." if len(files) > names > 0 else "")
-        kinds.append(f"{len(files):,} {kind} ({size_of(files)}{': ' * bool(some)}{some})")
+        kinds.append(f"{len(files):,} {kind} ({say(size_of(files))}{': ' * bool(some)}{some})")
     every = [file for files in found.values() for file in files]
-    return f"{len(every):,} file{'s' * (len(every) > 1)} ({size_of(every)}): {', '.join(kinds)}"
-
-
-def describe_inputs(inputs: Iterable) -> list[dict]:
-    """What a manifest records of the inputs: names and sizes, no folders, so that it is the same on every machine."""
-    described = []
-    for item in map(str, inputs):
-        if item == STDLIB:
-            described.append({"stdlib": platform.python_version()})
-        elif item.startswith(HUGGING_FACE):
-            described.append({"dataset": item.removeprefix(HUGGING_FACE)})
-        else:
-            described += [{"file": file.name, "bytes": file.size} for file in list_files([item])]
-    return described
+    return f"{len(every):,} file{'s' * (len(every) > 1)} ({say(size_of(every))}): {', '.join(kinds)}"
 
 
 def _ending(path: Path) -> tuple[str, str]:
@@ -213,37 +198,34 @@ def _kind(path: Path) -> str | None:
 
 
 def _matches(item: str) -> list[tuple[str, Path, str | None]]:
-    """[(name, path, why it is left out or None)] of what one path, glob or folder names."""
+    """[(name, path, why it is left out or None)] of what one path, glob or folder names, sorted by name.
+
+    Raises: OSError for a folder that cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    def left_out(name: str, path: Path) -> str | None:
+        if any(part.startswith(".") for part in name.split("/")):
+            return "hidden"
+        if not path.is_file():
+            return "link to a folder" if path.is_dir() else "not a file"
+        return None if _kind(path) else "".join(_ending(path)) or "no ending"
+
     path = Path(item)
     if path.is_dir():
-        return _inside(path)
+        found = []
+        for where, folders, files in os.walk(path, onerror=refuse):
+            links = [name for name in folders if os.path.islink(os.path.join(where, name))]  # not followed
+            found += [Path(where, name) for name in (*files, *links)]
+        named = sorted((p.relative_to(path).as_posix(), p) for p in found)
+        return [(name, p, left_out(name, p)) for name, p in named]
     if glob.has_magic(item) and not path.exists():
         paths = [Path(path) for path in sorted(glob.glob(item, recursive=True))]
         # ** matches folders beside what is in them.
         return [(p.name, p, "folder" if p.is_dir() else None) for p in paths if not (p.is_dir() and "**" in item)]
     return [(path.name, path, None)] if path.exists() else []
-
-
-def _inside(folder: Path) -> list[tuple[str, Path, str | None]]:
-    """As _matches, of everything in a folder and its folders, sorted by name. Raises OSError for one that cannot be listed."""
-
-    def refuse(error):
-        raise error
-
-    found = []
-    for where, folders, files in os.walk(folder, onerror=refuse):
-        links = [name for name in folders if os.path.islink(os.path.join(where, name))]  # not followed
-        for path in (Path(where, name) for name in (*files, *links)):
-            name = path.relative_to(folder)
-            why = None
-            if any(part.startswith(".") for part in name.parts):
-                why = "hidden"
-            elif not path.is_file():
-                why = "link to a folder" if path.is_dir() else "not a file"
-            elif _kind(path) is None:
-                why = "".join(_ending(path)) or "no ending"
-            found.append((name.as_posix(), path, why))
-    return sorted(found, key=lambda entry: entry[:2])
 
 
 # Reading them
@@ -254,7 +236,7 @@ def spans_of(file: SourceFile, text_field: str) -> list[Span]:
 
     Raises: ValueError for what can be seen without reading it all: a missing column or library, a dataset that is not there.
     """
-    if file.kind == "hugging face":
+    if file.kind == "dataset":
         shards = open_stream(file.name).num_shards
         return [Span(file, i, i + 1, DATASET_SHARD_BYTES) for i in range(shards)]
     assert file.path is not None
@@ -272,8 +254,8 @@ def spans_of(file: SourceFile, text_field: str) -> list[Span]:
 
 def read_span(span: Span, text_field: str) -> Iterator[Document]:
     """The documents of a span, empty ones included. Raises ValueError naming file and line, and what is wrong there."""
-    readers = {"text": _read_text, "lines": _read_lines, "json": _read_json, "parquet": _read_parquet}
-    return readers.get(span.file.kind, _read_dataset)(span, text_field)
+    readers = {"lines": _read_lines, "json": _read_json, "parquet": _read_parquet, "dataset": _read_dataset}
+    return readers.get(span.file.kind, _read_text)(span, text_field)
 
 
 def _read_text(span: Span, _: str) -> Iterator[Document]:
@@ -282,7 +264,7 @@ def _read_text(span: Span, _: str) -> Iterator[Document]:
     try:
         yield Document(data.decode(), len(data))  # from bytes: reading in text mode would turn CRLF into LF
     except UnicodeDecodeError as e:
-        if not span.file.from_stdlib:
+        if span.file.kind != "stdlib":
             where = f"{span.file.path} is not UTF-8 (byte {e.start}: {e.reason})"
             raise ValueError(f"{where}; convert it, or leave it out.") from e
 
@@ -317,12 +299,7 @@ def _read_json(span: Span, text_field: str) -> Iterator[Document]:
         rows = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is not JSON ({e}); repair it or leave the file out.") from e
-    for number, row in enumerate(rows, 1):
-        try:
-            document = _document(row, text_field)
-        except ValueError as e:
-            raise ValueError(f"{path}, row {number}: {e}") from e
-        yield document
+    yield from _documents(rows, text_field, f"{path}")
 
 
 def _read_parquet(span: Span, text_field: str) -> Iterator[Document]:
@@ -330,28 +307,29 @@ def _read_parquet(span: Span, text_field: str) -> Iterator[Document]:
 
     path = span.file.path
     file = _parquet(path, text_field)
-    number = sum(file.metadata.row_group(g).num_rows for g in range(span.start))
+    before = sum(file.metadata.row_group(g).num_rows for g in range(span.start))
     groups = range(span.start, file.num_row_groups if span.stop is None else span.stop)
+    batches = file.iter_batches(batch_size=512, row_groups=groups, columns=[text_field], use_threads=False)
+    rows = ({text_field: text} for batch in batches for text in batch.column(0).to_pylist())
     try:
-        for batch in file.iter_batches(batch_size=512, row_groups=groups, columns=[text_field], use_threads=False):
-            for text in batch.column(0).to_pylist():
-                number += 1
-                yield _document({text_field: text}, text_field)
+        yield from _documents(rows, text_field, f"{path}", before)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is damaged ({e}); copy it again.") from e
-    except ValueError as e:
-        raise ValueError(f"{path}, row {number}: {e}") from e
 
 
 def _read_dataset(span: Span, text_field: str) -> Iterator[Document]:
     dataset = open_stream(span.file.name)
     if span.stop is not None:
         dataset = dataset.shard(dataset.num_shards, span.start)
-    for number, row in enumerate(dataset, 1):
+    return _documents(dataset, text_field, f"{span.file.name}, shard {span.start}")
+
+
+def _documents(rows: Iterable, text_field: str, where: str, before: int = 0) -> Iterator[Document]:
+    for number, row in enumerate(rows, before + 1):
         try:
             document = _document(row, text_field)
         except ValueError as e:
-            raise ValueError(f"{span.file.name}, shard {span.start}, row {number}: {e}") from e
+            raise ValueError(f"{where}, row {number}: {e}") from e
         yield document
 
 

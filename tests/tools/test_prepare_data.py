@@ -380,7 +380,7 @@ def test_bad_columns(prepare, tmp_path, capsys):
         (["--tokenizer", "{}/bad.model", "--vocab-size", "400"], "not both"),
         (["--validation-fraction", "1"], "must be at least 0 and below 1"),
         (["--max-bytes", "10"], "cannot be trained on this text"),
-        (["--output", "{}/short.txt"], "is a file"),
+        (["--output", "{}/short.txt"], "exists and is not empty"),
         (["--output", "{}"], "is not empty"),
         (["--output", "{}", "--skip-existing"], "is not a prepared corpus"),
     ],
