@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 from interdomain.model import CONDITIONS, SIZES, Execution, Transformer, build_config
 from interdomain.model.config import PRECISIONS
 from interdomain.model.initialize import clean_name

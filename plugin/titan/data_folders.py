@@ -67,18 +67,12 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
 
 def _refuse_for_stream(job_config: JobConfig) -> None:
     data = job_config.data
-    if data.corpus or data.weights or data.reset_state_at_documents:
+    lacks = not data.tokenizer or (job_config.validation.enable and not data.validation_corpus)
+    if lacks or data.corpus or data.weights or data.reset_state_at_documents:
         raise ValueError(
-            f"data.stream = {data.stream!r} takes the place of data.corpus, and has no data.weights or "
-            "data.reset_state_at_documents; leave them out (--data.corpus ''), or prepare a corpus (python -m "
-            "interdomain.tools.prepare_data)."
-        )
-    if not data.tokenizer:
-        raise ValueError(f"data.stream = {data.stream!r} is text: set data.tokenizer to the tokenizer file for it.")
-    if job_config.validation.enable and not data.validation_corpus:
-        raise ValueError(
-            "a stream has no validation split: set data.validation_corpus to a prepared corpus, or validation.enable to "
-            "false."
+            f"data.stream = {data.stream!r} is text without a validation split: it needs data.tokenizer, and "
+            "data.validation_corpus where validation.enable is true. Leave out data.corpus (--data.corpus ''), data.weights "
+            "and data.reset_state_at_documents; or prepare a corpus (python -m interdomain.tools.prepare_data)."
         )
 
 

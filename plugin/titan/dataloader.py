@@ -1,26 +1,26 @@
-"""Batches of packed windows for TorchTitan.
-
-The loader's whole state is one number, the samples that all ranks together have consumed, and a fingerprint of the data
-and its order. It is the same on every rank, so a run continues with the same batches on any number of ranks.
-"""
+"""Batches of packed windows for TorchTitan: of prepared corpora, or streamed from a Hugging Face dataset for a first look."""
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
 from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
+from interdomain.data.readers import open_stream
 
 from .data_folders import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
-from .host import BaseDataLoader, logger
+from .host import DATASETS, BaseDataLoader, DatasetConfig, HuggingFaceTextDataset, logger
 from .plan import RunPlan
 from .schema import JobConfig
-from .stream import StreamLoader
 
+Batch = tuple[
+    dict[str, Tensor], Tensor
+]  # ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens
 # What a fingerprint is made of, and the settings that change it.
 CAUSES = {
     "corpora": "data.corpus (other files, or prepared again)",
@@ -28,18 +28,17 @@ CAUSES = {
     "seq_len": "training.seq_len",
     "order": "debug.seed",
 }
-
-Batch = tuple[dict[str, Tensor], Tensor]
+SHORT_NAMES = {"fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT"}
 
 
 class PackedLoader(BaseDataLoader):
-    """Endless: ({"input": [B, T]}, labels [B, T]), both int64, in pinned memory where there is a GPU; labels are the inputs'
-    next tokens.
+    """Endless batches, in pinned memory where there is a GPU.
 
     Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
-    `local_batch` of them. A step's samples therefore depend on the global batch size alone. torchdata reads ahead in a thread
-    (worker processes would cost more than they save: a window is a copy out of mapped memory). The state counts what was
-    handed out, so nothing of what was read ahead is lost or repeated by a run that continues, with any `prefetch`.
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. The whole state is the number of
+    samples that all ranks together were handed, and a fingerprint of the data and its order, so a run continues with the same
+    batches on any number of ranks. torchdata reads ahead in a thread (worker processes would cost more than they save: a
+    window is a copy out of mapped memory).
 
     Args:
         prefetch: micro-batches to read ahead; 0 reads when asked.
@@ -111,6 +110,77 @@ class PackedLoader(BaseDataLoader):
                 "--checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state_dict["consumed_samples"]
+
+
+class _EosOnly:
+    """Documents end in EOS and begin with nothing, as in prepared corpora; TorchTitan's class asks for BOS too."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_eos=add_eos)
+
+
+class StreamLoader(BaseDataLoader):
+    """Text that is tokenised on the way, by TorchTitan's own class; rank r reads its own part of the dataset, over and over.
+
+    A prepared corpus does what this does not: shuffle, continue on another number of ranks, tell whether the data changed since
+    the checkpoint, read as fast as training goes. The state is every rank's position, as text: TorchTitan's own loader would
+    have it unpickled. `load_state_dict` refuses another number of ranks, dataset or sequence length.
+
+    Args:
+        source: NAME[@REVISION][:CONFIG[:SPLIT]] of a dataset with a field `text`, a local folder, or one of SHORT_NAMES.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, *, seq_len: int, local_batch: int, rank: int, ranks: int
+    ) -> None:
+        logger.warning(
+            "streaming %s: this run can be continued on %d data-parallel rank(s) only, and cannot tell whether the data "
+            "changed.",
+            source,
+            ranks,
+        )
+        path = SHORT_NAMES.get(source, source)
+        DATASETS[source.lower()] = DatasetConfig(path, loader=open_stream, sample_processor=lambda row: row["text"])
+        self.local_batch, self.rank, self.ranks = local_batch, rank, ranks
+        self.fingerprint = json.dumps({"stream": source, "seq_len": seq_len, "tokenizer": tokenizer.sha256})
+        eos_only = cast(Any, _EosOnly(tokenizer))
+        self.dataset = HuggingFaceTextDataset(source, None, eos_only, seq_len, rank, ranks, infinite=True)
+
+    def __iter__(self) -> Iterator[Batch]:
+        windows = iter(self.dataset)
+        while True:
+            taken = [self._take(windows) for _ in range(self.local_batch)]
+            yield {"input": torch.stack([x["input"] for x, _ in taken])}, torch.stack([y for _, y in taken])
+
+    @one_paragraph
+    def _take(self, windows: Iterator[Any]) -> Batch:
+        try:
+            return next(windows)
+        except KeyError as e:
+            raise ValueError(
+                f"the rows of {self.fingerprint} have no field {e}; streaming reads the field 'text'."
+            ) from e
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank. Collective."""
+        states = [json.dumps(self.dataset.state_dict())] * self.ranks
+        if self.ranks > 1:
+            dist.all_gather_object(states, states[0])
+        return {"ranks": self.ranks, "identity": self.fingerprint, "states": json.dumps(states)}
+
+    @one_paragraph
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (state_dict["ranks"], state_dict["identity"]) != (self.ranks, self.fingerprint):
+            raise ValueError(
+                f"the checkpoint was streaming {state_dict['identity']} on {state_dict['ranks']} rank(s), this run streams "
+                f"{self.fingerprint} on {self.ranks}: a stream cannot be continued otherwise than it was. Restore these, "
+                "prepare a corpus (python -m interdomain.tools.prepare_data), which continues on any number of ranks, or "
+                "start over in the data with --checkpoint.exclude_from_loading dataloader."
+            )
+        self.dataset.load_state_dict(json.loads(json.loads(state_dict["states"])[self.rank]))
 
 
 @one_paragraph

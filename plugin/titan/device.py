@@ -3,7 +3,6 @@
 import os
 import types
 import warnings
-from typing import Any
 
 import torch
 
@@ -15,41 +14,35 @@ from .schema import JobConfig
 PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
 
 
-class CpuModule(types.ModuleType):
+def _cpu_module() -> types.SimpleNamespace:
     """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ours = {
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,  # torch.cpu says "cpu"; a barrier wants an index
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory),
+        "memory_stats": lambda device=None: _resident_memory(),
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    return types.SimpleNamespace(**vars(torch.cpu) | ours)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
 
-    def set_device(self, device: Any) -> None: ...
-
-    def current_device(self) -> int:
-        return 0  # torch.cpu says "cpu"; a barrier wants an index
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "CPU"
-
-    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
-        return types.SimpleNamespace(total_memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """This process's resident memory, under the names of the CUDA allocator's statistics."""
-        if not os.path.exists("/proc/self/statm"):
-            return {}
-        with open("/proc/self/statm") as f:
-            resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
+def _resident_memory() -> dict[str, int]:
+    """This process's resident memory, under the names of the CUDA allocator's statistics; {} where it is not Linux."""
+    if not os.path.exists("/proc/self/statm"):
+        return {}
+    with open("/proc/self/statm") as f:
+        resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
 
 
 def use_cpu_if_alone() -> None:
     """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
     if torch.accelerator.is_available():
         return
-    replace_device("cpu", CpuModule("interdomain_cpu_device"))
+    replace_device("cpu", _cpu_module())
     # Its DTensors draw no random numbers here: initial values are drawn before they are sharded (interdomain.model.initialize).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 

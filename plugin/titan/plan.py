@@ -13,7 +13,6 @@ import torch
 
 from interdomain import features, scan
 from interdomain.model import (
-    CONDITIONS,
     SIZES,
     Cell,
     Execution,
@@ -165,10 +164,6 @@ def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
 def model_config(job_config: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] sets on top."""
     mixer = job_config.mixer
-    if job_config.model.flavor not in SIZES:
-        raise ValueError(f"model.flavor = {job_config.model.flavor!r} is unknown; allowed: {', '.join(SIZES)}.")
-    if mixer.condition not in CONDITIONS:
-        raise ValueError(f"mixer.condition = {mixer.condition!r} is unknown; allowed: {', '.join(CONDITIONS)}.")
     chosen = {"condition"} | {f.name for f in fields(Execution)}
     switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in chosen}
     overrides = {name: value for name, value in switches.items() if value is not None}
@@ -189,10 +184,6 @@ def _own_size(model: Model) -> dict[str, int]:
 
 def _execution(mixer: Mixer) -> Execution:
     """How the mixers are computed, from the same section."""
-    if mixer.backend not in scan.BACKENDS:
-        raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(scan.BACKENDS)}.")
-    if mixer.features not in features.BACKENDS:
-        raise ValueError(f"mixer.features = {mixer.features!r} is unknown; allowed: {', '.join(features.BACKENDS)}.")
     settings = {f.name: getattr(mixer, f.name) for f in fields(Execution) if hasattr(mixer, f.name)}
     return Execution(**{name: value for name, value in settings.items() if value is not None})
 

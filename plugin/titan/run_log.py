@@ -166,19 +166,13 @@ def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
         "model": plan.cell.size,
         "condition": plan.cell.condition,
         **{name: getattr(mixer, name) for name in start if getattr(mixer, name) is not None},
-        "parameters": plan.n_params,
-        "tokens": plan.tokens,
-        "tokens_per_step": plan.tokens_per_step,
-        "seq_len": plan.seq_len,
-        "warmup_steps": plan.warmup_steps,
-        "lr": optimizer.lr,
-        "ssm_lr": min(optimizer.lr, optimizer.ssm_lr),
-        "weight_decay": optimizer.weight_decay,
+        **{
+            name: getattr(plan, name)
+            for name in ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
+        },
+        **{"parameters": plan.n_params, "recompute": plan.execution.recompute, "ranks": plan.world_size},
+        **{"lr": optimizer.lr, "ssm_lr": min(optimizer.lr, optimizer.ssm_lr), "weight_decay": optimizer.weight_decay},
         "max_norm": job_config.training.max_norm,
-        "seed": plan.seed,
-        "precision": plan.precision,
-        "recompute": plan.execution.recompute,
-        "ranks": plan.world_size,
     }
 
 

@@ -6,9 +6,12 @@ loop; `plan.py` checks what several settings mean together.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
+
+from interdomain import features, scan
+from interdomain.model import CONDITIONS, SIZES
 
 
 class Bound(NamedTuple):
@@ -18,6 +21,10 @@ class Bound(NamedTuple):
     allows: Callable[[Any], bool]
 
 
+def _one_of(names: Iterable[str]) -> Bound:
+    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
+
+
 _AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
 Count = Annotated[int, Bound("at least 1", lambda x: 1 <= x < math.inf)]
 CountOr0 = Annotated[int, _AT_LEAST_0]
@@ -25,6 +32,10 @@ Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
 NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Size = Annotated[str, _one_of(SIZES)]
+Condition = Annotated[str, _one_of(CONDITIONS)]
+ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
+FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
 
 # Settings of TorchTitan's that this plugin does not read: a pattern of their names, and what to do instead. Only TorchTitan's
 # default is accepted, for it changes nothing.
@@ -97,7 +108,7 @@ class Model:
     """[model]: the size. `flavor` names a row of the table of sizes; every number can be set on top of it."""
 
     name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
-    flavor: str = "debug"  # debug, 125M, 350M, 760M or 1.3B.
+    flavor: Size = "debug"  # debug, 125M, 350M, 760M or 1.3B.
     #: Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's.
     vocab_size: CountOr0 = 0
     dim: Count | None = None  # Width. Unset: as the size says. A head is dim / n_heads wide.
@@ -111,7 +122,7 @@ class Mixer:
 
     #: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
     #: s4d or s4d-rope.
-    condition: str = "interdomain"
+    condition: Condition = "interdomain"
     #: Key features and values as the input (true) or two generic projections (false). Unset: as the condition says.
     dual_input: bool | None = None
     query_readout: bool | None = None  # Query-conditioned readout (true) or learned linear contraction (false).
@@ -131,14 +142,14 @@ class Mixer:
     a_init: str | None = None  # How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
     #: How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
     #: All compute the same function.
-    backend: str = "auto"
+    backend: ScanBackend = "auto"
     #: Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
     #: layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
     #: auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same.
     recompute: Literal["auto", True, False] = "auto"
     #: How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
     #: the same function.
-    features: str = "auto"
+    features: FeaturesBackend = "auto"
 
 
 @dataclass

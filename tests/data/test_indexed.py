@@ -1,6 +1,6 @@
 """Megatron's .bin/.idx shards: the bytes, damage of every kind, and writers that die."""
 
-import errno
+import re
 import struct
 import subprocess
 import sys
@@ -79,7 +79,7 @@ def hand_built(prefix, code, documents, dtype=None):
     return prefix
 
 
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("code", DTYPES)
 def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, code):
     dataset = IndexedDataset(hand_built(tmp_path / "a", code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
     assert (len(dataset), dataset.num_tokens) == (3, 6)
@@ -100,7 +100,7 @@ def test_documents_in_another_order(tmp_path):
     index = bytearray(path.read_bytes())
     index[-32:-16] = struct.pack("<qq", 2, 1)
     path.write_bytes(index)
-    with pytest.raises(ValueError, match=r"damaged: its documents must follow one another, .* begin at \[0, 2, 1, 3\]"):
+    with pytest.raises(ValueError, match="follow one another"):
         IndexedDataset(tmp_path / "a").document_starts(0, 4)
 
 
@@ -111,82 +111,55 @@ def test_empty_shard(tmp_path):
     dataset.verify()
 
 
-@pytest.mark.parametrize("code", [6, 7, 0, 9])
-def test_refuses_what_are_not_token_ids(tmp_path, code):
-    with pytest.raises(ValueError, match=f"dtype code {code}"):
-        IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype=DTYPES.get(code, "<u2")))
-
-
-def test_refuses_multimodal(tmp_path):
-    write(tmp_path / "a")
-    with open(tmp_path / "a.idx", "ab") as f:
+def test_refuses_what_are_not_text_tokens(tmp_path):
+    for code in (6, 7, 0, 9):
+        with pytest.raises(ValueError, match=f"dtype code {code}"):
+            IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype="<u2"))
+    write(tmp_path / "b")
+    with open(tmp_path / "b.idx", "ab") as f:
         f.write(bytes(3))
     with pytest.raises(NotImplementedError, match="multimodal"):
-        IndexedDataset(tmp_path / "a")
+        IndexedDataset(tmp_path / "b")
 
 
 def test_every_truncation_is_refused(tmp_path):
     write(tmp_path / "a")
     for suffix in (".idx", ".bin"):
         path = tmp_path / f"a{suffix}"
-        whole = path.read_bytes()
-        for size in range(len(whole)):
-            path.write_bytes(whole[:size])
-            with pytest.raises(ValueError, match=r"truncated|documents must span") as e:
+        data = path.read_bytes()
+        for size in range(len(data)):
+            path.write_bytes(data[:size])
+            with pytest.raises(ValueError, match=re.escape(str(path))):
                 IndexedDataset(tmp_path / "a")
-            assert str(path) in str(e.value)
-            assert "prepare it again" in str(e.value)
-        path.write_bytes(whole + b"xx")
-        with pytest.raises(ValueError, match="damaged") as e:
+        path.write_bytes(data + b"xx")
+        with pytest.raises(ValueError, match="damaged"):
             IndexedDataset(tmp_path / "a")
-        path.write_bytes(whole)
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing"):
+            IndexedDataset(tmp_path / "a")
+        path.write_bytes(data)
     IndexedDataset(tmp_path / "a")
 
 
-def test_truncation_says_both_sizes(tmp_path):
-    write(tmp_path / "a")
-    path = tmp_path / "a.bin"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="describes 20 bytes, the file has 16"):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"a\.idx is missing\. A shard is a \.bin and an \.idx"):
-        IndexedDataset(tmp_path / "a")
-    for suffix, other in ((".idx", ".bin"), (".bin", ".idx")):
-        write(tmp_path / f"x{suffix}")
-        (tmp_path / f"x{suffix}{suffix}").unlink()
-        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing \(.*{other} is there without it"):
-            IndexedDataset(tmp_path / f"x{suffix}")
-
-
 @pytest.mark.parametrize(
-    ("at", "data", "message"),
-    [
-        (0, b"X", "not a Megatron index"),
-        (9, b"\2", "version 2"),
-        (26, b"\1", "damaged|truncated"),
-        (34 + 12 * 3, b"\1", "documents must span"),
-        (34 + 4 * 3 + 8 * 2, b"\1", "truncated|damaged"),
-    ],
+    ("at", "data"), [(0, b"X"), (9, b"\2"), (26, b"\1"), (34 + 4 * 3 + 8 * 2, b"\1"), (34 + 12 * 3, b"\1")]
 )
-def test_damaged_index(tmp_path, at, data, message):
+def test_damaged_index(tmp_path, at, data):
     write(tmp_path / "a")
     path = tmp_path / "a.idx"
-    whole = bytearray(path.read_bytes())
-    whole[at : at + len(data)] = data
-    path.write_bytes(whole)
-    with pytest.raises(ValueError, match=message):
+    index = bytearray(path.read_bytes())
+    index[at : at + len(data)] = data
+    path.write_bytes(index)
+    with pytest.raises(ValueError, match=r"a\.idx"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_verify_reads_the_whole_index(tmp_path):
+def test_verify_reads_all_of_the_index(tmp_path):
     write(tmp_path / "a")
     path = tmp_path / "a.idx"
-    whole = bytearray(path.read_bytes())
-    whole[34] += 1  # the first length: no size changes
-    path.write_bytes(whole)
+    index = bytearray(path.read_bytes())
+    index[34] += 1  # the first length: no size changes
+    path.write_bytes(index)
     dataset = IndexedDataset(tmp_path / "a")
     with pytest.raises(ValueError, match="back to back"):
         dataset.verify()
@@ -203,35 +176,6 @@ def test_writer_never_overwrites(tmp_path):
     write(tmp_path / "a")
     with pytest.raises(FileExistsError, match="already"):
         IndexedDatasetWriter(tmp_path / "a", 2000)
-
-
-class FullDisk:
-    """A file on a disk with room for `room` more bytes."""
-
-    def __init__(self, file, room):
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
-def test_full_disk_leaves_nothing(tmp_path):
-    def fill():
-        with IndexedDatasetWriter(tmp_path / "a", 2000) as writer:
-            writer._bin = FullDisk(writer._bin, 15)
-            for document in DOCUMENTS:
-                writer.add_document(document)
-
-    with pytest.raises(OSError, match=r"shard .*a failed after 5 tokens: No space left") as e:
-        fill()
-    assert e.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
 
 
 LIMITED = """

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -50,38 +48,21 @@ def start(tmp_path, job, monkeypatch):
     return start
 
 
-def python_reader(folder):
-    """TensorBoard as it reads where its fast reader has no build (aarch64)."""
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
-    multiplexer.Reload()
-    return MultiplexerDataProvider(multiplexer, str(folder)), lambda: None
-
-
-def fast_reader(folder):
-    """The reader that TensorBoard prefers where it has one: a process that it asks over gRPC."""
+@pytest.fixture
+def shown(tmp_path):
+    """shown(): {run: {tag: {step: value}}} as TensorBoard draws it, by its own process, which it is asked for over gRPC."""
     try:
         binary = server_ingester.get_server_binary()
     except server_ingester.NoDataServerError:
         pytest.skip("no tensorboard-data-server for this machine")
-    server = server_ingester.SubprocessServerDataIngester(
-        server_binary=binary,
-        logdir=str(folder),
-        reload_interval=0,
-        channel_creds_type=ChannelCredsType.LOCAL,
-    )
-    server.start()
-    return server.data_provider, server._stdin_handle.close
-
-
-@pytest.fixture(params=[python_reader, fast_reader])
-def shown(request, tmp_path):
-    """shown(): {run: {tag: {step: value}}} as TensorBoard would draw it."""
-    ends = []
+    channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
+    server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(tmp_path), **channel)
 
     def shown():
-        provider, end = request.param(tmp_path)
-        ends.append(end)
-        runs = provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000)
+        server.start()
+        runs = server.data_provider.read_scalars(
+            RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000
+        )
         drawn = {}
         for run, tags in runs.items():
             for tag, points in tags.items():
@@ -90,8 +71,7 @@ def shown(request, tmp_path):
         return drawn
 
     yield shown
-    for end in ends:
-        end()
+    server._stdin_handle.close()
 
 
 def test_steps_run_again_replace_the_old_ones(start, shown):

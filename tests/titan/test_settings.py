@@ -58,10 +58,10 @@ def test_every_setting_of_torchtitan_is_read_or_refused():
 
 
 REFUSED = {
-    "unknown condition": ({"mixer__condition": "s4"}, "mixer.condition = 's4'", "softmax, interdomain,"),
-    "unknown size": ({"model__flavor": "7B"}, "model.flavor = '7B'", "debug, 125M, 350M, 760M, 1.3B"),
-    "unknown backend": ({"mixer__backend": "cuda"}, "mixer.backend = 'cuda'", "auto, chunkwise,"),
-    "unknown features": ({"mixer__features": "cuda"}, "mixer.features = 'cuda'", "auto, triton, torch"),
+    "unknown condition": ({"mixer__condition": "s4"}, "mixer.condition must be one of softmax, interdomain,", "got s4"),
+    "unknown size": ({"model__flavor": "7B"}, "model.flavor must be one of debug, 125M, 350M, 760M, 1.3B", "7B"),
+    "unknown backend": ({"mixer__backend": "cuda"}, "mixer.backend must be one of auto, chunkwise,"),
+    "unknown features": ({"mixer__features": "cuda"}, "mixer.features must be one of auto, triton, torch"),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
     "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no such switch"),
     "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "[1, 2, 4]"),

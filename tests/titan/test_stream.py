@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interdomain.data import load_tokenizer
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 
 from .conftest import refusal
 from .test_data import VALIDATOR, FixedValidator, build, parse, take
@@ -62,10 +62,10 @@ def test_a_stream_continues_where_it_stopped_and_not_otherwise(folder, corpus, a
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data__corpus": "somewhere"}, "takes the place of data.corpus"),
-        ({"data__reset_state_at_documents": True}, "has no data.weights or data.reset_state"),
-        ({"data__tokenizer": ""}, "set data.tokenizer"),
-        ({"validation__enable": True}, "a stream has no validation split"),
+        ({"data__corpus": "somewhere"}, "Leave out data.corpus"),
+        ({"data__reset_state_at_documents": True}, "data.weights and data.reset_state"),
+        ({"data__tokenizer": ""}, "it needs data.tokenizer"),
+        ({"validation__enable": True}, "data.validation_corpus where validation.enable"),
         ({"data__stream": "no/such-folder:x:y:z"}, "is no dataset: it must read"),
     ],
 )
@@ -82,7 +82,7 @@ def test_validation_on_a_prepared_corpus(folder, corpus, alone):
 RANKS = """
 import hashlib, sys, torch.distributed as dist
 from interdomain.data import load_tokenizer
-from interdomain.titan.stream import StreamLoader
+from interdomain.titan.dataloader import StreamLoader
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 def loader():
