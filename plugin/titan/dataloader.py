@@ -35,7 +35,7 @@ class PackedLoader(BaseDataLoader):
     """Endless batches, in pinned memory where there is a GPU.
 
     Micro-batch i of all ranks together is the next `local_batch * ranks` global samples; rank r takes the r-th run of
-    `local_batch` of them. A step's samples therefore depend on the global batch size alone. The whole state is the number of
+    `local_batch` of them. A step's samples therefore depend on the global batch size alone. The state is the number of
     samples that all ranks together were handed, and a fingerprint of the data and its order, so a run continues with the same
     batches on any number of ranks. torchdata reads ahead in a thread (worker processes would cost more than they save: a
     window is a copy out of mapped memory).

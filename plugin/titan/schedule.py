@@ -68,8 +68,7 @@ def _in_steps(section: str, name: str, settings: Any, default: int, in_steps: Ca
 def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:
     """step (0-based) -> multiple of the peak rate: TorchTitan's shapes, and the floor exactly at the schedule's last step.
 
-    TorchTitan reaches its floor one step after the last, lest that one be wasted on a rate of 0; so it is here where the
-    floor is 0.
+    Where the floor is 0, it is reached one step after the last, as TorchTitan does: no step is wasted on a rate of 0.
 
     Args:
         config: settings [lr_scheduler].

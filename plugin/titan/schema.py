@@ -250,7 +250,7 @@ class Parallelism:
 
 @dataclass
 class Checkpoint:
-    """[checkpoint]: the last one can be continued from, as every other; one that does not read back whole is skipped."""
+    """[checkpoint]: the last one can be continued from, as every other; a damaged one is skipped."""
 
     enable: bool = False  # Save checkpoints, and continue from the last.
     folder: str = "checkpoint"  # Folder of the checkpoints, in the dump folder.

@@ -60,8 +60,10 @@ def run(job: JobConfig) -> None:
     trainer = InterdomainTrainer(job)
     try:
         trainer.train()
-    finally:
+    except Exception:
         trainer.close()
+        raise
+    trainer.close()
     dist.destroy_process_group()
 
 
@@ -162,7 +164,7 @@ class InterdomainTrainer(Trainer):
         """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
 
         Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then
-        every rank holds them whole, in float32: 4 bytes per parameter, whatever the number of ranks.
+        every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
 
         data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
         """
