@@ -66,22 +66,16 @@ class InterdomainMetrics(MetricsProcessor):
             self.run_log.begin(first_step, self.tokens_at)
         self.began = True
 
-    def log(
-        self,
-        step: int,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        extra_metrics: dict[str, Any] | None = None,
-    ) -> None:
+    def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
+        """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
         config, model = self.job_config.metrics, self.model_parts[0]
         seconds, waited = time.perf_counter() - self.time_last_log, _slowest(sum(self.data_loading_times))
         steps = len(self.data_loading_times) / self.plan.accumulation  # since that time
         extra = {
-            **(extra_metrics or {}),
             "n_tokens_seen": self.tokens_at(step),
-            "loss_metrics/perplexity": perplexity(global_avg_loss),
-            "loss_metrics/spike": self.spikes(global_avg_loss),
+            "loss_metrics/perplexity": perplexity(loss),
+            "loss_metrics/spike": self.spikes(loss),
+            "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
             **gradient_norms(model, grad_norm, self.job_config.training.max_norm),
             **self.optimizers.guard.scalars(),
@@ -94,10 +88,10 @@ class InterdomainMetrics(MetricsProcessor):
         if self.run_log and self._due(step, config.histogram_freq):
             for tag, values in histograms(model).items():
                 self.run_log.histogram(tag, values, step)
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
         limit = self.job_config.training.max_skipped_steps
-        self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
+        self.optimizers.guard.stop_if_repeated(limit, step, loss, grad_norm)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         self._begin(step + 1)  # a start may begin with a missed validation

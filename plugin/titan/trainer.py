@@ -124,14 +124,7 @@ class InterdomainTrainer(Trainer):
             base_folder=config.job.dump_folder,
         )
         if config.validation.enable:
-            self.validator = FixedValidator(
-                job_config=config,
-                rank=rank,
-                ranks=plan.data_ranks,
-                parallel_dims=self.parallel_dims,
-                metrics_processor=self.metrics_processor,
-                checkpoints=self.checkpointer,
-            )
+            self.validator = FixedValidator(config, rank, plan.data_ranks, self.metrics_processor, self.checkpointer)
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
     def _settle(self) -> None:
@@ -198,8 +191,7 @@ class InterdomainTrainer(Trainer):
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks, mesh)
-        extra = {"lr": self.optimizers.rates["main"]}
-        self.metrics_processor.log(self.step, mean, worst, norm.item(), extra_metrics=extra)
+        self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:
         """TorchTitan asks this between any two steps, after what it saves there."""

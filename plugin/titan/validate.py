@@ -16,7 +16,7 @@ from .checkpoint import SelfDescribingCheckpoints
 from .data_folders import open_dataset
 from .device import device_here
 from .errors import one_paragraph
-from .host import IGNORE_INDEX, BaseValidator, ParallelDims, dist_sum, logger
+from .host import IGNORE_INDEX, BaseValidator, dist_sum, logger
 from .metrics import InterdomainMetrics, perplexity
 
 
@@ -27,7 +27,7 @@ class FixedValidator(BaseValidator):
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        checkpoints: results are written beside them.
+        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
     """
 
     job_config: Any
@@ -35,17 +35,14 @@ class FixedValidator(BaseValidator):
     @one_paragraph
     def __init__(
         self,
-        *,
         job_config: Any,
         rank: int,
         ranks: int,
-        parallel_dims: ParallelDims,
-        metrics_processor: InterdomainMetrics,
+        metrics: InterdomainMetrics,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
         super().__init__(job_config)
-        self.checkpoints, self.metrics_processor = checkpoints, metrics_processor
-        self.parallel_dims, self.rank, self.ranks = parallel_dims, rank, ranks
+        self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
         self.dataset = open_dataset(job_config, "validation")
         config = job_config.validation
         self.windows = len(self.dataset)
@@ -78,7 +75,7 @@ class FixedValidator(BaseValidator):
             )
             return
         logger.info("step %d was saved and not validated: validating it now", step)
-        self.metrics_processor.time_last_log = time.perf_counter()
+        self.metrics.time_last_log = time.perf_counter()
         self.validate(model_parts, step)
 
     def _batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -110,10 +107,10 @@ class FixedValidator(BaseValidator):
         for inputs, labels in self._batches():
             loss += model(inputs.pop("input"), **inputs, labels=labels)
             tokens += (labels != IGNORE_INDEX).sum()
-            self.metrics_processor.ntokens_since_last_log += labels.numel()
-        mesh = self.parallel_dims.get_optional_mesh("loss")
+            self.metrics.ntokens_since_last_log += labels.numel()
+        mesh = self.metrics.parallel_dims.get_optional_mesh("loss")
         mean = dist_sum(loss, mesh) / dist_sum(tokens, mesh)
-        self.metrics_processor.log_validation(mean, step, extra_metrics=self._readout_rms(model))
+        self.metrics.log_validation(mean, step, extra_metrics=self._readout_rms(model))
         self.checkpoints.note_validation(step, mean, perplexity(mean))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for module in model.modules():

@@ -20,7 +20,7 @@ from interdomain.tools import prepare_data
 
 from .conftest import TINY, flags, refusal
 
-VALIDATOR = {"ranks": 1, "rank": 0, "parallel_dims": None, "metrics_processor": None, "checkpoints": None}
+VALIDATOR = {"rank": 0, "ranks": 1, "metrics": None, "checkpoints": None}
 
 
 def parse(corpus, **settings):

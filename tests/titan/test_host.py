@@ -20,7 +20,7 @@ OVERRIDDEN = {
     SelfDescribingCheckpoints: "load dcp_save _async_wait _save_last_step _purge_stale_checkpoints",
     GroupedOptimizers: "step load_state_dict",
     GroupedSchedulers: "state_dict load_state_dict",
-    InterdomainMetrics: "should_log log log_validation",
+    InterdomainMetrics: "should_log log_validation",
     RunLog: "log close",
     FixedValidator: "should_validate validate",
     PackedLoader: "state_dict load_state_dict",

@@ -59,14 +59,14 @@ def slow(alone, monkeypatch):
         frequencies = [f"--metrics.log_freq={log_freq}", f"--metrics.mixer_freq={mixer_freq}"]
         this.job_config = read_job_config(["--job.config_file", str(TINY), *frequencies])
         this.plan = SimpleNamespace(tokens_per_step=512, steps=50, accumulation=2)
-        this.optimizers = SimpleNamespace(rates={}, guard=Guard())
+        this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
         this.model_parts, this.data_loading_times, this.time_last_log, this.resumed = [None], [], 0.0, (0, 0)
         this.spikes, this.run_log, this.began, this.life_signs_at, this.started = SpikeSign(), None, False, None, None
         for step in range(first, 51):
             now[0] += 2
             this.data_loading_times += [0.25, 0.25]  # two micro-batches
             if this.should_log(step):
-                this.log(step, 1.0, 1.0, 1.0)
+                this.log_step(step, 1.0, 1.0, 1.0)
             if step in validated:
                 now[0] += 100
                 this.log_validation(1.0, step)

@@ -25,7 +25,7 @@ def model():
 
 
 class Recorder:
-    ntokens_since_last_log = 0
+    ntokens_since_last_log, parallel_dims = 0, SimpleNamespace(get_optional_mesh=lambda name: None)
 
     def __init__(self):
         self.losses, self.extra = [], []
@@ -41,8 +41,7 @@ def validator(corpus, rank=0, ranks=1, **settings):
         job_config=job,
         rank=rank,
         ranks=ranks,
-        parallel_dims=SimpleNamespace(get_optional_mesh=lambda name: None),
-        metrics_processor=Recorder(),
+        metrics=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )
 
@@ -59,10 +58,10 @@ def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
     assert [len(labels) for _, labels in validating._batches()] == [3] * 6  # the last is filled up, with ignored labels
     for step in (1, 2):
         validating.validate([model], step)
-    first, second = validating.metrics_processor.losses
+    first, second = validating.metrics.losses
     assert first == second
     assert first == pytest.approx(plain_mean(model, corpus, WINDOWS), rel=1e-6)
-    assert validating.metrics_processor.extra[0].keys() == {f"mixer/layer_{i:02d}/readout_rms" for i in range(4)}
+    assert validating.metrics.extra[0].keys() == {f"mixer/layer_{i:02d}/readout_rms" for i in range(4)}
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -73,7 +72,7 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
         assert inputs["positions"].shape == inputs["input"].shape
     for validating in (apart, through):
         validating.validate([model], 1)
-    assert apart.metrics_processor.losses != through.metrics_processor.losses
+    assert apart.metrics.losses != through.metrics.losses
 
 
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus):
@@ -117,7 +116,7 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, mis
     validating.checkpoints.claim_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
-    losses = validating.metrics_processor.losses
+    losses = validating.metrics.losses
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in losses]
     assert len(losses) == validated
     shape_forbids = (step, settings["validation__local_batch_size"]) == (3, 4)
