@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._supervise import CONTINUE, INTERRUPTED, REFUSED
+from ._torchrun import CONTINUE, INTERRUPTED, REFUSED
 
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
@@ -83,7 +83,7 @@ class Allocation:
             # Not --kill-on-bad-exit: a node that leaves first must not end the others while they save.
             *("--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}"),
             *shlex.split(self.site.get("INTERDOMAIN_SRUN")),
-            *(python, "-m", "interdomain.tools._node", str(self.ranks)),
+            *(python, "-m", "interdomain.tools._torchrun", str(self.ranks)),
             *torchrun,
         ]
 
@@ -206,7 +206,7 @@ def _least(name: str) -> int:
 
 
 def run(command: list[str], site: Site) -> int:
-    """Run srun to its end and return its status, the highest of the nodes'; after a signal what supervise says: CONTINUE,
+    """Run srun to its end and return its status, the highest of the nodes'; after a signal what `_torchrun.run` says: CONTINUE,
     unless it is 0, or REFUSED on all nodes.
 
     SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it

@@ -18,7 +18,8 @@ from .conftest import HERE, flags, refusal, torchrun
 
 pytestmark = pytest.mark.e2e
 
-ONE = ("--local-ranks-filter", "0")  # one rank's lines on the console
+# One rank's lines on the console; a refusal is not tried again.
+ONE = ("--local-ranks-filter", "0", "--max-restarts", "1")
 
 
 def train(ranks, plan, *arguments, entry=None, **options):
@@ -178,7 +179,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
     done = train(2, tmp_path / "plan.json", *flags(corpus, tmp_path, **settings), preexec_fn=small_files)
     assert "Training starts at step 4" in done.stdout + done.stderr
     assert_one_paragraph(
-        done, "The disk is full: saving", "step-4 failed (File too large)", "whole checkpoint is step 3"
+        done, "The disk is full: saving", "step-4 failed (File too large)", "complete checkpoint is step 3"
     )
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-5"]
     kept, original = (folder / "checkpoint" / "step-3" for folder in (tmp_path, stock[1]))

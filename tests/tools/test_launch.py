@@ -82,7 +82,7 @@ def test_killed_ranks_are_restarted(capsys):
 
 
 def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "supervise", lambda *a, **k: pytest.fail("a dry run started a process"))
+    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("a dry run started a process"))
     code, _, _ = dry(capsys, "--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus"))
     assert code == 0
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +101,7 @@ def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
     ],
 )
 def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, argv, said):
-    monkeypatch.setattr(launch, "supervise", lambda *a, **k: pytest.fail("started a run that cannot work"))
+    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("started a run that cannot work"))
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
     code = launch.main(["--job.dump_folder", str(tmp_path / "out"), *argv])
     err = capsys.readouterr().err

@@ -5,13 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.tools import _node, _slurm, launch
+from interdomain.tools import _slurm, _torchrun, launch
 
 from .. import slurm_stand_in
 
@@ -40,7 +39,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert "INTERDOMAIN_" not in rows["site"]
     assert rows["of its own"].startswith("PET_RDZV_CONF=is_host=true on nid001,")
     command = shlex.split(rows["command"])
-    node = command.index("interdomain.tools._node")
+    node = command.index("interdomain.tools._torchrun")
     assert command[0] == "srun"
     own, torchrun = command[1 : node - 2], command[node + 1 :]
     assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none"} <= {*own}
@@ -134,11 +133,11 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     ("signals", "status", "said"),
     [
         ([], 1, 1),
-        (["SIGUSR1"], 137, _slurm.CONTINUE),
+        (["SIGUSR1"], 137, _torchrun.CONTINUE),
         (["SIGTERM"], 0, 0),
-        (["SIGTERM"], _slurm.REFUSED, _slurm.REFUSED),  # a full disk, say: put back, the job would meet it again
+        (["SIGTERM"], _torchrun.REFUSED, _torchrun.REFUSED),  # a full disk, say: put back, the job would meet it again
         (["SIGINT"], 1, 1),  # srun shows where its nodes stand, and goes on
-        (["SIGINT", "SIGINT"], 130, _slurm.INTERRUPTED),
+        (["SIGINT", "SIGINT"], 130, _torchrun.INTERRUPTED),
     ],
 )
 def test_what_srun_s_end_means(slurm, signals, status, said):
@@ -160,41 +159,10 @@ def test_every_site_reads_and_says_where_it_is_from():
 @pytest.mark.parametrize("site", ["plain", "isambard-ai", "alps"])
 def test_torchrun_takes_what_it_is_given(slurm, site):
     slurm("a", "b")
-    given = launch.torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
+    given = _torchrun.torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
     args = get_args_parser().parse_args(given[given.index("torch.distributed.run") + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "4", 3)
     assert args.numa_binding == (None if site == "plain" else "node")
-
-
-@pytest.mark.parametrize("found", [None, "numactl"])
-def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
-    """torchrun would end with an exception."""
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(_node.shutil, "which", lambda name: found)
-    monkeypatch.setattr(_node, "supervise", lambda command, environment: command)
-    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "interdomain.titan.entry"]
-    left_out = [flag for flag in given if flag not in _node.main(["4", *given])]
-    assert left_out == ([] if found else ["--numa-binding=node"])
-    assert ("--numa-binding=node is left out" in capsys.readouterr().err) == (not found)
-
-
-def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(_node, "supervise", lambda command, environment: environment)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    found = _node.main(["4", "python"])
-    folder = Path(found["TRITON_CACHE_DIR"]).parent
-    assert folder == Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent
-    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")  # as somebody else could, where all can write
-    assert _node.main(["4", "python"]) == 2
-    assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, "mine")
-    assert _node.main(["4", "python"])["TRITON_CACHE_DIR"] == "mine"
 
 
 def test_the_example_of_a_batch_script_calls_what_exists():
@@ -212,11 +180,11 @@ def test_the_example_of_a_batch_script_calls_what_exists():
     [
         (0, 0, None, False),
         (1, 0, None, False),
-        (launch.CONTINUE, 0, None, True),
-        (launch.CONTINUE, 12, "12", True),
-        (launch.CONTINUE, 2, "1", False),  # SLURM has started the job once more since
-        (launch.CONTINUE, 12, "1", False),
-        (launch.CONTINUE, None, "1", False),  # nobody answers: the node is cut off
+        (_torchrun.CONTINUE, 0, None, True),
+        (_torchrun.CONTINUE, 12, "12", True),
+        (_torchrun.CONTINUE, 2, "1", False),  # SLURM has started the job once more since
+        (_torchrun.CONTINUE, 12, "1", False),
+        (_torchrun.CONTINUE, None, "1", False),  # nobody answers: the node is cut off
     ],
 )
 def test_the_batch_script_puts_back_the_job_that_it_is_a_start_of(
