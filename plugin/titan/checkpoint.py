@@ -54,26 +54,16 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
     """The record that every checkpoint of this run carries."""
+    of_the_plan = ("seed", "precision", "seq_len", "global_batch", "tokens_per_step")
+    run = {name: getattr(plan, name) for name in of_the_plan}
     return {
         "format_version": SIDECAR_VERSION,
         "model": plan.config.to_dict(),
         "size": plan.cell.size,
         "condition": plan.cell.condition,
-        "run": {
-            "seed": plan.seed,
-            "precision": plan.precision,
-            "seq_len": plan.seq_len,
-            "global_batch": plan.global_batch,
-            "tokens_per_step": plan.tokens_per_step,
-            "planned_steps": plan.steps,
-            "data_fingerprint": dataset_fingerprint,
-        },
+        "run": {**run, "planned_steps": plan.steps, "data_fingerprint": dataset_fingerprint},
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
-        "versions": {
-            "interdomain": interdomain.__version__,
-            "torch": torch.__version__,
-            "torchtitan": VERSION,
-        },
+        "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
     }
 
 
@@ -126,12 +116,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 raise
             if dist.get_rank() == 0:
                 shutil.rmtree(self.saving, ignore_errors=True)
-            last = max(finished_steps(Path(self.folder)), default=None)
-            left = "There is no earlier checkpoint" if last is None else f"The last complete checkpoint is step {last}"
+            last = max(finished_steps(Path(self.folder)), default="none")
             stop(
-                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. "
-                f"{left} in {self.folder}. Free some space (checkpoint.keep_latest_k limits how many are kept), then start "
-                "the same command again: it continues from there."
+                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. The last "
+                f"complete checkpoint is step {last}. Free some space (checkpoint.keep_latest_k limits how many are kept), "
+                "then start the same command again: it continues from there."
             )
 
     @one_paragraph
@@ -261,12 +250,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     @one_paragraph
     def _find_resume_point(self, step: int) -> ResumePoint | None:
         """What all ranks load; None: there is nothing."""
-        settings = {
-            "initial": self.initial_load_path,
-            "exclude": self.excluded_parts,
-            "data": self.record["run"].get("data_fingerprint"),
-            "saving": not self.load_only,
-        }
+        settings = {"initial": self.initial_load_path, "exclude": self.excluded_parts, "saving": not self.load_only}
+        settings["data"] = self.record["run"].get("data_fingerprint")
         return on_rank_0(lambda: find_resume_point(Path(self.folder), step, **settings))
 
     def _load(self, point: ResumePoint) -> None:
@@ -275,7 +260,10 @@ class SelfDescribingCheckpoints(CheckpointManager):
         index = parse_index(point.index, folder)
         self._require_same_model(folder, index, point.record)
         if self.checksums:
-            self._check_bytes(folder, index)
+            damaged = [None] * dist.get_world_size()
+            dist.all_gather_object(damaged, altered_entry(folder, index, dist.get_rank(), len(damaged)))
+            if any(damaged):
+                raise Unreadable(next(filter(None, damaged)))
         ours = point.latest or point.goes_back
         seed = step_of(folder) == 0  # a seed checkpoint holds a model alone
         states = self._states_to_load(seed if ours else self.initial_load_model_only)
@@ -295,12 +283,6 @@ class SelfDescribingCheckpoints(CheckpointManager):
     @one_paragraph
     def _require_same_model(self, folder: Path, index: Metadata, record: dict) -> None:
         require_same_model(folder, index, record, self.record["model"], self.states[MODEL].state_dict())
-
-    def _check_bytes(self, folder: Path, index: Metadata) -> None:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, altered_entry(folder, index, dist.get_rank(), len(found)))
-        if reason := next(filter(None, found), None):
-            raise Unreadable(reason)
 
     def _continue_counting(self, record: dict) -> None:
         """Tokens and skipped steps go on from the checkpoint's. The schedule counts steps, whatever their tokens."""

@@ -77,7 +77,11 @@ def find_resume_point(
     """
     latest = _latest(folder, above=step) if saving or step == -1 else None
     if step != -1 and (latest is None or latest.record.get("branched_from") != step):
-        point = ResumePoint(folder / f"step-{step}", *_require(folder, step), exclude, step, goes_back=True)
+        path = folder / f"step-{step}"
+        if not is_finished(path):
+            others = ", ".join(map(str, sorted(finished_steps(folder)))) or "none"
+            raise ValueError(f"checkpoint.load_step = {step}: {path} is no complete checkpoint. There are: {others}.")
+        point = ResumePoint(path, *read_checked(path), exclude, step, goes_back=True)
     elif latest is None:
         if not initial:
             return None
@@ -123,18 +127,6 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
             "to start from the beginning."
         )
     return None
-
-
-def _require(folder: Path, step: int) -> tuple[bytes, dict]:
-    try:
-        return read_checked(folder / f"step-{step}")
-    except WrittenByNewerPyTorch:
-        raise
-    except ValueError as e:
-        others = ", ".join(str(other) for other in sorted(finished_steps(folder)) if other != step) or "none"
-        raise ValueError(
-            f"checkpoint.load_step = {step} cannot be loaded: {e} Others in {folder}: {others}; -1 is the latest."
-        ) from e
 
 
 def _not_yet_excluded(latest: ResumePoint, exclude: list[str], data: str | None) -> list[str]:

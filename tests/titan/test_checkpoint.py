@@ -208,7 +208,7 @@ def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
     for step, said in (
         (3, "its shard __0_0.distcp has"),
         (2, "do not match their checksum"),
-        (5, "checkpoint: 1, 2, 3"),
+        (5, "There are: 1, 2, 3"),
     ):
         error = refusal(capsys, new(load_only=True).load, step)
         assert said in error
