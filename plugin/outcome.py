@@ -19,4 +19,4 @@ def tell_launcher(outcome: str) -> None:
 def launcher_has_ended() -> bool:
     """Whether the launcher that started this rank is no more."""
     path = os.environ.get(OUTCOME)
-    return bool(path) and not os.path.exists(path)
+    return bool(path) and not os.path.isdir(os.path.dirname(os.path.dirname(path)))  # /proc/PID

@@ -31,6 +31,7 @@ def stop(message: str) -> NoReturn:
     tell_launcher(STOPPED)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.kill(os.getppid(), signal.SIGTERM)
+        signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit
     raise SystemExit(1)
 
 

@@ -20,7 +20,8 @@ def test_rank_0_speaks_at_once_and_others_only_if_they_are_left_alone(rank, begi
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setattr(errors.os, "kill", lambda *to: ended.append(to))
-    monkeypatch.setattr(errors.signal, "signal", lambda *_: None)
+    for name in ("signal", "alarm"):
+        monkeypatch.setattr(errors.signal, name, lambda *_: None)
     with pytest.raises(SystemExit) as end:
         errors.stop("the disk is full")
     assert end.value.code == 1
