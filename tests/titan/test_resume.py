@@ -15,11 +15,11 @@ def checkpoint(runs, name, step):
 
 
 def test_twice_three_steps_are_six_to_the_bit(one):
-    whole, rest = one.seen("interdomain")["log"], one.seen("second half")["log"]
+    full, rest = one.seen("interdomain")["log"], one.seen("second half")["log"]
     assert list(rest) == [4, 5, 6]
     for step, log in rest.items():
         for quantity in ("loss", "grad_norm", "lr/main", "lr/ssm", "n_tokens_seen"):
-            assert log[quantity] == whole[step][quantity], (step, quantity)
+            assert log[quantity] == full[step][quantity], (step, quantity)
 
 
 def test_their_checkpoints_hold_the_same_bits(one):
@@ -38,12 +38,12 @@ def test_their_checkpoints_hold_the_same_bits(one):
 @pytest.mark.parametrize("ranks", ["one", "four"])
 def test_a_run_of_two_ranks_continues_on_others(two, ranks, request):
     runs = request.getfixturevalue(ranks)
-    whole, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
+    full, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
     assert list(rest) == [4, 5, 6]
     for step, log in rest.items():
         assert log["n_tokens_seen"] == 512 * step
         for quantity in ("loss", "grad_norm"):
-            assert log[quantity] == pytest.approx(whole[step][quantity], rel=1e-5)
+            assert log[quantity] == pytest.approx(full[step][quantity], rel=1e-5)
     assert runs.samples("after two") == two.samples("interdomain")[3:]
 
 
