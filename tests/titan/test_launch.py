@@ -18,7 +18,8 @@ from .conftest import HERE, flags, refusal, torchrun
 
 pytestmark = pytest.mark.e2e
 
-ONE = ("--local-ranks-filter", "0")  # one rank's lines on the console
+# One rank's lines on the console; a refusal is not tried again.
+ONE = ("--local-ranks-filter", "0", "--max-restarts", "1")
 
 
 @pytest.fixture(scope="session")
