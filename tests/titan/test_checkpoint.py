@@ -8,7 +8,6 @@ import errno
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -364,7 +363,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
         run.manager.save_future.set_exception(CheckpointException("write", {1: (failure, None)}))
         error = refusal(capsys, run.manager._async_wait)
     else:
-        monkeypatch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(FULL))
+        monkeypatch.setattr(run.manager.tokenizer, "write", lambda folder: (_ for _ in ()).throw(FULL))
         error = refusal(capsys, run.save, 5)
     assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
     assert names(folder) == ["step-1", "step-2", "step-3"]
