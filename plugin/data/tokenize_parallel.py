@@ -94,8 +94,11 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part, max_bytes:
                     break
                 empty += not document.text
                 texts += [document.text] if document.text else []
-            for text, ids in zip(texts, tokenizer.encode_batch(texts, add_eos=True, num_threads=1), strict=True):
-                writers[in_validation(text, encoding.validation_fraction)].add_document(ids)
+            rows = tokenizer.encode_batch(texts, add_eos=True, num_threads=1)
+            splits = [in_validation(text, encoding.validation_fraction) for text in texts]
+            for split, writer in enumerate(writers):
+                mine = list(itertools.compress(rows, (split == own for own in splits)))
+                writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
     write_whole(record, json.dumps({"source_bytes": source_bytes, "empty": empty}).encode())
     return {"source_bytes": source_bytes, "empty": empty}
 
