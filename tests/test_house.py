@@ -112,7 +112,6 @@ ROOMS = {
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.bundle"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
-        *("pyarrow", "zstandard"),  # bench_data writes such files to read them
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
     },
 }
@@ -386,7 +385,6 @@ def test_tools_help(tool, capsys):
         ["evaluate", "x", "--out", "y"],
         ["convert", "x", "y", "--output", "z"],
         ["check-kernels", "--jobs", "2"],
-        ["bench data", "--processes", "2"],
         ["bench training", "--size", "debug"],
         ["count-memory", "--chunk", "32"],
     ],
