@@ -47,10 +47,8 @@ def make_problem(shape: Shape, device: torch.device) -> Problem:
 
 def ours(backend: str, recompute: bool = True) -> Callable[[Problem], Candidate]:
     def build(p: Problem) -> Candidate:
-        def forward():
-            return scan.interdomain_scan(**p.inputs, final_state=False, backend=backend, recompute=recompute)[0]
-
-        return Candidate(forward, list(p.inputs.values()), p.d_out)
+        how = dict(final_state=False, backend=backend, recompute=recompute)
+        return Candidate(lambda: scan.interdomain_scan(**p.inputs, **how)[0], list(p.inputs.values()), p.d_out)
 
     return build
 
@@ -58,11 +56,8 @@ def ours(backend: str, recompute: bool = True) -> Callable[[Problem], Candidate]
 def linear_readout(p: Problem) -> Candidate:
     """The core of the s4d conditions: 2d channels in, 2d out."""
     inputs, (d_out, _) = make_inputs(p.shape, torch.bfloat16, p.d_out.device, linear=True)
-
-    def forward():
-        return scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]
-
-    return Candidate(forward, list(inputs.values()), d_out)
+    how = dict(final_state=False, backend="chunkwise")
+    return Candidate(lambda: scan.linear_scan(**inputs, **how)[0], list(inputs.values()), d_out)
 
 
 def sdpa(backend: SDPBackend | None) -> Callable[[Problem], Candidate]:
@@ -123,7 +118,8 @@ def fla_gated_delta(p: Problem) -> Candidate:
 
 def mamba2(p: Problem) -> Candidate:
     """State-space duality with one group of B and C, state size M, on the values."""
-    _bare("mamba_ssm")
+    # Without what mamba_ssm's __init__ imports: that wants its CUDA extension, its Triton kernels do not.
+    sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm")))
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     s, v = p.shape, p.inputs["v"]
@@ -133,12 +129,6 @@ def mamba2(p: Problem) -> Candidate:
     B, C = (torch.randn(s.B, s.T, 1, s.M, generator=make, device=v.device).to(v.dtype) for _ in range(2))
     leaves = [v, *(x.requires_grad_() for x in (dt, A, B, C))]
     return Candidate(lambda: mamba_chunk_scan_combined(v, dt, A, B, C, chunk_size=256), leaves, p.d_out)
-
-
-def _bare(package: str) -> None:
-    """`package` without what its __init__ imports: mamba_ssm's wants its CUDA extension, its Triton kernels do not."""
-    if package not in sys.modules:
-        sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
 
 
 def _gate(p: Problem, *width: int) -> Tensor:
@@ -165,13 +155,14 @@ SDPA = {
     "sdpa-default": sdpa(None),
     "sdpa-efficient": sdpa(SDPBackend.EFFICIENT_ATTENTION),
 }
+FLA = ("flash-linear-attention", "fla-core")
 PEERS = {  # name: (package, its distributions, builder); those with the most kernels to tune come last
     "flash-attn-3": ("flash_attn_interface", ("flash-attn-3",), flash_attention("flash_attn_interface")),
     "flash-attn-2": ("flash_attn", ("flash-attn",), flash_attention("flash_attn")),
-    "fla-gated-delta": ("fla", ("flash-linear-attention", "fla-core"), fla_gated_delta),
-    "fla-simple-gla": ("fla", ("flash-linear-attention", "fla-core"), fla_simple_gla),
+    "fla-gated-delta": ("fla", FLA, fla_gated_delta),
+    "fla-simple-gla": ("fla", FLA, fla_simple_gla),
     "mamba2": ("mamba_ssm", ("mamba-ssm",), mamba2),
-    "fla-gla": ("fla", ("flash-linear-attention", "fla-core"), fla_gla),
+    "fla-gla": ("fla", FLA, fla_gla),
 }
 ATTENTION = (*SDPA, "flash-attn-3", "flash-attn-2")
 TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves, when first called: minutes

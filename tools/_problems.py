@@ -253,13 +253,3 @@ def attention_flops(shape: Shape) -> dict[str, int]:
     """FLOPs of causal softmax attention: two products over T (T + 1) / 2 pairs forward, five backward."""
     pair = 2 * shape.B * shape.H * shape.G * (shape.T * (shape.T + 1) // 2) * shape.d
     return {"forward": 2 * pair, "backward": 5 * pair, "both": 7 * pair}
-
-
-def step_bytes(B: int, H: int, d: int, M: int, width: int = 2) -> int:
-    """One token of one layer: the state read and written (fp32 pairs), half of W once for the batch, q, k, v in and o out."""
-    return B * H * (2 * 4 * 2 * M * 2 * d + 4 * d * width) + H * 4 * M * 2 * M
-
-
-def attention_step_bytes(B: int, H: int, d: int, length: int, width: int = 2) -> int:
-    """One token of softmax attention against a cache of `length` tokens: keys and values read, one of each written, q, o."""
-    return B * H * d * width * (2 * length + 2 + 2)

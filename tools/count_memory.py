@@ -35,10 +35,9 @@ from interdomain.model.config import PRECISIONS
 from interdomain.model.flops import memory_estimate
 from interdomain.model.generation import PREFILL_CHUNK, prefill
 
-from . import _inference_paper as paper
 from ._cli import argument_parser, user_errors
 from ._inference import model_bytes
-from .bench_inference import LONG_PROMPT
+from .bench_inference import GPU
 
 MODES = ("none", "selective", "full")  # of activation checkpointing
 BLOCK = 512  # bytes: PyTorch's allocator hands out multiples
@@ -202,7 +201,7 @@ def parse(argv) -> argparse.Namespace:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    prompts = [_prompt(p) for p in args.prompts] if args.prompts else [*paper.MEMORY, LONG_PROMPT]
+    prompts = [_prompt(p) for p in args.prompts] if args.prompts else GPU["prompts"]
     if args.prefill_chunk < 1:
         raise ValueError(f"--prefill-chunk must be at least 1: got {args.prefill_chunk}.")
     if args.training:
