@@ -8,17 +8,16 @@ GPU: a tiny model, labelled.
 
 import argparse
 import gzip
-import importlib.util
+import importlib
 import json
 import re
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +27,7 @@ from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
 
 # Imported where they are used: a machine that lacks one still gets the other parts.
-NEEDED = ("torchtitan", "torchdata", "tensorboard", "sentencepiece")
+NEEDED = ("tensorboard", "sentencepiece", "torchtitan", "torchdata")
 TAGS = {  # column: scalar of the run
     "tokens/s": "throughput(tps)",
     "TFLOP/s": "tflops",
@@ -38,7 +37,6 @@ TAGS = {  # column: scalar of the run
     "loss": "loss_metrics/global_avg_loss",
 }
 COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", *list(TAGS)[1:], "seconds", "remark"]
-CHECKPOINTING = ("none", "selective", "full")
 CASE_SECONDS = 75.0  # that a case may take, or 1.5 equal shares of what is left if that is more
 LAST_LINES = 40  # of a failed run's output, on standard error
 TRACED, TRACE_WARMUP = 3, 2  # steps
@@ -47,32 +45,25 @@ KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
 TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """CONDITION:compile|eager:none|selective|full[:kept]; `kept` is --mixer.recompute False."""
 
     condition: str
-    compiled: bool = True
+    mode: str = "compile"
     checkpointing: str = "selective"
     kept: bool = False
 
     def __str__(self) -> str:
-        mode = "compile" if self.compiled else "eager"
-        return ":".join([self.condition, mode, self.checkpointing, *(["kept"] if self.kept else [])])
+        return ":".join([*self[:3], *(["kept"] if self.kept else [])])
 
     @classmethod
-    def parse(cls, text: str, conditions) -> "Case":
+    def parse(cls, text: str, conditions: tuple[str, ...]) -> "Case":
         """Raises: ValueError with what is allowed."""
-        condition, *words = text.split(":")
-        choices = ("compile", "eager"), CHECKPOINTING, ("kept",)
-        good = condition in conditions and len(words) <= 3
-        if not good or any(word not in allowed for word, allowed in zip(words, choices, strict=False)):
-            raise ValueError(
-                f"--cases {text}: expected CONDITION[:compile|eager[:{'|'.join(CHECKPOINTING)}[:kept]]], CONDITION one of "
-                f"{', '.join(conditions)}."
-            )
-        mode, checkpointing, kept = (*words, *("compile", "selective", "")[len(words) :])
-        return cls(condition, mode == "compile", checkpointing, kept == "kept")
+        allowed = f"({'|'.join(conditions)})(?::(compile|eager))?(?::(none|selective|full))?(?::(kept))?"
+        if not (found := re.fullmatch(allowed, text)):
+            raise ValueError(f"--cases {text}: expected {cls.__doc__} CONDITION is one of {', '.join(conditions)}.")
+        condition, mode, checkpointing, kept = found.groups()
+        return cls(condition, mode or "compile", checkpointing or "selective", bool(kept))
 
 
 # A short time limit should not lose the first ones. Softmax before what is compared with it.
@@ -86,31 +77,32 @@ TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
 def flags(case: Case, args, data: Path, output: Path) -> list[str]:
     """Flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
-    return [
-        *("--job.dump_folder", str(output)),
-        *("--mixer.condition", case.condition),
-        *(("--mixer.recompute", "False") if case.kept else ()),
-        *("--data.corpus", str(data / "random"), "--data.tokenizer", str(data / "tokenizer.model")),
-        *("--training.seq_len", str(args.seq_len)),
-        *("--training.tokens", "0", "--training.steps", str(args.steps)),
-        *(f"--training.{batch}_batch_size={args.batch_size}" for batch in ("local", "global")),
-        *("--lr_scheduler.warmup_tokens", "0", "--lr_scheduler.warmup_steps", "1"),
-        "--compile.enable" if case.compiled else "--compile.no-enable",
-        *("--activation_checkpoint.mode", case.checkpointing),
-        *("--validation.no-enable", "--checkpoint.no-enable"),
-        "--metrics.enable_tensorboard",
-        *("--metrics.log_freq", str(args.log_freq), "--metrics.mixer_freq", "0", "--metrics.histogram_freq", "0"),
-        "--metrics.disable_color_printing",
-        *(PROFILER if args.trace else ()),
-        *(("--profiling.profile_freq", str(args.steps)) if args.trace else ()),
-        *args.train_flags,
-    ]
-
-
-PROFILER = (  # TorchTitan's own, on the last steps, after those that are timed
-    *("--profiling.enable_profiling", "--profiling.save_traces_folder", "traces"),
-    *("--profiling.profiler_active", str(TRACED), "--profiling.profiler_warmup", str(TRACE_WARMUP)),
-)
+    values = {
+        "job.dump_folder": output,
+        "mixer.condition": case.condition,
+        "data.corpus": data / "random",
+        "data.tokenizer": data / "tokenizer.model",
+        "training.seq_len": args.seq_len,
+        "training.tokens": 0,
+        "training.steps": args.steps,
+        "training.local_batch_size": args.batch_size,
+        "training.global_batch_size": args.batch_size,
+        "lr_scheduler.warmup_tokens": 0,
+        "lr_scheduler.warmup_steps": 1,
+        "activation_checkpoint.mode": case.checkpointing,
+        "metrics.log_freq": args.log_freq,
+        "metrics.mixer_freq": 0,
+        "metrics.histogram_freq": 0,
+        **({"mixer.recompute": False} if case.kept else {}),
+    }
+    switches = ["validation.no-enable", "checkpoint.no-enable", "metrics.enable_tensorboard"]
+    switches += ["metrics.disable_color_printing", "compile.enable" if case.mode == "compile" else "compile.no-enable"]
+    if args.trace:  # TorchTitan's own profiler, on the last steps, after those that are timed
+        switches += ["profiling.enable_profiling"]
+        values |= {"profiling.save_traces_folder": "traces", "profiling.profile_freq": args.steps}
+        values |= {"profiling.profiler_active": TRACED, "profiling.profiler_warmup": TRACE_WARMUP}
+    given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*(f"--{name}" for name in switches), *given, *args.train_flags]
 
 
 def top_kernels(trace: Path, steps: int = TRACED) -> list[dict]:
@@ -149,8 +141,7 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: float) -> dict:
     """One run from start to end: a row of the table."""
     command = launch.torchrun_command(str(config), flags(case, args, data, output), 1)
-    shown = shlex.join(command).replace(str(data.parent), "<temporary>").replace(str(config.parent), "train_configs")
-    row = {"case": str(case), "command": shown.replace(launch.python_here(), "python")}
+    row = {"case": str(case)}
     log, problem = data / "log.txt", None
     with open(log, "w") as f:
         env = launch.environment(1) | {"TQDM_DISABLE": "1"}
@@ -284,13 +275,13 @@ def main(argv=None) -> int:
 
 def absent(config: Path) -> str:
     """What training needs and this interpreter lacks; empty if nothing."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if not missing:
-        try:
-            vocabulary_of(config)  # what TorchTitan itself imports, some of it only to read a configuration
-        except ImportError as e:
-            missing = [e.name or str(e)]
-    return ", ".join(missing)
+    try:
+        for name in NEEDED:
+            importlib.import_module(name)
+        vocabulary_of(config)  # imports what TorchTitan itself imports, some of it only to read a configuration
+    except ImportError as e:
+        return e.name or str(e)
+    return ""
 
 
 def measure(
@@ -311,7 +302,7 @@ def measure(
             limit = min(before, max(CASE_SECONDS, 1.5 * before / (waiting - i)))
             row = run_case(case, args, config, data, folder / f"run{i}", limit)
             row["seconds"] = before - deadline.left
-        settings = case.compiled, case.checkpointing
+        settings = case[1:3]
         if case.condition == "softmax" and "tokens/s" in row:
             softmax.setdefault(settings, row["tokens/s"])
         row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))

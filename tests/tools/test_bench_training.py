@@ -43,8 +43,6 @@ def test_a_real_step(tmp_path, capsys):
     assert "MFU %" not in row  # of a CPU there is none
     assert str(tmp_path) not in json.dumps(contents)
     assert str(REPOSITORY) not in json.dumps(contents)
-    assert "-m interdomain.titan.entry train_configs/debug.toml" in row["command"]
-    assert row["command"].endswith("--mixer.backend chunkwise-torch")
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 cases measured; complete: wrote ")
 
 
@@ -164,7 +162,7 @@ def test_the_default_cases_can_be_planned(tmp_path):
         )
         assert job.mixer.condition == case.condition
         assert (job.mixer.recompute is False) is case.kept
-        assert job.compile.enable is case.compiled
+        assert job.compile.enable is (case.mode == "compile")
         assert job.activation_checkpoint.mode == case.checkpointing
         assert (job.checkpoint.enable, job.validation.enable) == (False, False)
         profiling = job.profiling
