@@ -1,7 +1,6 @@
 """What the benchmarks share: flags, the record of the machine, and results that grow row by row in JSON and Markdown."""
 
 import argparse
-import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -203,11 +202,10 @@ def show(value) -> str:
     """A figure in three or four digits; what does not exist is a dash."""
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
-    if isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, float):
         size = abs(value)
-        if size >= 10:
-            return f"{value:,.0f}" if size >= 100 else f"{value:.1f}"
-        return f"{value:.3f}" if size >= 0.01 or not size else f"{value:.1e}"
+        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
+        return format(value, digits)
     if isinstance(value, int):
         return f"{value:,}"
     return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
@@ -227,11 +225,8 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     record["CPU"] = f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
     record["Python"] = platform.python_version()
     record["PyTorch"] = torch.__version__
-    for name in PACKAGES:
-        try:
-            record[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            record[name] = "not installed"
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    record |= {name: installed.get(name, "not installed") for name in PACKAGES}
     record["commit"] = commit()
     return record
 
@@ -278,12 +273,8 @@ def _ptxas(capability: int) -> str:
 
 
 def _cpu_model() -> str:
-    """The processor's name. The kernel of an aarch64 machine has only numbers for it; lscpu knows the name."""
-    for read in (Path("/proc/cpuinfo").read_text, lambda: _output(["lscpu"])):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if found := re.search(r"^model name\s*:\s*(.+)$", read(), re.MULTILINE | re.IGNORECASE):
-                return found[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def reason(e: BaseException) -> str:

@@ -28,16 +28,12 @@ ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.
 
 @dataclass(frozen=True)
 class Setup:
-    """How everything is timed. seconds: of all turns of one candidate at one prefix. compiled: by torch.compile, too.
-
-    eager_only: without the ways that differ in a CUDA graph alone.
-    """
+    """How everything is timed. seconds: of all turns of one candidate at one prefix. compiled: by torch.compile, too."""
 
     device: torch.device
     steps: int
     rounds: int
     seconds: float
-    eager_only: bool = False
     compiled: bool = False
 
     @property
@@ -114,7 +110,7 @@ def decoders(name: str, model: Transformer, tokens: Tensor, make_state: Callable
         made = Decoder(model, make_state(), room=s.steps, graph=s.graph, compiled=compiled)
         return Candidate(lambda: made.step(tokens), made.state)
 
-    kinds = [*([("", False)] if not s.eager_only else []), *([("compiled, ", True)] if s.compiled else [])]
+    kinds = [("", False), *([("compiled, ", True)] if s.compiled else [])]
     launched = "graph" if s.graph else "no graph"
     return {f"{name}, {kind}{launched}": lambda compiled=compiled: build(compiled) for kind, compiled in kinds}
 
@@ -163,8 +159,8 @@ def softmax_candidates(model: Transformer, batch: int, prefix: int, s: Setup) ->
         step()
         return Candidate(captured(step)[0] if s.graph else step, state)
 
-    found = {"softmax, eager": eager} | decoders("softmax, static cache", model, tokens, shared, s)
-    return found if s.eager_only else found | {f"softmax, exact cache, {'graph' if s.graph else 'no graph'}": exact}
+    static = decoders("softmax, static cache", model, tokens, shared, s)
+    return {"softmax, eager": eager} | static | {f"softmax, exact cache, {'graph' if s.graph else 'no graph'}": exact}
 
 
 def fastest_attention(q: Tensor, k: Tensor, v: Tensor) -> SDPBackend:

@@ -14,7 +14,7 @@ from interdomain.scan import triton_support
 
 from . import _apart, _bench
 from ._mixers import make_problem
-from ._problems import Shape, backward_passes, forward_passes, in_one_program, pass_costs, segment_count, tiles
+from ._problems import Shape, in_one_program, pass_costs, segment_count, step_passes, tiles
 from ._timing import Yardsticks, ratio, usable
 
 # Each group has a process of its own on a GPU.
@@ -166,10 +166,8 @@ def pass_jobs(report: _bench.Report, shapes: dict[str, Shape], device: torch.dev
 
     def add(case, rows, problem):
         one, text, _ = case
-        plan = tiles(shapes[text], device)
-        # The backward runs contract of the forward again (recompute=True). What is 0 times there is no part of this plan.
-        step = (*forward_passes(plan), *backward_passes(plan), "contract")
-        count = {"tables": 2, "states": 2, "costates": 1, "chain": 3}.get(one, step.count(one))
+        passes = sum(step_passes(tiles(shapes[text], device), cut=True).values(), ())
+        count = {"tables": 2, "chain": 3}.get(one, passes.count(one))  # 0: no part of this plan
         row = {"pass": one, "times a step": count, **(rows[-1] if rows else {}), **_bench.ended(problem)}
         report.add(str(shapes[text]), row)
 

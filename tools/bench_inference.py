@@ -2,7 +2,7 @@
 
 Time inference as in the paper's appendix: a decode step of the whole model over batch and prefix, interdomain and softmax,
 eager and in CUDA graphs; the four sizes; peak memory and speed of reading a prompt; beside the least that each must move, and
-the paper's figures. Weights are random. Without a GPU: tiny and labelled; with --sizes, decoding on the CPU measured for real.
+the paper's figures. Weights are random. Without a GPU: tiny and labelled.
 """
 
 import argparse
@@ -65,7 +65,6 @@ GPU = dict(
     seconds=0.5,
 )
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-CPU = GPU | dict(batches=(1, 8), prefixes=(512,), prompts=(), dtype="float32", steps=8, rounds=40, seconds=80)
 TINY = dict(
     **dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32, dtype="float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
@@ -169,9 +168,8 @@ def parse(argv) -> argparse.Namespace:
     )
     p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['batches'])))}")
     p.add_argument("--prefixes", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['prefixes'])))}")
-    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 8)")
+    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 2)")
     p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
-    p.add_argument("--threads", type=int, help="of PyTorch on a CPU; default: as PyTorch chooses")
     p.add_argument("--quick", action="store_true", help="on a GPU, what fits into two minutes")
     p.add_argument("--compile", action="store_true", help="time steps that torch.compile compiled before capture, too")
     return p.parse_args(argv)
@@ -183,19 +181,14 @@ def main(argv=None) -> int:
     args = parse(argv)
     device = _bench.choose_device(args.device)
     deadline = _bench.Deadline(args.time_limit)
-    _bench.fill_in(args, device, **dict.fromkeys(("batches", "prefixes", "steps", "threads"), (None, None)))
+    _bench.fill_in(args, device, **dict.fromkeys(("batches", "prefixes", "steps"), (None, None)))
     parts = _bench.choose("--parts", args.parts, ("decode", "prompts", "sizes"))
-    on_cpu = device.type == "cpu" and bool(args.sizes)
-    defaults = (QUICK if args.quick else GPU) if device.type == "cuda" else CPU if on_cpu else TINY
+    defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     given = {k: v for k, v in vars(args).items() if k in defaults and v is not None}
     mode = SimpleNamespace(**defaults | given)
     *others, largest = sorted(_bench.choose("--sizes", mode.sizes, tuple(SIZES)), key=list(SIZES).index)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    threads = torch.get_num_threads()
-    label = f"measured on a CPU, {threads} thread(s)" if on_cpu else None
-    options = {"parts": parts, **vars(mode), "compile": args.compile, "threads": threads}
-    report = _bench.Report("decode" if parts == ["decode"] else "inference", args.output, device, options, label)
+    options = {"parts": parts, **vars(mode), "compile": args.compile}
+    report = _bench.Report("decode" if parts == ["decode"] else "inference", args.output, device, options)
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
     report.note(
@@ -207,7 +200,7 @@ def main(argv=None) -> int:
         f"{limits.bandwidth / 1e12:.3g} TB/s. Speedup: the fastest softmax of the cell over this path; the paper's: eager "
         "softmax over interdomain's graph, on an RTX 6000 Ada (48 GB)."
     )
-    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, eager_only=on_cpu, compiled=args.compile)
+    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, args.compile)
     report.table("decode, summary", SUMMARY)
     for size in (*([largest] if {"decode", "prompts"} & {*parts} else []), *(others if "sizes" in parts else [])):
         models = {} if deadline.passed else models_of(size, mode, setup, report)

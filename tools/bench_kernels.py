@@ -18,20 +18,19 @@ import torch
 
 from interdomain.scan.triton_plan import alternatives
 
-from . import _apart, _bench, _features
+from . import _apart, _bench, _features, _mixers
 from ._cli import argument_parser, user_errors
-from ._mixers import ALTERNATIVES, ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segments, tiles
-from ._timing import Ceilings, Yardsticks, host_ms, peak_memory, ratio, release, usable
+from ._mixers import ATTENTION, NAMES, SLOW, make_problem
+from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segment_count, tiles
+from ._timing import Ceilings, Yardsticks, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
 TINY = ("2x128x16", "1x256x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "I/O floor ms", "byte floor ms"),
-    *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "host ms", "peak MiB", "by", "remark"),
+    *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "peak MiB", "by", "remark"),
 ]
-OURS = ("chunkwise", "chunkwise-kept", "chunkwise-gluon")
 FEATURES = "input features"
 
 
@@ -46,11 +45,11 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
 
 def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit) -> None:
     """emit(row of the kernel table); once more with the kernel that an attention called, which the profiler tells."""
-    row = {"mixer": name, "by": made_by(name)}
-    if name in TUNED:
+    row = {"mixer": name, "by": _mixers.made_by(name)}
+    if name in _mixers.TUNED:
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what it chose is there for the next process
     try:
-        forward, leaves, d_out = candidate(name, make_problem(shape, device))
+        forward, leaves, d_out = _mixers.candidate(name, make_problem(shape, device))
     except Exception as e:
         emit(row | {"remark": _bench.reason(e)})
         return
@@ -60,7 +59,7 @@ def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds:
     if bad:
         emit(row | {"remark": bad[name]})
         return
-    row |= {"peak MiB": peak_memory(call, device), "host ms": host_ms(call, device)}
+    row["peak MiB"] = peak_memory(call, device)
     times, limits = Yardsticks(device).beside(good, rounds=rounds, seconds=seconds)
     for phase, taken in zip(PHASES, times[name], strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
@@ -91,13 +90,11 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     others None, for their algebra is not counted here.
     """
     inout = io_bytes(shape, name)[phase]
-    nbytes, flops = inout, None
-    if name in OURS and importlib.util.find_spec("triton"):  # whose plans say what is executed
-        recompute, cut = name != "chunkwise-kept", segments(shape, device)
-        costs = chunkwise_costs(shape, tiles(shape, device), recompute=recompute, segments=cut)
-        nbytes, flops = costs[phase]
-    elif name in ATTENTION:
-        flops = attention_flops(shape)[phase]
+    nbytes, flops = inout, attention_flops(shape)[phase] if name in ATTENTION else None
+    if name in _mixers.CHUNKWISE and importlib.util.find_spec("triton"):  # whose plans say what is executed
+        cut = segment_count(shape, device) if device.type == "cuda" else 1
+        costs = chunkwise_costs(shape, tiles(shape, device), recompute=name != "chunkwise-kept", segments=cut)
+        nbytes, flops = (cost[phase] for cost in costs)
     return {
         "I/O floor ms": limits.floor_ms(inout),
         "byte floor ms": limits.floor_ms(nbytes),
@@ -144,9 +141,9 @@ def main(argv=None) -> int:
     cuda = device.type == "cuda"
     deadline = _bench.Deadline(args.time_limit)
     names = _bench.choose("--mixers", args.mixers, NAMES)
-    missing = {name: package for name in names if (package := absent(name))}
+    missing = {name: package for name in names if (package := _mixers.absent(name))}
     if not args.mixers:
-        names = [name for name in names if name not in (*SLOW, *missing)] if cuda else list(ON_CPU)
+        names = [name for name in names if name not in (*SLOW, *missing)] if cuda else list(_mixers.ON_CPU)
     _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
     texts = args.shapes or list(SHAPES if cuda else TINY)
     shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
@@ -202,10 +199,10 @@ def run_case(case, emit, *, device: torch.device, args) -> None:
     if name == FEATURES:
         for row in _features.bench(shape, device, args.rounds, seconds / 2):
             emit(row)
-    elif name in ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
+    elif name in _mixers.ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
         emit({"remark": "Hopper has these kernels, at M = 64 and heads of 64"})
     else:
-        with alternatives(**ALTERNATIVES.get(name, {})):
+        with alternatives(**_mixers.ALTERNATIVES.get(name, {})):
             measure(name, shape, device, args.rounds, seconds, emit)
     _bench.require_healthy(device, name)
     release(device)

@@ -106,7 +106,7 @@ def test_kernels(gpu, tmp_path):
     for table in tables:
         rows = {row["mixer"]: row for row in table["rows"]}
         assert rows["chunkwise"]["peak MiB"] == 5.0
-        assert min(rows["chunkwise"]["host ms"], rows["chunkwise"]["both ms"]) > 0
+        assert rows["chunkwise"]["both ms"] > 0
         assert rows["sdpa-cudnn"]["remark"]
         assert rows["sdpa-cudnn"]["by"] == "cuDNN 9.10.2"
         assert rows["sdpa-flash"]["by"] == f"PyTorch {torch.__version__}: kernel unknown"  # no CUPTI here

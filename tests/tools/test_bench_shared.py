@@ -60,16 +60,16 @@ def test_bytes_and_flops_of_the_passes_by_hand():
         "states": (256, state),
         "costates": (768, state),
     }
-    costs = _problems.chunkwise_costs(AT_4K, ours)
-    kept = _problems.chunkwise_costs(AT_4K, ours, recompute=False)
-    cut = _problems.chunkwise_costs(AT_4K, ours, segments=4)
-    assert costs["forward"] == (1024 * 2**20, 2 * (read + mix_expand) * 2**20)
-    assert costs["both"] == ((4096 + 768) * 2**20, 2 * 405_504 * 2**20)
-    assert costs["both"][0] - kept["both"][0] == 512 * 2**20  # contract once more
-    assert [cut[p][0] - costs[p][0] for p in ("forward", "backward")] == [256 * 2**20, (256 + 768) * 2**20]
+    nbytes, flops = _problems.chunkwise_costs(AT_4K, ours)
+    kept, _ = _problems.chunkwise_costs(AT_4K, ours, recompute=False)
+    cut, _ = _problems.chunkwise_costs(AT_4K, ours, segments=4)
+    assert (nbytes["forward"], flops["forward"]) == (1024 * 2**20, 2 * (read + mix_expand) * 2**20)
+    assert (nbytes["both"], flops["both"]) == ((4096 + 768) * 2**20, 2 * 405_504 * 2**20)
+    assert nbytes["both"] - kept["both"] == 512 * 2**20  # contract once more
+    assert [cut[p] - nbytes[p] for p in ("forward", "backward")] == [256 * 2**20, (256 + 768) * 2**20]
     broad = Shape(B=8, T=4096, d=96)
     wide = _problems.pass_costs(broad, plan(broad))
-    assert _problems.chunkwise_costs(broad, plan(broad))["forward"][0] == (2 * (2 * 192 + 256) + 512) * 2**20
+    assert _problems.chunkwise_costs(broad, plan(broad))[0]["forward"] == (2 * (2 * 192 + 256) + 512) * 2**20
     # Padded to 128 channels: contract by halves of M, each with all scores; expand by halves of the channels.
     assert wide["contract"][1] == 2**21 * (2 * 64 * 128 + table + 4 * 64 * 128)
     assert wide["expand"][1] == 2**21 * 2 * read
@@ -79,7 +79,7 @@ def test_flops_are_the_model_s_own():
     """The same algebra, counted a second time in plugin/model/flops.py, where nothing is done twice: one layer of the 1.3B
     model, per token, W in a pass of its own."""
     shape = Shape(B=1, T=4096)
-    mine = _problems.chunkwise_costs(shape, plan(shape)._replace(fused=None))["forward"][1] / 4096
+    mine = _problems.chunkwise_costs(shape, plan(shape)._replace(fused=None))[1]["forward"] / 4096
     for condition, flops in ("interdomain", mine), ("softmax", _problems.attention_flops(shape)["forward"] / 4096):
         config = build_config("1.3B", condition)
         assert flops == forward_flops_per_token(config, 4096)["mixer"] / config.n_layers

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.data import TokenCorpus, load_tokenizer
-from interdomain.tools import _bench, bench_training
+from interdomain.tools import _bench, bench_training, launch
 from interdomain.tools.bench_training import Case
 
 from ..common import REPOSITORY, TIMEOUT
@@ -41,18 +40,8 @@ def test_a_real_step(tmp_path, capsys):
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
     assert row["GiB reserved"] > 0
     assert "MFU %" not in row  # of a CPU there is none
-    assert str(tmp_path) not in json.dumps(contents)
-    assert str(REPOSITORY) not in json.dumps(contents)
+    assert not any(str(place) in json.dumps(contents) for place in (tmp_path, REPOSITORY))
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 cases measured; complete: wrote ")
-
-
-def test_data_is_a_shard_and_a_tokenizer_that_the_trainer_takes(tmp_path):
-    bench_training.write_data(tmp_path, 2048, 70_000)
-    corpus = TokenCorpus(tmp_path / "random", vocab_size=2048)
-    assert corpus.num_tokens == 70_000
-    ids = corpus.read(0, 70_000)
-    assert len(set(ids.tolist())) == 2048
-    assert load_tokenizer(tmp_path / "tokenizer.model").vocab_size == bench_training.TOKENIZER_SIZE
 
 
 def test_figures_leave_the_first_steps_out():
@@ -103,8 +92,9 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
         "true",
     )
     monkeypatch.setattr(bench_training, "CASE_SECONDS", 0.0)
+    monkeypatch.setattr(_bench.Deadline, "left", 2.0)
     cases = ["softmax", "interdomain", "s4d", "s4d:eager"]
-    assert bench_training.main(["--output", str(tmp_path), "--time-limit", "4", "--cases", *cases]) == 0
+    assert bench_training.main(["--output", str(tmp_path), "--cases", *cases]) == 0
     _, rows, page = results(tmp_path)
     assert [row["remark"] for row in rows] == [
         "out of memory",
@@ -130,46 +120,31 @@ def test_ratio_is_to_softmax_of_the_same_settings_and_tokens_fill_a_step(tmp_pat
     assert found == [[1.0, 1.5, None], [1.0, 3.0, None]]
 
 
-def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
-    stand_in(monkeypatch)
-    monkeypatch.setattr(_bench.Deadline, "passed", True)
-    assert bench_training.main(["--output", str(tmp_path)]) == 0
-    contents, rows, _ = results(tmp_path)
-    assert {row["remark"] for row in rows} == {"not run: time limit"}
-    assert contents["status"] == "unfinished"
-
-
-def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch, capsys):
+def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch):
     """Wheels that were carried to a machine without a network: TorchTitan is there and something that it imports is not."""
     monkeypatch.setitem(sys.modules, "typeguard", None)  # tyro imports it to read a configuration
     assert bench_training.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "training.json").read_text())
     assert contents["status"] == "skipped"
-    assert "Skipped: typeguard cannot be imported here" in contents["notes"][-1]
-    capsys.readouterr()
+    assert "typeguard" in contents["notes"][-1]
 
 
 def test_the_default_cases_can_be_planned(tmp_path):
     """Every case for a GPU is a configuration that the trainer takes, at its size."""
-    from interdomain.tools import launch
+    from interdomain.titan.plan import make_plan
 
     args = SimpleNamespace(seq_len=4096, batch_size=4, steps=20, log_freq=5, trace=True, train_flags=[])
     for text in bench_training.CASES:
         case = Case.parse(text, ("softmax", "interdomain", "s4d"))
         assert str(case) == text
-        job = launch.job_config(
-            str(REPOSITORY / "train_configs/1.3B.toml"), bench_training.flags(case, args, tmp_path, tmp_path / "out")
-        )
-        assert job.mixer.condition == case.condition
-        assert (job.mixer.recompute is False) is case.kept
-        assert job.compile.enable is (case.mode == "compile")
-        assert job.activation_checkpoint.mode == case.checkpointing
+        size = str(REPOSITORY / "train_configs/1.3B.toml")
+        job = launch.job_config(size, bench_training.flags(case, args, tmp_path, tmp_path / "out"))
+        assert (job.mixer.condition, job.mixer.recompute is False) == (case.condition, case.kept)
+        assert (job.compile.enable, job.activation_checkpoint.mode) == (case.mode == "compile", case.checkpointing)
         assert (job.checkpoint.enable, job.validation.enable) == (False, False)
         profiling = job.profiling
         assert (profiling.enable_profiling, profiling.profile_freq, profiling.profiler_active) == (True, 20, 3)
         profiling.enable_profiling = False  # which a machine without a GPU refuses
-        from interdomain.titan.plan import make_plan
-
         assert make_plan(job, world_size=1).accumulation == 1
 
 
@@ -178,7 +153,6 @@ def test_the_default_cases_can_be_planned(tmp_path):
     [
         (["--sizes", "7B"], ["--sizes 7B", "1.3B", "debug"]),
         (["--cases", "mamba:compile"], ["--cases mamba:compile", "softmax", "selective"]),
-        (["--cases", "softmax:jit"], ["--cases softmax:jit", "compile|eager"]),
         (["--steps", "1"], ["--steps 1 has no steady step"]),
         (["--batch-size", "0"], ["--batch-size must be at least 1: got 0"]),
     ],
