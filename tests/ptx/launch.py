@@ -13,7 +13,8 @@ import torch
 from interdomain.features import support
 from interdomain.features import triton_launch as features_launch
 from interdomain.features import triton_step as features_step
-from interdomain.scan import gluon_launch, ops, triton_launch, triton_plan, triton_sequential, triton_step
+from interdomain.scan import ops, triton_launch, triton_plan, triton_step
+from interdomain.scan.alternatives import sequential
 
 from ..scan import triton_budget
 from .emulator import execute
@@ -22,8 +23,7 @@ from .traffic import Traffic
 
 KERNELS = {
     triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel sum_kernel chain_kernel",
-    gluon_launch: "forward_kernel reverse_kernel",
-    triton_sequential: "contract_scan_kernel expand_scan_kernel reverse_scan_kernel",
+    sequential: "contract_scan_kernel expand_scan_kernel reverse_scan_kernel",
     triton_step: "contract_step_kernel expand_step_kernel",
     features_launch: "forward_kernel backward_kernel",
     features_step: "step_kernel",
@@ -87,5 +87,5 @@ def emulated(capability, traffic=False):
         undo.callback(ops.IMPLEMENTATIONS.pop, "parallel", None)
         undo.callback(ops.IMPLEMENTATIONS.update, {"chunkwise": ops.IMPLEMENTATIONS["chunkwise"]})
         for backend in ("chunkwise", "parallel"):
-            ops.IMPLEMENTATIONS[backend] = ops._triton(backend)
+            ops.IMPLEMENTATIONS[backend] = ops.TRITON[backend]
         yield reports

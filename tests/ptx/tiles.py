@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from interdomain import scan
-from interdomain.scan import triton_plan
 
 from ..features import common as features
 from ..features import test_step as features_step
@@ -30,15 +29,6 @@ def test_small():
         o, state = scan.interdomain_scan(**inputs, backend="chunkwise")
     errors = error(o, expected["out"], "rms"), error(state, expected["state"], "rms")
     assert all(e < chunkwise.TOLERANCES[BF16] for e in errors), errors
-
-
-@pytest.mark.parametrize("save", [False, True], ids=["recomputed", "kept"])
-@pytest.mark.parametrize("case", [Case(T=70, state=False, **WIDE), Case(T=257, decay="strong", **WIDE)], ids=str)
-def test_one_program(case, save, kernels, monkeypatch):
-    """The Gluon kernels of Hopper, which Triton's interpreter does not have."""
-    monkeypatch.setattr(kernels, "segment_count", lambda *args: 1 if case.T < 200 else 2)
-    with triton_plan.alternatives(one_forward=True, one_reverse=True):
-        chunkwise.check(case, BF16, recompute=not save)
 
 
 @dtypes
