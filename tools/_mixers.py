@@ -151,14 +151,12 @@ def _gate(p: Problem, *width: int) -> Tensor:
 OURS = {
     "chunkwise": ours("chunkwise"),
     "chunkwise-kept": ours("chunkwise", recompute=False),
-    "chunkwise-gluon": ours("chunkwise"),
     "linear": linear_readout,
     "parallel": ours("parallel"),
     "sequential": ours("sequential"),
     "chunkwise-torch": ours("chunkwise-torch"),
     "fft": ours("fft"),
 }
-ALTERNATIVES = {"chunkwise-gluon": {"one_forward": True, "one_reverse": True}}  # fields of `Plan`, in backward, too
 SDPA = {
     "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION),
@@ -177,7 +175,7 @@ ATTENTION = (*SDPA, "flash-attn-3", "flash-attn-2")
 TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves, when first called: minutes
 # In the order in which they run: those that a short time limit should not lose come first.
 NAMES = (
-    *("chunkwise", "sdpa-cudnn", "chunkwise-kept", "chunkwise-gluon", "sdpa-flash", "linear", "sdpa-default"),
+    *("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default"),
     *("sdpa-efficient", *PEERS),
 )
 SLOW = ("parallel", "chunkwise-torch", "fft", "sequential")  # on a GPU by name only

@@ -17,13 +17,13 @@ from interdomain.scan import triton_support
 from . import _apart
 from ._bench import Deadline, Report, ended, exclusive, processes, require_healthy
 from ._mixers import make_problem
-from ._problems import Shape, backward_passes, forward_passes, in_one_program, pass_costs, segment_count, tiles
+from ._problems import Shape, backward_passes, forward_passes, pass_costs, segment_count, tiles
 from ._timing import Yardsticks, interleaved, ratio, usable
 
 # Each group has a process of its own on a GPU.
 GROUPS = (
     *(("contract", "tables"), ("adjoint_decay", "adjoint", "decay"), ("mix_expand", "mix", "mix_backward")),
-    *(("expand",), ("one_forward",), ("one_reverse",), ("states", "costates", "chain")),
+    *(("expand",), ("states", "costates", "chain")),
 )
 PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")  # that have tiles
 PASS_COLUMNS = [
@@ -76,23 +76,16 @@ class Setup:
             "mix_backward": lambda: launch.mix_backward(plan, tab, self.a, self.c, self.mixing),
             "expand": lambda: launch.expand(plan, tab, span, b, v, states, values, out),
             "adjoint": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, out),
-            "decay": lambda: launch.decay(plan, tab, span, b, d_o, v, states, states, values),
+            "decay": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, v=v, state=states),
         }
         if plan.joined:
-            calls["adjoint_decay"] = lambda: launch.adjoint_decay(
-                plan, tab, span, b, d_o, v, states, states, values, out
+            calls["adjoint_decay"] = lambda: launch.adjoint(
+                plan, tab, span, b, d_o, states, values, s.H, out, v=v, state=states
             )
         if plan.fused:
             calls["mix_expand"] = lambda: launch.expand(
                 plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
             )
-        if in_one_program(s, plan):
-            from interdomain.scan import gluon_launch
-
-            calls["one_forward"] = lambda: gluon_launch.forward(
-                tab, span, q, k, v, self.mixing, states, out, None, False
-            )
-            calls["one_reverse"] = lambda: gluon_launch.reverse(tab, span, b, d_o, v, states, states, values, out, None)
         if states is None:
             return calls
         local = torch.empty_like(states)
@@ -177,7 +170,6 @@ def pass_names(shape: Shape, device: torch.device) -> list[str]:
     """What `Setup.calls` has for this shape, found without a tensor: another process makes them."""
     plan = tiles(shape, device)
     left_out = {"mix_expand": not plan.fused, "adjoint_decay": not plan.joined}
-    left_out |= dict.fromkeys(("one_forward", "one_reverse"), not in_one_program(shape, plan))
     left_out |= dict.fromkeys(GROUPS[-1], segment_count(shape, device, plan.chunk) == 1)
     return [name for group in GROUPS for name in group if not left_out.get(name)]
 

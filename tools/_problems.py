@@ -5,7 +5,6 @@ L chunk length.
 """
 
 import math
-import os
 from dataclasses import dataclass
 
 import torch
@@ -161,8 +160,6 @@ def pass_costs(shape: Shape, plan, width: int = 2) -> dict[str, tuple[int, int]]
         decay          N + 2 d           L D + 2 L BM + 8 BM D   by itself; costate and its derivative, each read and updated;
                                                                  `held`: 2 L BM more, a product with the identity
         mix            2 N               4 M^2                   before expand, where the two are not one
-        one_forward    4 d               2 L d + 4 L M + 8 M d + 4 M^2     contract, W and expand in one program
-        one_reverse    N + 3 d           2 L d + 4 L M + 10 M d  adjoint_decay in one program
         states         2 d               4 M D                   sweep that finds the states before the segments, if any
         costates       2 N + 2 d         4 M D                   the same backwards
     """
@@ -198,9 +195,6 @@ def pass_costs(shape: Shape, plan, width: int = 2) -> dict[str, tuple[int, int]]
         "states": (2 * d, blocks * 4 * M * D),
         "costates": (2 * N + 2 * d, blocks * 4 * M * D),
     }
-    if in_one_program(shape, plan):
-        costs["one_forward"] = 4 * d, 2 * L * d + 4 * L * M + 8 * M * d + 4 * M * M
-        costs["one_reverse"] = N + 3 * d, 2 * L * d + 4 * L * M + 10 * M * d
     if plan.fused:
         costs["mix_expand"] = (N + 2 * d, reading(plan.fused, 4 * M * M))
     return {name: (shape.tokens * width * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
@@ -218,19 +212,12 @@ def segment_count(shape: Shape, device: torch.device, chunk: int = 64) -> int:
     return triton_chunkwise.segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
-def in_one_program(shape: Shape, plan) -> bool:
-    """Whether the Gluon kernels, which are Hopper's, have this shape. Triton's interpreter has none of them."""
-    return plan.held and shape.d == shape.M == plan.chunk == 64 and os.environ.get("TRITON_INTERPRET") != "1"
-
-
 def forward_passes(plan) -> tuple[str, ...]:
-    if plan.one_forward:
-        return ("one_forward",)
     return ("contract", "mix_expand") if plan.fused else ("contract", "mix", "expand")
 
 
 def backward_passes(plan) -> tuple[str, ...]:
-    reverse = ("one_reverse",) if plan.one_reverse else ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
+    reverse = ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
     return ("contract", "mix_backward", "expand", *2 * reverse)
 
 

@@ -28,7 +28,7 @@ from ._cli import argument_parser, user_errors
 from ._gpu_run import ARCHIVE, ROOT, Part, Run, adopt_orphans
 
 SECONDS = 540.0
-PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay", "one_forward", "one_reverse")
+PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")
 NCU_SECTIONS = (
     *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"),
     *("SchedulerStats", "WarpStateStats"),

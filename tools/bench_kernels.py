@@ -15,8 +15,6 @@ import sys
 
 import torch
 
-from interdomain.scan.triton_plan import alternatives
-
 from . import _apart, _features
 from ._bench import (
     Deadline,
@@ -29,8 +27,8 @@ from ._bench import (
     require_healthy,
 )
 from ._cli import argument_parser, user_errors
-from ._mixers import ALTERNATIVES, ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segments, tiles
+from ._mixers import ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
+from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segments, tiles
 from ._timing import Ceilings, Yardsticks, host_ms, interleaved, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
@@ -40,7 +38,7 @@ COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "I/O floor ms", "byte floor ms"),
     *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "host ms", "peak MiB", "by", "remark"),
 ]
-OURS = ("chunkwise", "chunkwise-kept", "chunkwise-gluon")
+OURS = ("chunkwise", "chunkwise-kept")
 TARGETS = (  # which (the faster of these), over what (the best of these), at which T, at most
     (OURS, ATTENTION, 4096, 0.3),
     (OURS, ATTENTION, 16384, 0.12),
@@ -278,11 +276,7 @@ def run_case(case, emit, *, device: torch.device, args) -> None:
         for row in _features.bench(shape, device, args.rounds, seconds / 2):
             emit(row)
     else:
-        with alternatives(**ALTERNATIVES.get(name, {})):
-            if name in ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
-                emit({"remark": "Hopper has these kernels, at M = 64 and heads of 64"})
-            else:
-                measure(name, shape, device, args.rounds, seconds, emit)
+        measure(name, shape, device, args.rounds, seconds, emit)
     release(device)
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from interdomain import scan
 from interdomain.folders import write_whole
-from interdomain.scan.triton_plan import alternatives
 
 from . import _features
 from ._bench import (
@@ -34,7 +33,7 @@ from ._bench import (
     require_healthy,
     without_paths,
 )
-from ._cases import BOUNDS, COLUMNS, GLUON, STEPS, Case, bound, groups
+from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
 from ._problems import CPU, make_documents, make_inputs, move
 
@@ -106,9 +105,8 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
     def candidate():
         return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)
 
-    with alternatives(one_forward=case.gluon, one_reverse=case.gluon):
-        got = candidate()
-        again = candidate() if case.repeat else None
+    got = candidate()
+    again = candidate() if case.repeat else None
     double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
@@ -284,12 +282,12 @@ def main(argv=None) -> int:
         return 0
 
     report = Report("check", args.output, device, {"groups": names})
-    results, alternative = [], []
+    results = []
     for kind in COLUMNS:
         report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
 
     def add(kind, row):
-        (alternative if row.get("group") == GLUON else results).append(row["result"])
+        results.append(row["result"])
         report.add(kind, row)
 
     jobs = args.workers or processes(device)
@@ -308,8 +306,6 @@ def main(argv=None) -> int:
         report.note(
             "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
         )
-    if status(alternative):
-        report.note(f"Do not use what is called gluon: {GLUON} is {STATUS[status(alternative)]}. Nothing else runs it.")
     said = [f"{results.count('PASS')} of {len(results)} cases passed"]
     said += [f"{results.count(BEYOND)} beyond the bound"] if BEYOND in results else []
     report.finish(STATUS[code], ", ".join(said))

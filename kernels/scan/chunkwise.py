@@ -24,22 +24,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, conj_physical
 
-from .documents import Masks
+from .packing import Masks
 from .tables import powers
+
+CHUNK = 64  # tokens, where the caller names no chunk_size
 
 
 def scan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None = None, *, documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
     `interdomain_scan`."""
     B, T, H, R = k.shape
@@ -60,19 +54,10 @@ def scan_forward(
 
 
 def scan_backward(
-    d_o: Tensor,
-    d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-    *,
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
+    initial_state: Tensor | None, chunk_size: int | None = None, need_decay: bool = True, *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
     B, T, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
@@ -119,15 +104,9 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None = None, *,
+    documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     B, T, _, P = z.shape
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
@@ -148,17 +127,9 @@ def linear_forward(
 
 
 def linear_backward(
-    d_y: Tensor,
-    d_final: Tensor | None,
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-    *,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None = None, need_decay: bool = True, *, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """-> gradients of (z, log_decay or None, readout, initial_state)."""
     B, T, _, P = z.shape
     dtype = log_decay.dtype
@@ -178,11 +149,8 @@ def linear_backward(
         segment, tab, docs, zT, S = segments.pop()
         w, kernel = _linear_kernel(readout, tab)
         dyT = _load_columns((d_y,), segment, dtype)
-        flat_z, flat_dy, E_conj = (
-            zT.flatten(1, 3),
-            dyT.flatten(1, 3),
-            _real(conj_physical(tab.E)),
-        )  # [H, B N P, L], [H, L, 2M]
+        flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
+        E_conj = _real(conj_physical(tab.E))  # [H, L, 2M]
 
         def per_chunk(x, like=S):
             return torch.view_as_complex(x.view(*like.shape, 2))
@@ -349,8 +317,9 @@ class _Segment(NamedTuple):
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
 
-def _segments(T: int, chunk_size: int) -> list[_Segment]:
+def _segments(T: int, chunk_size: int | None) -> list[_Segment]:
     """All full chunks at once, then the ragged tail as one shorter chunk."""
+    chunk_size = chunk_size or CHUNK
     full, tail = divmod(T, chunk_size)
     return [s for s in (_Segment(0, full, chunk_size), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
 

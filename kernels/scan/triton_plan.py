@@ -1,8 +1,9 @@
 """Tile sizes of the Triton passes by device and shape, and the number of segments of time. Shapes as in triton_passes.py."""
 
 import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +27,6 @@ class Plan(NamedTuple):
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None  # that a thread may have; None: for ptxas to choose
     held: bool = False  # whether adjoint and decay keep first operands of several products in registers
-    one_forward: bool = False  # the forward in one program (gluon_forward.py), where it has the shape
-    one_reverse: bool = False  # pass 3 and the decay in one program (gluon_reverse.py), where it has the shape
 
     @property
     def joined(self) -> bool:
@@ -72,12 +71,12 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
 
 
-_alternatives = {}
+_alternatives: dict[str, Any] = {}
 
 
 @contextmanager
-def alternatives(**fields):
-    """Plans that are made inside have these fields of `Plan`: for checks and benchmarks of what is no default."""
+def alternatives(**fields: Any) -> Iterator[None]:
+    """Plans for Hopper that are made inside have these fields of `Plan`: for tests and timings of other tile sizes."""
     before = dict(_alternatives)
     _alternatives.update(fields)
     try:

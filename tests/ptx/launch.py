@@ -13,7 +13,7 @@ import re
 import pytest
 import torch
 
-from interdomain.scan import gluon_launch, ops, triton_launch, triton_plan
+from interdomain.scan import ops, triton_launch, triton_plan
 
 from ..scan import triton_budget
 from .machine import Machine
@@ -76,10 +76,9 @@ def emulated(capability):
     """-> a list of (kernel, Findings), one for each launch."""
     findings = []
     with pytest.MonkeyPatch.context() as patch:
-        for module in (triton_launch, gluon_launch):
-            for name, kernel in vars(module).copy().items():
-                if name.endswith("_kernel"):
-                    patch.setattr(module, name, Followed(kernel, capability, findings))
+        for name, kernel in vars(triton_launch).copy().items():
+            if name.endswith("_kernel"):
+                patch.setattr(triton_launch, name, Followed(kernel, capability, findings))
         patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
         for backend in ("chunkwise", "parallel"):
             patch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))

@@ -50,7 +50,7 @@ def kernels(monkeypatch):
     from interdomain.scan import triton_chunkwise
 
     for backend in ("chunkwise", "parallel"):
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
+        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops.TRITON[backend])
 
     def poisoned(make):
         def made(*args, **kwargs):

@@ -2,9 +2,9 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
 `sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
-`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:one`
-the forward and pass 3 with the decay in one program each (Gluon), `:most` of each kernel the launch that does most. More may
-follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be unset.
+`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:most`
+of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the
+same is listed once. TRITON_INTERPRET must be unset.
 The launches are recorded, not described a second time: what is compiled is what runs.
 
 `python -m tests.scan.triton_budget all` compiles every shipped tile (`every`, twenty minutes on one core) and fails if ptxas
@@ -23,17 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from interdomain.scan import (
-    gluon_launch,
-    triton_chunkwise,
-    triton_launch,
-    triton_plan,
-    triton_sequential,
-    triton_step,
-    triton_support,
-)
+from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step, triton_support
+from interdomain.scan.alternatives import sequential as triton_sequential
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -84,18 +76,15 @@ class Recorder:
             self.launches.append(launch)
 
 
-def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, one=False, **kw):
+def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
     for name in (*passes, "tables_kernel", "sum_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
-    for name in ("forward_kernel", "reverse_kernel"):
-        _record(gluon_launch, name, found)
     triton_plan.capability = lambda device: divmod(capability, 10)
     T = 64 if kw.get("training") else 1024  # two segments, which have states between them
-    with triton_plan.alternatives(one_forward=one, one_reverse=one):
-        _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
+    _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
     return found
 
 
@@ -162,8 +151,7 @@ FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": la
 def compile_launch(launch, capability):
     kernel, signature, divisible, constants, options = launch
     names = kernel.arg_names
-    make = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = make(
+    source = ASTSource(
         fn=kernel,
         signature={n: signature.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
@@ -230,7 +218,7 @@ def every():
     """Arguments that name every shipped tile. Only sm_90 in bf16 has wgmma; elsewhere fewer launches are enough."""
     widths = ("64x64", "64x65", "96x96", "128x128", "256x256")
     kinds = ("training", "training+ragged", "most", "documents+most", "linear+most", "linear+training+ragged+most")
-    yield from ("90", "bf16", "64x64x64:one", "64x64x64:ragged+one", "64x64x64:training+one")
+    yield from ("90", "bf16")
     for M in triton_support.BASIS_SIZES:
         yield from (f"{width}x{M}:{kind}" for width in widths for kind in kinds)
         yield from (f"64x64x{M}:{kind}" for kind in ("L16+training+most", "L32+training+most", "ragged+most"))
@@ -257,7 +245,7 @@ def main(argv=None) -> int:
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
             G = next((int(k[1:]) for k in kinds if k.startswith("G")), 1)
-            options = {name: True for name in ("documents", "training", "ragged", "one") if name in kinds}
+            options = {name: True for name in ("documents", "training", "ragged") if name in kinds}
             options["chunk"] = next((int(k[1:]) for k in kinds if k.startswith("L")), None)
             found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
             for launch in most(found) if "most" in kinds else found:

@@ -24,20 +24,15 @@ import torch
 from torch import Tensor, conj_physical
 from torch.fft import irfft, rfft
 
-from .tables import powers
+from ..tables import powers
+from .by_document import backward_by_document, forward_by_document
 
 
+@forward_by_document
 def scan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
-    need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None, *, need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). There are no chunks: chunk_size is not read."""
     (B, T, H, R), D, M, N = k.shape, v.shape[3], log_decay.shape[1], _transform_length(k.shape[1])
     o = torch.empty(B, T, q.shape[2], D, dtype=v.dtype, device=v.device)
@@ -59,18 +54,11 @@ def scan_forward(
     return o, final
 
 
+@backward_by_document
 def scan_backward(
-    d_o: Tensor,
-    d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
+    initial_state: Tensor | None, chunk_size: int | None, need_decay: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay or None, mixing, initial_state or None)."""
     (_, T, H, R), M, N = k.shape, log_decay.shape[1], _transform_length(k.shape[1])
     dq, dk, dv, d_mixing = (_empty_like(x) for x in (q, k, v, mixing))
@@ -118,15 +106,11 @@ def scan_backward(
     return dq, dk, dv, d_log_decay, d_mixing, d_initial
 
 
+@forward_by_document
 def linear_forward(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None, *,
     need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (y [B, T, H, P] in z's dtype, final_state [B, H, M, P, 2] or None)."""
     B, T, H, P = z.shape
     y = _empty_like(z)
@@ -146,16 +130,11 @@ def linear_forward(
     return y, final
 
 
+@backward_by_document
 def linear_backward(
-    d_y: Tensor,
-    d_final: Tensor | None,
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None, need_decay: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay or None, readout, initial_state or None)."""
     T, H = z.shape[1:3]
     dz, d_readout = _empty_like(z), _empty_like(readout)
