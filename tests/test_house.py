@@ -290,14 +290,14 @@ def test_transformers_imports_beside_us():
     assert done.returncode == 0, done.stderr
 
 
-def test_without_torchtitan_its_tests_are_left_out(monkeypatch):
+def test_without_torchtitan_its_tests_are_left_out(monkeypatch, pytestconfig):
     """A GPU machine may have PyTorch and Triton alone: an import that fails in a conftest would end the whole run."""
     spec = importlib.util.spec_from_file_location("conftest_there", REPOSITORY / "tests" / "conftest.py")
     there = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     spec.loader.exec_module(there)
     assert [(REPOSITORY / "tests" / name).is_dir() for name in there.collect_ignore] == [True]
-    assert "tests/titan: left out" in there.pytest_report_header()
+    assert "tests/titan: left out" in there.pytest_report_header(pytestconfig)[0]
 
 
 # What stands in the files
