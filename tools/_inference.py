@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from interdomain.model import Execution, ModelConfig, ModelState, Transformer
 from interdomain.model.generation import Decoder, decode, prefill
 from interdomain.model.initialize import initial_value
-from interdomain.model.joined import join_projections
 
 from ._bench import Deadline, reason, require_healthy
 from ._timing import Ceilings, cuda_timer, interleaved, peak_memory, ratio, release, usable, wall_timer
@@ -81,7 +80,6 @@ def random_model(
         else:
             x.normal_(0, 0.02)
     model.to(dtype)
-    join_projections(model)
     return model.requires_grad_(False).eval()
 
 

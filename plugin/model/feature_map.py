@@ -50,6 +50,7 @@ class RandomFourierFeatures(nn.Module):
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):

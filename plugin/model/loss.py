@@ -104,9 +104,9 @@ def _by_pieces(
         x = hidden[piece].to(dtype)
         piece_sum, by_logits = piece_loss(x @ W.t(), labels[piece], any(needed))
         loss = loss + piece_sum
-        if needed[0]:
+        if by_hidden is not None:
             by_hidden[piece] = by_logits @ W
-        if needed[1]:
+        if by_weight is not None:
             by_weight += by_logits.t() @ x
         del by_logits  # the next piece needs the room
     return loss, by_hidden, by_weight

@@ -113,12 +113,12 @@ REFUSED = [
     (("125M", "interdomain", dict(dt_min=0.2)), ["mixer.dt_min", "mixer.dt_max", "0.2 and 0.1"]),
     (("125M", "interdomain", dict(dt_max=float("inf"))), ["mixer.dt_max", "at most 1e+18"]),
     (("125M", "interdomain", dict(a_init="hippo")), ["mixer.a_init", "'hippo'", "s4d-inv, s4d-lin, s4d-real"]),
-    (("125M", "softmax", dict(c_scale=1.0)), ["softmax", "'c_scale': 1.0", "n_kv_heads"]),
-    (("125M", "softmax", dict(rope=False)), ["softmax", "'rope': False", "n_kv_heads"]),
-    (("125M", "softmax", dict(output_gate=True)), ["softmax", "'output_gate': True", "n_kv_heads"]),
+    (("125M", "softmax", dict(c_scale=1.0)), ["softmax", "mixer.c_scale = 1.0", "n_kv_heads"]),
+    (("125M", "softmax", dict(rope=False)), ["softmax", "mixer.rope = False", "n_kv_heads"]),
+    (("125M", "softmax", dict(output_gate=True)), ["softmax", "mixer.output_gate = True", "n_kv_heads"]),
     (("125M", "s4d", dict(normalize=True)), ["mixer.normalize", "query readout", "query_readout = true"]),
     (("125M", "s4d", dict(n_kv_heads=1)), ["mixer.n_kv_heads", "query readout", "query_readout = true"]),
-    (("125M", "s4d", dict(readout="real")), ["mixer.readout", "'real'", "query readout only"]),
+    (("125M", "s4d", dict(readout="real")), ["mixer.readout", "'real'", "query readout"]),
     (("125M", "s4d-rope", dict(feature_map="rff")), ["mixer.feature_map", "'rff'", "mixer.dual_input"]),
 ]
 
