@@ -8,7 +8,7 @@ from enum import Enum
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from interdomain.model import distributed_checkpoint as checkpoints
 
@@ -136,16 +136,6 @@ def test_code_in_a_shard_never_runs(tmp_path):
     with pytest.raises(ValueError, match="could not be read"):
         checkpoints.read_tensors(folder, ["a"], index)
     assert not trap.exists()
-
-
-def test_bytes_in_place_of_a_tensor_are_no_tensor(checkpoint):
-    """dcp unpickles entries of bytes without restraint: they must not pass as tensors."""
-
-    def change(metadata):
-        metadata.state_dict_metadata["a"] = BytesStorageMetadata()
-
-    edit_index(checkpoint, change)
-    assert "a" not in checkpoints.tensor_index(checkpoint)
 
 
 @pytest.mark.parametrize(

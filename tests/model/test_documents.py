@@ -32,13 +32,6 @@ def test_documents_one_by_one(condition, option):
         assert (a - b).abs().max() <= 1e-8 * b.abs().max().clamp_min(1)
 
 
-def test_one_document_is_a_sequence():
-    for condition in ("interdomain", "softmax", "s4d"):
-        model = variant(condition)
-        tokens = random_tokens(model.config, 2, 20)
-        torch.testing.assert_close(model(tokens, positions=positions_of(((20,), (20,)))), model(tokens))
-
-
 def test_positions_and_a_state_are_refused_together():
     model = variant("interdomain")
     with pytest.raises(ValueError, match="leave one out"):

@@ -1,8 +1,6 @@
 """Generation against the whole forward pass, and sampling against its definition."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -131,20 +129,6 @@ def test_rows_are_taken_and_copied(condition):
         torch.testing.assert_close(taken[i], again[row], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["deepcopy", "pickle"]
-)
-@torch.no_grad()
-def test_a_copy_of_any_kind_goes_on(copied):
-    """Also after a step, which a CPU prepares over the very tensors of a state."""
-    model = variant("interdomain")
-    first, second = random_tokens(model.config, 1, 2)[0].split(1)
-    state = model.init_state(1)
-    decode(model, first, state)
-    other = copied(state)
-    assert torch.equal(decode(model, second, other), decode(model, second, state))
-
-
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])
 def test_texts_go_on(condition):
     """From a state, with more tokens of unequal number, as in a chat."""
@@ -253,11 +237,6 @@ def assert_drawn_from(found, wanted):
 )
 def test_sampling(sampling, wanted):
     assert_drawn_from(frequencies(sampling), wanted)
-
-
-def test_top_k_keeps_exactly_k_of_equal_tokens():
-    found = frequencies(Sampling(top_k=2), torch.zeros(8, dtype=torch.bfloat16))
-    assert (found > 0).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -105,14 +105,6 @@ def test_constructors_initialise(kind):
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn where there is no memory
 
 
-def test_layers_of_a_model_differ_and_follow_the_rules():
-    a, b = Transformer(small_config("interdomain", dim=512, n_heads=64)).layers.values()
-    assert not torch.equal(a.attention.wq.weight, b.attention.wq.weight)
-    assert not torch.equal(a.attention.wk.weight, a.attention.wq.weight)
-    assert a.attention.wk.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert a.feed_forward.w2.weight.std().item() == pytest.approx(0.01, rel=0.02)  # 2 layers
-
-
 def test_the_package_is_light():
     """`import interdomain` alone takes no second: no torch; the layer comes when it is asked for."""
     code = "import sys, interdomain; assert 'torch' not in sys.modules; interdomain.InterdomainAttention(8, 2)"

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from interdomain.model import CONDITIONS, Execution, ModelState, Transformer, mixer
-from interdomain.scan import interdomain_scan
+from interdomain.model import CONDITIONS, ModelState
 
 from .common import VARIANTS, lively, random_tokens, small_config, variant
 
@@ -89,26 +88,6 @@ class TestVariants:
         assert stacked.position.tolist() == [9, 76, 7, 18]
 
 
-def test_rows_of_a_batch_do_not_meet():
-    for condition in CONDITIONS:
-        model = variant(condition)
-        tokens = random_tokens(model.config, 3, 20)
-        with torch.no_grad():
-            together = model(tokens)
-            for i in range(3):
-                torch.testing.assert_close(model(tokens[i : i + 1]), together[i : i + 1], **TOLERANCE)
-
-
-@pytest.mark.parametrize("condition", [c for c in CONDITIONS if c != "softmax"])
-def test_state_has_a_fixed_size(condition):
-    model = variant(condition)
-    sizes = []
-    with torch.no_grad():
-        for n in (1, 2, 50):
-            sizes.append(read(model, random_tokens(model.config, 1, n)).nbytes())
-    assert len(set(sizes)) == 1
-
-
 def test_state_is_differentiable():
     """Truncated backpropagation carries on through a state: the first piece gets the gradient that the whole gives it."""
     for condition in CONDITIONS:
@@ -138,26 +117,6 @@ def test_backends_compute_the_same_model(condition):
             # float32 sums in another order, relative to the tensor's largest entry.
             error = (a - b).abs().max() / b.abs().max()
             assert error < 2e-5, (backend, name, error)
-
-
-def test_what_is_kept_for_the_backward_is_passed_to_the_scan(monkeypatch):
-    config, asked = small_config("interdomain"), []
-
-    def scan(*args, recompute, **settings):
-        asked.append(recompute)
-        return interdomain_scan(*args, **settings)
-
-    monkeypatch.setattr(mixer, "interdomain_scan", scan)
-    for recompute in ("auto", False):
-        model = Transformer(config, Execution(recompute=recompute))
-        model.init_weights(0)
-        model(random_tokens(config, 1, 5))
-    assert asked == config.n_layers * [True] + config.n_layers * [False]
-
-
-def test_model_needs_no_state_to_train_and_returns_none():
-    model = variant("interdomain")
-    assert isinstance(model(random_tokens(model.config, 1, 3)), torch.Tensor)
 
 
 def test_unknown_backend_is_refused_by_name():
