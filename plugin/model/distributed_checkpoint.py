@@ -33,8 +33,7 @@ VALIDATION = "validation.json"  # {"step", "loss", "perplexity"}, where the run 
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
-SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int, "seq_len": int, "planned_steps": int}
-SIDECAR_OF_RUN = ("seq_len", "planned_steps")  # which not every run has
+SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int}
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
@@ -155,7 +154,7 @@ def finished_steps(folder: Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(folder: Path | str) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest whole `step-N` in it or in its `checkpoint/` subfolder."""
+    """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in its `checkpoint/` subfolder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
@@ -167,8 +166,8 @@ def latest_checkpoint(folder: Path | str) -> Path:
     return steps[max(steps)]
 
 
-def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
-    """(model configuration, the whole record) of a checkpoint. Raises FileNotFoundError, ValueError."""
+def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
     path = checkpoint / SIDECAR
     if not path.is_file():
         raise FileNotFoundError(
@@ -182,8 +181,8 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
         for name, kind in SIDECAR_KINDS.items():
-            if name in (found := record["run"] if name in SIDECAR_OF_RUN else record) and type(found[name]) is not kind:
-                raise ValueError(f"{name} is {found[name]!r}")
+            if type(record[name]) is not kind:
+                raise ValueError(f"{name} is {record[name]!r}")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
     if version != SIDECAR_VERSION:
@@ -201,13 +200,13 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
         try:
             described = isinstance(entry.properties.dtype, torch.dtype)
             covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            whole = math.prod(entry.size)
+            values = math.prod(entry.size)
         except Exception as e:  # likewise: what came out may be anything
             raise ValueError(f"{checkpoint / METADATA} is damaged: {name} ({e}). Take another step.") from e
         # `load` leaves what no shard holds as it finds it: uninitialised memory.
-        if not described or covered != whole:
+        if not described or covered != values:
             raise ValueError(
-                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {whole} values of {name}. "
+                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {values} values of {name}. "
                 "Take another step."
             )
     return tensors
@@ -262,8 +261,10 @@ def check_lengths(folder: Path, index: Metadata) -> None:
             raise ValueError(f"{folder} is damaged: its shard {name} {found}.")
 
 
-def altered_entry(folder: Path, index: Metadata, part: int = 0, parts: int = 1, names=None) -> str | None:
-    """The first entry whose bytes are not those that were saved, in words; None if there is none.
+def altered_entry(
+    folder: Path, index: Metadata, part: int = 0, parts: int = 1, names: Collection[str] | None = None
+) -> str | None:
+    """What is wrong with the first entry whose bytes are not those that were saved; None if there is none.
 
     torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
     runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.

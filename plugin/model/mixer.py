@@ -161,7 +161,7 @@ class InterdomainMixer(Mixer):
         prepared = self._prepare_step(*dynamics)
         width = 2 * self.head_dim + self.config.normalize
         shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
-        channels = sum(len(conv.bias) for _, conv in self._convolutions())
+        channels = sum(len(conv.bias) for conv in self._convolutions().values())
         return MixerState(
             conv=torch.zeros(batch, self.config.conv_width - 1, channels, dtype=dtype, device=device),
             ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
@@ -172,7 +172,7 @@ class InterdomainMixer(Mixer):
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the two step functions read of the parameters: made once for all steps, in the forms that they want."""
         mixer = self.config
-        convs = [conv for _, conv in self._convolutions()]
+        convs = self._convolutions().values()
         features: dict[str, Any] = dict(
             conv=(
                 torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
@@ -214,19 +214,18 @@ class InterdomainMixer(Mixer):
             return interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
         return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
 
-    def _convolutions(self) -> list[tuple[str, ShortConv]]:
+    def _convolutions(self) -> dict[str, ShortConv]:
         """In the order of their channels in a state."""
-        return [(name, getattr(self, f"{name}_conv")) for name in "qkv" if hasattr(self, f"{name}_conv")]
+        return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
 
     def _past(self, state: MixerState) -> dict[str, Tensor]:
         convs = self._convolutions()
-        parts = state.conv.split([len(conv.bias) for _, conv in convs], dim=2)
-        return {name: part for (name, _), part in zip(convs, parts, strict=True)}
+        return dict(zip(convs, state.conv.split([len(c.bias) for c in convs.values()], dim=2), strict=True))
 
     def _last_inputs(self, projected: dict[str, Tensor], state: MixerState) -> Tensor:
         """What the convolutions need of the tokens so far: their last W - 1 inputs, [B, W - 1, E]."""
         n = state.conv.shape[1]
-        new = torch.cat([projected[name][:, -n:] for name, _ in self._convolutions()], dim=2)
+        new = torch.cat([projected[name][:, -n:] for name in self._convolutions()], dim=2)
         return torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
 
     # Costs

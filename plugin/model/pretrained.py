@@ -5,7 +5,7 @@
     tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, hf_tokenizer.json)
     tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
 
-Nothing in it is ever unpickled. A folder is written under another name and renamed when it is whole.
+Nothing in it is ever unpickled. A folder is written under another name and renamed when it is complete.
 """
 
 import json
@@ -118,7 +118,7 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, 
 
 
 def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
-    """(configuration, the whole record) of a standalone folder. Raises FileNotFoundError, ValueError."""
+    """(configuration, the record that it stands in) of a standalone folder. Raises: FileNotFoundError, ValueError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(

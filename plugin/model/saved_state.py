@@ -109,10 +109,10 @@ def load_state(path: Path | str, model: Transformer) -> SavedState:
         )
     try:
         about = json.loads(metadata["about"])
-        whole = about.pop("sha256") == _checksum(about, tensors)
+        intact = about.pop("sha256") == _checksum(about, tensors)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(damaged) from e
-    if not whole:
+    if not intact:
         raise ValueError(damaged)
     if not about["model"].items() & fingerprints(model).items():
         raise ValueError(

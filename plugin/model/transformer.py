@@ -53,7 +53,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope, dynamics, state=None, packing=None) -> Tensor:
+    def forward(self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
         x = x + self.attention(self.attention_norm(x), rope, dynamics, state, packing)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
                 once it has begun.
             last: logits of the last so many positions only, [B, last, V]; None for all.
             labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
-                over tokens, a float32 scalar. The logits are never whole (`summed_cross_entropy`).
+                over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`).
         Raises: ValueError for padding without a state or that no text has, and for positions with a state.
         """
         T, h, packing = tokens.shape[1], self.tok_embeddings(tokens), None
