@@ -14,8 +14,7 @@ from interdomain.model.softmax import SoftmaxMixer
 from interdomain.model.transformer import TransformerBlock
 
 from ..common import REPOSITORY
-from .common import OPTIONS, random_tokens, small_config, variant
-from .test_documents import positions_of
+from .common import OPTIONS, positions_of, random_tokens, small_config, variant
 
 
 def test_the_readme_s_lines():
