@@ -33,7 +33,8 @@ VALIDATION = "validation.json"  # {"step", "loss", "perplexity"}, where the run 
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
-SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int}
+SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int, "seq_len": int, "planned_steps": int}
+SIDECAR_OF_RUN = ("seq_len", "planned_steps")  # which not every run has
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
@@ -181,8 +182,8 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
         for name, kind in SIDECAR_KINDS.items():
-            if type(record[name]) is not kind:
-                raise ValueError(f"{name} is {record[name]!r}")
+            if name in (found := record["run"] if name in SIDECAR_OF_RUN else record) and type(found[name]) is not kind:
+                raise ValueError(f"{name} is {found[name]!r}")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
     if version != SIDECAR_VERSION:

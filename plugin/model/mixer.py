@@ -81,11 +81,12 @@ class InterdomainMixer(Mixer):
         if state is not None and x.shape[1] == 1 and packing is None and state.in_place:
             o = self._step(projected, rope, state)
         else:
-            past = {} if state is None else self._past(state)
-            features = {n: self._features(n, y, rope, past.get(n), packing) for n, y in projected.items()}
+            past, conv = self._convolved(projected, state)
+            # No projection lives longer than it is needed.
+            features = {n: self._features(n, projected.pop(n), rope, past.get(n), packing) for n in names}
             o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, packing)
-            if state is not None and final is not None:
-                state.advance(self._last_inputs(projected, state), final)
+            if state is not None:
+                state.advance(conv, final)
         if self.config.normalize:
             o = _divided(o).to(o.dtype)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
@@ -122,7 +123,7 @@ class InterdomainMixer(Mixer):
         dynamics: tuple[Tensor, Tensor],
         state: MixerState | None,
         documents: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Any]:
         """(o [B, T, H, D], the state after it where there was one before)."""
         options: dict[str, Any] = dict(
             initial_state=None if state is None else state.ssm,
@@ -218,15 +219,14 @@ class InterdomainMixer(Mixer):
         """In the order of their channels in a state."""
         return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
 
-    def _past(self, state: MixerState) -> dict[str, Tensor]:
-        convs = self._convolutions()
-        return dict(zip(convs, state.conv.split([len(c.bias) for c in convs.values()], dim=2), strict=True))
-
-    def _last_inputs(self, projected: dict[str, Tensor], state: MixerState) -> Tensor:
-        """What the convolutions need of the tokens so far: their last W - 1 inputs, [B, W - 1, E]."""
-        n = state.conv.shape[1]
-        new = torch.cat([projected[name][:, -n:] for name in self._convolutions()], dim=2)
-        return torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
+    def _convolved(self, projected: dict[str, Tensor], state: MixerState | None) -> tuple[dict[str, Tensor], Any]:
+        """Of a state's convolutions: the inputs before x, by projection; and the last W - 1 inputs after it, [B, W - 1, E]."""
+        if state is None:
+            return {}, None
+        convs, n = self._convolutions(), state.conv.shape[1]
+        new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
+        past = state.conv.split([len(conv.bias) for conv in convs.values()], dim=2)
+        return dict(zip(convs, past, strict=True)), torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
 
     # Costs
 
