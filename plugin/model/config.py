@@ -207,7 +207,7 @@ class ModelConfig:
         mixer = data.pop("mixer", {})
         if not isinstance(mixer, dict):
             raise ValueError(f"mixer must be an object of named settings: got {mixer!r}.")
-        check_names("model", data, _MODEL_SETTINGS)
+        check_names("model", data, MODEL_SETTINGS)
         check_names("mixer", mixer, MIXER_SETTINGS)
         missing = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING and f.name not in data]
         if missing:
@@ -216,7 +216,7 @@ class ModelConfig:
 
 
 MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
-_MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
+MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
 
 
 # Paper, appendix "Backbone details"; the 125M, 350M and 760M rows are the only ones that reproduce its parameter counts.
@@ -249,10 +249,10 @@ def build_config(size: str, condition: str = "interdomain", **overrides: Any) ->
     """
     _one_of("model size", size, tuple(SIZES))
     _one_of("mixer.condition", condition, tuple(CONDITIONS))
-    check_names("model or mixer", overrides, _MODEL_SETTINGS + MIXER_SETTINGS)
+    check_names("model or mixer", overrides, MODEL_SETTINGS + MIXER_SETTINGS)
     settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
     mixer = MixerConfig(**{name: value for name, value in settings.items() if name in MIXER_SETTINGS})
-    return ModelConfig(**{name: value for name, value in settings.items() if name in _MODEL_SETTINGS}, mixer=mixer)
+    return ModelConfig(**{name: value for name, value in settings.items() if name in MODEL_SETTINGS}, mixer=mixer)
 
 
 class Cell(NamedTuple):

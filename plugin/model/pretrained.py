@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from interdomain.bundle import AUTO_MAP
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.folders import require_utf8
@@ -27,6 +26,7 @@ from interdomain.folders import require_utf8
 from .config import PRECISIONS, Execution, ModelConfig
 from .joined import join_projections
 from .transformer import Transformer, meta_model
+from .transformers_names import AUTO_MAP, BASE, from_transformers, stored_name, to_transformers
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
@@ -70,7 +70,7 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
     weight_map = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
+        tensors = {stored_name(name): tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # by the umask; safetensors writes for the owner alone
         try:
@@ -78,7 +78,7 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
         except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
             raise OSError(f"writing {folder / file} failed ({e}). Check the free space and the permissions.") from e
         (folder / file).chmod(mode)
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         total = sum(t.numel() * dtypes[name].itemsize for name, t in expected.items())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -101,14 +101,9 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts
         "auto_map": AUTO_MAP,
         "use_cache": True,
         "dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "max_position_embeddings": config.max_seq_len,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
-        "interdomain": config.to_dict(),
+        **to_transformers(config),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "weights": checksums(sorted(folder.glob("*.safetensors"))),
         "facts": facts,
@@ -125,12 +120,16 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict]:
         )
     try:
         record = json.loads(path.read_text())
-        described = record["interdomain"]
+        if record["model_type"] != "interdomain":
+            raise KeyError("model_type")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} is damaged or not ours ({type(e).__name__}: {e}); convert the checkpoint again."
         ) from e
-    return ModelConfig.from_dict(described), record
+    try:
+        return from_transformers(record), record
+    except KeyError as e:
+        raise ValueError(f"{path} lacks the setting {e}; convert the checkpoint again.") from e
 
 
 def weight_files(folder: Path | str) -> dict[str, Path]:
@@ -143,7 +142,7 @@ def weight_files(folder: Path | str) -> dict[str, Path]:
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-            files = {name: folder / Path(file).name for name, file in weight_map.items()}
+            files = {name.removeprefix(BASE): folder / Path(file).name for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(
                 f"{folder / INDEX} is damaged ({type(e).__name__}: {e}); convert the checkpoint again."
@@ -155,7 +154,7 @@ def weight_files(folder: Path | str) -> dict[str, Path]:
             raise FileNotFoundError(f"{folder} lacks {file.name}; copy the whole folder again or convert again.")
     if "" in files:
         with _open(folder / WEIGHTS) as f:
-            files = dict.fromkeys(f.keys(), folder / WEIGHTS)
+            files = {name.removeprefix(BASE): folder / WEIGHTS for name in f.keys()}  # noqa: SIM118
     return files
 
 
@@ -178,11 +177,11 @@ def read_tensors(folder: Path | str, names: Iterable[str] | None = None) -> dict
     tensors = {}
     for file in sorted({files[name] for name in names}):
         with _open(file) as f:
-            held = set(f.keys())
+            held = {name.removeprefix(BASE): name for name in f.keys()}  # noqa: SIM118
             for name in (n for n in names if files[n] == file):
                 if name not in held:
                     raise ValueError(f"{file} lacks the tensor {name} that the index puts there; convert again.")
-                tensors[name] = f.get_tensor(name)
+                tensors[name] = f.get_tensor(held[name])
     return tensors
 
 

@@ -171,32 +171,28 @@ DAMAGE = {
     "config no object": (lambda f: (f / CONFIG).write_text("[]"), [CONFIG, "damaged"]),
     "config of another": (lambda f: (f / CONFIG).write_text('{"model_type": "llama"}'), [CONFIG, "not ours"]),
     "newer version": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(format_version=2)),
+        lambda f: edit_json(f / CONFIG, lambda r: r.update(format_version=2)),
         ["version 2", "reads version 1"],
     ),
-    "unknown setting": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"]["mixer"].update(window=3)),
-        ["unknown mixer setting", "window"],
-    ),
     "small vocabulary": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(vocab_size=100)),
+        lambda f: edit_json(f / CONFIG, lambda r: r.update(vocab_size=100)),
         ["400", "100", "vocab_size"],
     ),
     "other size": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(n_layers=3)),
+        lambda f: edit_json(f / CONFIG, lambda r: r.update(num_hidden_layers=3)),
         ["layers.2.", "is missing", "and"],
     ),
     "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), [WEIGHTS, "checksum differs", "convert again"]),
     "weights unrecorded": (lambda f: edit_json(f / CONFIG, lambda r: r["weights"].clear()), ["checksum differs"]),
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), [WEIGHTS, "truncated or damaged"]),
     "empty weights": (lambda f: truncate(f / WEIGHTS, 0), [WEIGHTS, "truncated or damaged"]),
-    "tensor missing": (lambda f: edit_weights(f, lambda t: t.pop("norm.weight")), ["norm.weight is missing"]),
+    "tensor missing": (lambda f: edit_weights(f, lambda t: t.pop("model.norm.weight")), ["norm.weight is missing"]),
     "tensor unknown": (
         lambda f: edit_weights(f, lambda t: t.update(extra=torch.zeros(1))),
         ["extra is unknown"],
     ),
     "tensor of another shape": (
-        lambda f: edit_weights(f, lambda t: t.update({"norm.weight": torch.zeros(3)})),
+        lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.zeros(3)})),
         ["norm.weight is [3]", "says [32]"],
     ),
     "tensor of integers": (
