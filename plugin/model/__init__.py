@@ -2,7 +2,7 @@
 
 Configurations and their tables (`config`); the mixers (`mixer`, `softmax`) and what each answers for (`interface`); the decoder
 (`transformer`), states, generation, initial values, FLOPs. On disk: standalone folders (`pretrained`), saved states, training's
-checkpoints (`distributed_checkpoint`). May import interdomain.scan, features, data, folders and bundle; no TorchTitan.
+checkpoints (`distributed_checkpoint`). May import interdomain.scan, features, data and folders; no TorchTitan.
 """
 
 from .config import CONDITIONS, SIZES, Cell, Execution, MixerConfig, ModelConfig, build_config, cell_of

@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from interdomain.bundle import AUTO_MAP
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.folders import require_utf8
 
 from .config import Execution, ModelConfig
 from .transformer import Transformer, meta_model
+from .transformers_names import AUTO_MAP, BASE, from_transformers, stored_name, to_transformers
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = (
     "config.json",
@@ -72,7 +72,7 @@ def write_weights(
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
+        tensors = {stored_name(name): tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
         (folder / file).touch()
         mode = (folder / file).stat().st_mode  # by the umask; safetensors writes for the owner alone
         try:
@@ -80,7 +80,7 @@ def write_weights(
         except SafetensorError as e:  # a full disk too arrives as this, which is no OSError
             raise OSError(f"writing {folder / file} failed ({e}). Check the free space and the permissions.") from e
         (folder / file).chmod(mode)
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -102,14 +102,9 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, 
         "auto_map": AUTO_MAP,
         "use_cache": True,
         "dtype": dtype,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "max_position_embeddings": config.max_seq_len,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
-        "interdomain": config.to_dict(),
+        **to_transformers(config),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "weights": checksums(sorted(folder.glob("*.safetensors"))),
         "facts": facts,
@@ -126,12 +121,16 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
         )
     try:
         record = json.loads(path.read_text())
-        described = record["interdomain"]
+        if record["model_type"] != "interdomain":
+            raise KeyError("model_type")
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(
             f"{path} is damaged or not ours ({type(e).__name__}: {e}); convert the checkpoint again."
         ) from e
-    return ModelConfig.from_dict(described), record
+    try:
+        return from_transformers(record), record
+    except KeyError as e:
+        raise ValueError(f"{path} lacks the setting {e}; convert the checkpoint again.") from e
 
 
 def weight_files(folder: Path | str) -> list[Path]:
@@ -158,7 +157,7 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as f:
-                tensors |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+                tensors |= {name.removeprefix(BASE): f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
         except SafetensorError as e:
             raise ValueError(f"{file} is truncated or damaged ({e}); copy the folder again or convert again.") from e
     return tensors

@@ -186,27 +186,23 @@ DAMAGE = {
     "config no JSON": (lambda f: (f / CONFIG).write_text("{"), "config.json is damaged"),
     "config of another": (lambda f: (f / CONFIG).write_text('{"model_type": "llama"}'), "not ours"),
     "newer version": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(format_version=2)),
+        lambda f: edit_json(f / CONFIG, lambda r: r.update(format_version=2)),
         "version 2",
     ),
-    "unknown setting": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"]["mixer"].update(window=3)),
-        "unknown mixer setting.*window",
-    ),
     "other size": (
-        lambda f: edit_json(f / CONFIG, lambda r: r["interdomain"].update(n_layers=3)),
+        lambda f: edit_json(f / CONFIG, lambda r: r.update(num_hidden_layers=3)),
         r"layers\.2\..*is missing",
     ),
     "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), "model.safetensors.*checksum differs"),
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), "truncated or damaged"),
-    "tensor missing": (lambda f: edit_weights(f, lambda t: t.pop("norm.weight")), "norm.weight is missing"),
+    "tensor missing": (lambda f: edit_weights(f, lambda t: t.pop("model.norm.weight")), "norm.weight is missing"),
     "tensor unknown": (lambda f: edit_weights(f, lambda t: t.update(extra=torch.zeros(1))), "extra is unknown"),
     "tensor of another shape": (
-        lambda f: edit_weights(f, lambda t: t.update({"norm.weight": torch.zeros(3)})),
+        lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.zeros(3)})),
         r"norm.weight is torch.float32 \[3\].*says float \[32\]",
     ),
     "tensor of integers": (
-        lambda f: edit_weights(f, lambda t: t.update({"norm.weight": torch.ones(32, dtype=torch.int64)})),
+        lambda f: edit_weights(f, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int64)})),
         "norm.weight is torch.int64",
     ),
     "a name that is no UTF-8": (lambda f: f.rename(f.with_name("\udce9")), "is not UTF-8"),
