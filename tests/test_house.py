@@ -88,7 +88,6 @@ def room(name):
 
 ROOMS = {
     "folders": set(),
-    "bundle": {"interdomain"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
@@ -97,9 +96,9 @@ ROOMS = {
     },
     "model": {
         *("torch", "safetensors", "numpy"),
-        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.bundle"),
+        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders"),
     },
-    "hf": {"torch", "transformers", "interdomain.model", "interdomain.bundle"},
+    "hf": {"torch", "transformers", "interdomain.scan", "interdomain.features"},
     "titan": {
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
@@ -110,7 +109,7 @@ ROOMS = {
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.bundle"),
+        *("interdomain.titan", "interdomain.megatron", "interdomain.hf"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
     },
@@ -161,8 +160,7 @@ def test_imports_go_one_way(module):
 def test_every_room_was_looked_at():
     seen = {room(module) for module in MODULES}
     assert {
-        f"interdomain.{name}"
-        for name in ("scan", "features", "data", "model", "hf", "titan", "tools", "folders", "bundle")
+        f"interdomain.{name}" for name in ("scan", "features", "data", "model", "hf", "titan", "tools", "folders")
     } <= seen
     assert len(MODULES) > 40
 

@@ -112,11 +112,11 @@ def test_it_stops_at_the_end_of_text(folder, capsys, tokenizer):
     a, word = next((i, word) for i, word in words.items() if word[:1] == " " < word)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(("wo.weight", "w2.weight")) or name in ("tok_embeddings.weight", "output.weight"):
+        if name.endswith(("wo.weight", "w2.weight")) or name in ("model.tok_embeddings.weight", "output.weight"):
             tensor.zero_()
-    tensors["norm.weight"].fill_(1)
-    tensors["tok_embeddings.weight"][:, 0] = 1
-    tensors["tok_embeddings.weight"][a] = torch.eye(32)[1]
+    tensors["model.norm.weight"].fill_(1)
+    tensors["model.tok_embeddings.weight"][:, 0] = 1
+    tensors["model.tok_embeddings.weight"][a] = torch.eye(32)[1]
     tensors["output.weight"][a, 0] = tensors["output.weight"][tokenizer.eos_id, 1] = 1
     rewrite(folder, tensors)
     options = ("--prompt", "x", "--max-tokens", 7, "--temperature", 0)
