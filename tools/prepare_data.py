@@ -7,6 +7,7 @@ leaves a hidden folder beside it, and the same command goes on from there.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -127,13 +128,16 @@ def build(
     work: Path, args: argparse.Namespace, request: dict, inputs: Inputs, parts: list[Part], given: Tokenizer | None
 ) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
+    # Parts of another cut must not be joined with these.
+    cuts = [(part.name, [(span.file.name, span.start, span.stop) for span in part.spans]) for part in parts]
+    asked = request | {"parts": hashlib.sha256(json.dumps(cuts).encode()).hexdigest()}
     if (work / REQUEST).exists():
         advice = f"Ask for that one to finish it, remove {work} to throw it away, or give another --output."
-        refuse_other(json.loads((work / REQUEST).read_text(encoding="utf-8")), request, work, advice)
+        refuse_other(json.loads((work / REQUEST).read_text(encoding="utf-8")), asked, work, advice)
     else:
         for path in work.iterdir():  # of an older version
             path.unlink()
-        write_whole(work / REQUEST, json.dumps(request).encode())
+        write_whole(work / REQUEST, json.dumps(asked).encode())
     tokenizer = make_tokenizer(work, args, given)
     names, empty = encode(work, args, parts, tokenizer)
     if (now := find_inputs(args.input).described) != inputs.described:

@@ -280,7 +280,8 @@ def _read_lines(span: Span, text_field: str) -> Iterator[Document]:
                 try:
                     document = _document(json.loads(line), text_field, len(line))
                 except (ValueError, RecursionError) as e:
-                    raise ValueError(f"{span.file.path}, line {_line_number(span.file.path, at)}: {e}") from e
+                    why = f"this is not JSON ({e.msg}); repair it." if isinstance(e, json.JSONDecodeError) else e
+                    raise ValueError(f"{span.file.path}, line {_line_number(span.file.path, at)}: {why}") from e
                 yield document
             at += len(line)
 

@@ -71,8 +71,8 @@ def cut(files: list[SourceFile], text_field: str) -> list[Part]:
 def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part, max_bytes: int | None) -> dict:
     """Writes the part's shards, one for each split, unless an earlier run did.
 
-    Returns: its record: source_bytes, tokens, empty (documents without text, which are left out). Source_bytes is more than
-        max_bytes if the part was cut, before the document that would have exceeded it.
+    Returns: its record: source_bytes, which are more than max_bytes if the part was cut before the document that would have
+        exceeded them, and empty, the number of documents without text, which are left out.
     Raises: ValueError for what is wrong with the text, naming file and line; OSError.
     """
     record = encoding.folder / f"{part.name}.json"
@@ -93,13 +93,14 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part, max_bytes:
                     documents = iter(())
                     break
                 empty += not document.text
-                texts.append(document.text)
-            texts = [text for text in texts if text]
-            for text, ids in zip(texts, tokenizer.encode_batch(texts, add_eos=True, num_threads=1), strict=True):
-                writers[in_validation(text, encoding.validation_fraction)].add_document(ids)
-    found = {"source_bytes": source_bytes, "tokens": sum(w.num_tokens for w in writers), "empty": empty}
-    write_whole(record, json.dumps(found).encode())
-    return found
+                texts += [document.text] if document.text else []
+            rows = tokenizer.encode_batch(texts, add_eos=True, num_threads=1)
+            splits = [in_validation(text, encoding.validation_fraction) for text in texts]
+            for split, writer in enumerate(writers):
+                mine = list(itertools.compress(rows, (split == own for own in splits)))
+                writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
+    write_whole(record, json.dumps({"source_bytes": source_bytes, "empty": empty}).encode())
+    return {"source_bytes": source_bytes, "empty": empty}
 
 
 def encode_parts(

@@ -36,32 +36,19 @@ def reference_read(prefix):
     return code, [np.frombuffer(raw, dtype, n, o).tolist() for n, o in zip(lengths, offsets, strict=True)]
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(2000, 8), (65499, 8), (65500, 4), (128_256, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(2000, 8), (65499, 8), (65500, 4)])
 def test_layout(tmp_path, vocab_size, code):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]
     info = write(tmp_path / "a", documents, vocab_size)
     assert reference_read(tmp_path / "a") == (code, documents)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert write(tmp_path / "b", []).tokens == len(IndexedDataset(tmp_path / "b")) == 0
+    IndexedDataset(tmp_path / "b").verify()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
     assert (info.name, info.documents, info.tokens) == ("a", 4, 12)
     assert info.bin_sha256 == file_sha256(tmp_path / "a.bin")
     assert info.idx_sha256 == file_sha256(tmp_path / "a.idx")
     assert info.bin_bytes == (tmp_path / "a.bin").stat().st_size == 12 * (2 if code == 8 else 4)
     assert info.idx_bytes == (tmp_path / "a.idx").stat().st_size
-
-
-def test_golden_bytes(tmp_path):
-    write(tmp_path / "a", [[1, 2], [3]], 10)
-    assert (tmp_path / "a.bin").read_bytes().hex() == "010002000300"
-    assert (
-        (tmp_path / "a.idx").read_bytes().hex()
-        == (
-            "4d4d494449445800000100000000000000"  # magic, version
-            "080200000000000000" + "0300000000000000"  # u16, 2 sequences, 3 document entries
-            "0200000001000000"  # lengths
-            "0000000000000000" + "0400000000000000"  # offsets
-            "0000000000000000" + "0100000000000000" + "0200000000000000"  # documents
-        )
-    )
 
 
 def hand_built(prefix, code, documents, dtype=None):
@@ -102,13 +89,6 @@ def test_documents_in_another_order(tmp_path):
     path.write_bytes(index)
     with pytest.raises(ValueError, match="follow one another"):
         IndexedDataset(tmp_path / "a").document_starts(0, 4)
-
-
-def test_empty_shard(tmp_path):
-    info = write(tmp_path / "a", [])
-    dataset = IndexedDataset(tmp_path / "a")
-    assert (info.tokens, len(dataset), dataset.num_tokens, dataset.tokens(0, 9).size) == (0, 0, 0, 0)
-    dataset.verify()
 
 
 def test_refuses_what_are_not_text_tokens(tmp_path):
@@ -166,27 +146,14 @@ def test_verify_reads_all_of_the_index(tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5], [70000]])
-def test_writer_refuses_ids_outside_the_vocabulary(tmp_path, tokens):
+def test_writer_refuses_ids_outside_the_vocabulary_and_never_overwrites(tmp_path, tokens):
     with pytest.raises(ValueError, match=r"vocabulary|non-empty"):
         write(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_never_overwrites(tmp_path):
     write(tmp_path / "a")
-    with pytest.raises(FileExistsError, match="already"):
-        IndexedDatasetWriter(tmp_path / "a", 2000)
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        write(tmp_path / "a")
 
-
-LIMITED = """
-import resource, signal, sys
-from interdomain.data import IndexedDatasetWriter
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with IndexedDatasetWriter(sys.argv[1], 2000) as writer:
-    for i in range(200):
-        writer.add_document([i] * 1000)
-"""
 
 KILLED = """
 import os, sys
@@ -205,20 +172,10 @@ with indexed.IndexedDatasetWriter(sys.argv[1], 2000) as writer:
 """
 
 
-def run(code, *args):
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-def test_the_kernel_refusing_to_write_leaves_nothing(tmp_path):
-    done = run(LIMITED, tmp_path / "a")
-    assert done.returncode == 1
-    assert "File too large. Nothing of it was kept" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("moment", ["now", 0, 1])
 def test_a_killed_writer_leaves_no_shard(tmp_path, moment):
-    assert run(KILLED, tmp_path / "a", moment).returncode == 9
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a"), str(moment)])
+    assert killed.returncode == 9
     assert not (tmp_path / "a.idx").exists()
     with pytest.raises(FileNotFoundError):
         IndexedDataset(tmp_path / "a")

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.data import SentencePieceTokenizer, StreamDecoder, TokenCorpus, check_vocab, load_tokenizer
-from interdomain.data.readers import read_documents
+from interdomain.data import StreamDecoder, TokenCorpus, check_vocab, load_tokenizer
 from interdomain.tools import prepare_data
-from interdomain.tools.train_tokenizer import train_sentencepiece
 
 from .conftest import byte_level
 
@@ -113,15 +111,6 @@ def test_a_stream_gives_text_at_once(any_kind):
     assert rest == ""
     given, rest = stream(any_kind, any_kind.encode("🙂"))
     assert (given[-1], rest) == ("🙂", "")
-
-
-def test_a_stream_of_a_vocabulary_without_words(tmp_path):
-    """So small that a space and a letter are no piece: the space before the first word is still not part of the text."""
-    (tmp_path / "tokenizer.model").write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=200_000), 360))
-    small = SentencePieceTokenizer(tmp_path / "tokenizer.model")
-    for text in ("a b", " a", "def f"):
-        given, rest = stream(small, small.encode(text))
-        assert "".join(given) + rest == text
 
 
 def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path):

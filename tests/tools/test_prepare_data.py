@@ -183,7 +183,7 @@ def command(sources, tokenizer, out, *options, code=""):
 import sys
 from interdomain.data import readers, tokenize_parallel
 from interdomain.tools import prepare_data
-readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 3000, 9000
+readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 1000, 1000
 {code}
 if __name__ == "__main__":
     sys.exit(prepare_data.main(sys.argv[1:]))
@@ -192,32 +192,30 @@ if __name__ == "__main__":
     return [sys.executable, "-c", program, *map(str, given), "--shard-tokens", "10000", *map(str, options)]
 
 
-# Slow enough that a kill falls somewhere: in a write, between renames, in the merge.
 SLOW = """
 import os, time
 real = os.replace
 def slow(*args):
-    time.sleep(0.004); real(*args); time.sleep(0.004)
+    time.sleep(0.01); real(*args); time.sleep(0.01)
 os.replace = slow
 """
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, tmp_path):
-    """SIGKILL at random moments until a run comes through; its workers end too; another number of them changes no byte."""
+    """SIGKILL until a run comes through; its workers end too; another number of them changes no byte."""
     undisturbed = command(sources, tokenizer, tmp_path / "undisturbed", "--workers", 1)
     done = subprocess.run(undisturbed, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rng, out, work = random.Random(1), tmp_path / "corpus", tmp_path / ".corpus.unfinished"
-    run = command(sources, tokenizer, out, "--workers", 2, code=SLOW)
-    for _ in range(3):
-        process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True)
+    out, work, merged = tmp_path / "corpus", tmp_path / ".corpus.unfinished", tmp_path / ".corpus.partial"
+    run = command(sources, tokenizer, out, "--workers", 2, code=SLOW)  # slow enough that a kill falls into the merge
+    for in_merge in (False, False, True):
         before = len(list(work.glob("part-*.json")))
-        while process.poll() is None and len(list(work.glob("part-*.json"))) <= before:
+        process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True)
+        while not (any(merged.glob("*.bin")) if in_merge else len(list(work.glob("part-*.json"))) > before):
+            assert process.poll() is None
             time.sleep(0.005)
-        time.sleep(rng.uniform(0.02, 0.2))
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
             children = f.read().split()
-        assert len(children) >= 2
         process.send_signal(signal.SIGKILL)
         assert ("continuing an earlier run" in process.communicate()[0]) == (before > 0)
         assert not out.exists()
@@ -225,9 +223,14 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
         while any(running(child) for child in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    done = subprocess.run([*run, "--max-bytes", "100000"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "max_bytes: None there, 100000 asked for" in done.stderr
+    other_cut = command(sources, tokenizer, out, code="readers.SPAN_BYTES = 500")
+    for other, message in (
+        ([*run, "--max-bytes", "9999"], "max_bytes: None there, 9999 asked for"),
+        (other_cut, "parts: "),
+    ):
+        done = subprocess.run(other, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert message in done.stderr
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert contents(out) == contents(tmp_path / "undisturbed")
@@ -249,18 +252,11 @@ def test_two_at_once(sources, prepare, tmp_path, capsys):
         prepare(sources, expect=2)  # flock: another opening of the folder, even by this process
         raise InterruptedError
     assert "Another process is building" in error(capsys)
-    module = [
-        sys.executable,
-        "-m",
-        "interdomain.tools.prepare_data",
-        "--max-bytes",
-        "90000",
-        "--vocab-size",
-        "400",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    pair = [subprocess.Popen([*module, "--skip-existing"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    line = (
+        f"-m interdomain.tools.prepare_data --max-bytes 90000 --vocab-size 400 --skip-existing --output {tmp_path}/out"
+    )
+    command = [sys.executable, *line.split()]
+    pair = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate()[0].splitlines()[-1].split()[0] for process in pair]
     assert sorted(said) == ["kept", "wrote"]
     assert os.listdir(tmp_path) == ["out"]
@@ -323,7 +319,7 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, tokenizer, pre
 BAD = {
     "latin.txt": (b"a\xff", "not UTF-8"),
     "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n' + b'{"text": "a"}\n' * 500, "line 501: there is no text"),
-    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "line 3: Expecting value"),
+    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "line 3: this is not JSON"),
     "field.jsonl": (b'{"text": "a"}\n{"body": "b", "id": 1}\n', "line 2: .* body, id"),
     "list.jsonl": (b'["text"]\n', "line 1: .* list"),
     "deep.jsonl": (b'{"text": "a", "more": ' + b"[" * 100_000, "line 1: maximum recursion"),
