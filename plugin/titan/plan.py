@@ -196,7 +196,7 @@ def _resolved(
     memory: Callable[..., dict[str, int]],
 ) -> tuple[Execution, dict[str, str]]:
     """(how the mixers are computed, with `recompute` decided; the same in words). device: None for another machine's GPUs."""
-    mixer, recurrent = config.mixer, config.mixer.kind != "softmax"
+    mixer, recurrent = config.mixer, config.mixer.kind == "interdomain"
     on_cpu = device is not None and device.type == "cpu"
     gpu = None if on_cpu else device
 
