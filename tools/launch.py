@@ -101,7 +101,7 @@ def refuse_idle_gpus() -> None:
 
 def check_data(job) -> str:
     """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
-    from interdomain.titan.corpora import open_dataset, open_tokenizer
+    from interdomain.titan.data_folders import open_dataset, open_tokenizer
 
     from . import prepare_data
 
@@ -149,7 +149,7 @@ def train_on(args: argparse.Namespace, flags: list[str], job, plan) -> dict[str,
     schedule, last = job.lr_scheduler, job.lr_scheduler.total_steps or plan.steps
     if schedule.decay_ratio == 0:
         rate, settings = "at the same learning rate", []
-    elif schedule.min_lr or schedule.min_lr_factor:
+    elif schedule.min_lr:
         rate, settings = "at the last learning rate", ["--lr_scheduler.total_steps", str(last)]
     else:
         rate = "with a learning rate that jumps back up, for it has no floor (lr_scheduler.min_lr)"

@@ -23,8 +23,6 @@ COMMANDS = {  # name: (module, what it does)
     "bench kernels": ("bench_kernels", "time the mixer core, beside PyTorch's attention"),
     "bench training": ("bench_training", "time whole training steps"),
     "bench inference": ("bench_inference", "time whole models at inference"),
-    "bench decode": ("bench_decode", "time one token of one layer"),
-    "bench data": ("bench_data", "time the preparation and the reading of data"),
     "bench gpu": ("bench_gpu", "check and time everything on a GPU, in ten minutes"),
 }
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 import interdomain
+from interdomain.data import Tokenizer
 from interdomain.folders import write_whole
 from interdomain.model.distributed_checkpoint import (
     METADATA,
@@ -77,7 +78,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     A damaged checkpoint is skipped, and the one before it is loaded.
 
     Args:
-        record: of `describe_run`. tokenizer: the file that every checkpoint gets a copy of.
+        record: of `describe_run`. tokenizer: written into every checkpoint.
         lock: on rank 0, where the run holds its folder.
     """
 
@@ -87,7 +88,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
     branched_from: int | None = None  # the step that the run last went back to
 
     def __init__(
-        self, *, record: dict, tokenizer: Path, lock: FolderLock | None, checkpoint_config, **torchtitans
+        self, *, record: dict, tokenizer: Tokenizer, lock: FolderLock | None, checkpoint_config, **torchtitans
     ) -> None:
         self.record, self.tokenizer, self.lock = record, tokenizer, lock
         self.checksums = checkpoint_config.checksums
@@ -142,7 +143,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        shutil.copyfile(self.tokenizer, folder / self.tokenizer.name)
+        self.tokenizer.write(folder)
         step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         tokens = tokens_at(step, self.resumed, self.record["run"]["tokens_per_step"])
         record = {**self.record, "step": step, "tokens": tokens, "skipped_steps": optimizers.guard.skipped}

@@ -9,6 +9,7 @@ import torch
 from interdomain.model import build_config
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.guard import Guard
+from interdomain.titan.host import translate
 from interdomain.titan.settings import read_job_config
 
 from .conftest import TINY
@@ -44,7 +45,7 @@ class Run:
     """A manager and what it saves: the weights of step N are all N."""
 
     def __init__(self, folder, tokenizer, width=7, model=None, run=(), **settings):
-        config = read_job_config(["--job.config_file", str(TINY)]).checkpoint
+        config = translate(read_job_config(["--job.config_file", str(TINY)])).checkpoint
         config.enable, config.interval = True, 1
         for name, value in settings.items():
             setattr(config, name, value)
@@ -89,8 +90,8 @@ class Run:
 @pytest.fixture
 def new(alone, tmp_path):
     """A run in the folder, as a process that starts makes it."""
-    (tmp_path / "tokenizer.model").write_bytes(b"tokenizer")
-    return lambda **settings: Run(tmp_path / "run", tmp_path / "tokenizer.model", **settings)
+    tokenizer = SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer"))
+    return lambda **settings: Run(tmp_path / "run", tokenizer, **settings)
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("failure", [FULL, RuntimeError("writing failed: No space left on device"), None])
-def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, failure, monkeypatch):
+def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, failure):
     """Behind an asynchronous save, where the system's error may be hidden; and (None) while the record is written."""
     run = new(async_mode="async")
     if failure:
@@ -250,7 +250,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
         run.manager.save_future.set_exception(CheckpointException("write", {1: (failure, None)}))
         error = refusal(capsys, run.manager._async_wait)
     else:
-        monkeypatch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(FULL))
+        run.manager.tokenizer.write = lambda folder: (_ for _ in ()).throw(FULL)
         error = refusal(capsys, run.save, 5)
     assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
     assert names(folder) == ["step-1", "step-2", "step-3"]
