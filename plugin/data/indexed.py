@@ -188,8 +188,8 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             self.abort()
         elif self._bin is not None:
             self.finalize()
