@@ -7,6 +7,7 @@ bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed
 """
 
 import argparse
+import functools
 import sys
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from interdomain import scan
 from interdomain.scan.triton_plan import alternatives
 
-from . import _apart, _features
+from . import _features
 from ._bench import (
     Deadline,
     Report,
@@ -26,6 +27,7 @@ from ._bench import (
     reason,
     require_healthy,
     without_paths,
+    work,
 )
 from ._cases import BOUNDS, COLUMNS, GLUON, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
@@ -156,11 +158,18 @@ def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None
     return {"out": torch.stack(outs, dim=1), "state": state}, {"out": exact, "state": final}, None
 
 
+def check_one(which: tuple[str, int], emit, *, device: torch.device) -> None:
+    """A case by its group and number. Raises: RuntimeError if the GPU does not survive it: another process takes the rest."""
+    group, i = which
+    case = groups(device.type == "cuda")[group][i]
+    emit(run_case(case, device))
+    require_healthy(device, str(case))
+
+
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    p.add_argument("--worker", help=argparse.SUPPRESS)  # a process of _apart
     return p.parse_args(argv)
 
 
@@ -172,15 +181,6 @@ def main(argv=None) -> int:
     available = groups(device.type == "cuda")
     names = choose("--groups", args.groups, available)
 
-    def handle(case, emit):
-        group, i = case
-        emit(run_case(available[group][i], device))
-        require_healthy(
-            device, str(available[group][i])
-        )  # ends this process, whose GPU is lost; another takes the rest
-
-    if args.worker:
-        return _apart.serve(args.worker, handle)
     report = Report("check", args.output, device, {"groups": names})
     results, alternative = [], []
     for kind in COLUMNS:
@@ -194,12 +194,9 @@ def main(argv=None) -> int:
         (alternative if group == GLUON else results).append(row["result"])
         report.add(available[group][i].kind, row)
 
-    jobs, left = [[(name, i) for i in range(len(available[name]))] for name in names], lambda: deadline.left
-    if device.type == "cuda":
-        command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--device", str(device), "--worker"]
-        _apart.run(command, jobs, add, left=left, workers=processes(), least=60)
-    else:
-        _apart.inline(jobs, add, handle, left=left)
+    jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
+    workers = processes() if device.type == "cuda" else 1
+    work(device, jobs, add, functools.partial(check_one, device=device), deadline, workers=workers, least=60)
     code = status(results)
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")

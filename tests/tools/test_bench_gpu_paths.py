@@ -3,9 +3,7 @@
 This runs every line that only a GPU would: events, graphs, peak memory, workers. The figures mean nothing.
 """
 
-import io
 import json
-import sys
 import time
 import types
 
@@ -46,21 +44,7 @@ class Event:
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    def run(command, jobs, add, *, left, workers=1, least=20.0):
-        """The workers' side of _apart.run, in this process."""
-        tool = {"bench_kernels": bench_kernels, "check_kernels": check_kernels}[command[2].split(".")[-1]]
-        for job in jobs:
-            lines, rows = tmp_path / "lines", []
-            monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job)))
-            assert tool.main([*command[3:], str(lines)]) == 0
-            for line in map(json.loads, lines.read_text().splitlines()):
-                rows += [line["row"]] if "row" in line else []
-                if "end" in line:
-                    add(line["end"], rows, None)
-                    rows = []
-            lines.unlink()
-
+def gpu(monkeypatch):
     sizes = dict(total_memory=2**37, L2_cache_size=2**16, multi_processor_count=132, major=9, minor=0)
     stand_in = cuda_stand_in.streams() | dict(
         is_available=lambda: True,
@@ -81,7 +65,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
     monkeypatch.setattr(_bench, "nvidia_smi", {"driver_version": "1.2.3", "compute_mode": "Default"}.get)
     monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
-    monkeypatch.setattr(_apart, "run", run)
+    monkeypatch.setattr(_apart, "run", _apart.inline)
     with cuda_stand_in.OnTheCPU():
         yield
 

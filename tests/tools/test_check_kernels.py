@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interdomain.scan import ops
-from interdomain.tools import _bench, _features, _problems, bench_kernels, check_kernels
+from interdomain.tools import _apart, _bench, _features, _problems, bench_kernels, check_kernels
 
 from .test_bench_kernels import results
 
@@ -24,6 +24,14 @@ def test_every_backend_passes(tmp_path, capsys):
     assert "| case | bound | out | state | dq |" in page
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"{len(rows)} of {len(rows)} cases passed; passed: wrote ")
+
+
+def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(_apart, "inline", _apart.run)
+    assert check_kernels.main(["--output", str(tmp_path), "--groups", "reference", "chunkwise-M128"]) == 0
+    contents, _ = results(tmp_path, "check")
+    assert [row["result"] for table in contents["tables"].values() for row in table["rows"]] == ["PASS"] * 3
 
 
 def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch, capsys):
