@@ -21,9 +21,8 @@ from interdomain import scan
 
 from ._problems import Shape, make_inputs
 
-OURS = ("chunkwise", "chunkwise-kept", "chunkwise-gluon", "linear", "parallel", "chunkwise-torch", "fft", "sequential")
+OURS = ("chunkwise", "chunkwise-kept", "linear", "parallel", "chunkwise-torch", "fft", "sequential")
 CHUNKWISE = OURS[:3]
-ALTERNATIVES = {"chunkwise-gluon": {"one_forward": True, "one_reverse": True}}  # fields of `Plan`, in backward, too
 SDPA = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -44,7 +43,7 @@ TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves,
 SLOW = OURS[4:]  # on a GPU only if named
 # In the order in which they run: those that a short time limit should not lose come first.
 NAMES = (
-    *("chunkwise", "sdpa-cudnn", "chunkwise-kept", "chunkwise-gluon", "sdpa-flash", "linear", "sdpa-default"),
+    *("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default"),
     *("sdpa-efficient", *PEERS, *SLOW),
 )
 ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash")
@@ -69,7 +68,7 @@ def candidate(name: str, p: Problem) -> tuple[Callable[[], Tensor], list[Tensor]
         how = dict(final_state=False, backend="chunkwise")
         return lambda: scan.linear_scan(**inputs, **how)[0], list(inputs.values()), d_out
     if name in OURS:
-        how = dict(backend=name.removesuffix("-kept").removesuffix("-gluon"), recompute=name != "chunkwise-kept")
+        how = dict(backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept")
         return lambda: scan.interdomain_scan(**p.inputs, final_state=False, **how)[0], list(p.inputs.values()), p.d_out
     if name in SDPA:
         return lambda: _sdpa(q, k, v, SDPA[name]), [q, k, v], p.d_out

@@ -13,13 +13,13 @@ from interdomain.scan import triton_support
 
 from . import _apart, _bench
 from ._mixers import make_problem
-from ._problems import Shape, in_one_program, pass_costs, segment_count, step_passes, tiles
+from ._problems import Shape, pass_costs, segment_count, step_passes, tiles
 from ._timing import Yardsticks, ratio, usable
 
 # Each group has a process of its own on a GPU.
 GROUPS = (
     *(("contract", "tables"), ("adjoint_decay", "adjoint", "decay"), ("mix_expand", "mix", "mix_backward")),
-    *(("expand",), ("one_forward",), ("one_reverse",), ("states", "costates", "chain")),
+    *(("expand",), ("states", "costates", "chain")),
 )
 COLUMNS = ["ms", "byte floor ms", "FLOP floor ms", "of floor", "TB/s", "copy TB/s", "product TFLOP/s", "remark"]
 CHUNKS = (32, 64)
@@ -77,23 +77,16 @@ class Setup:
             "mix_backward": lambda: launch.mix_backward(plan, tab, self.a, self.c, self.mixing),
             "expand": lambda: launch.expand(plan, tab, span, b, v, states, values, out),
             "adjoint": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, out),
-            "decay": lambda: launch.decay(plan, tab, span, b, d_o, v, states, states, values),
+            "decay": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, v=v, state=states),
         }
         if plan.joined:
-            calls["adjoint_decay"] = lambda: launch.adjoint_decay(
-                plan, tab, span, b, d_o, v, states, states, values, out
+            calls["adjoint_decay"] = lambda: launch.adjoint(
+                plan, tab, span, b, d_o, states, values, s.H, out, v=v, state=states
             )
         if plan.fused:
             calls["mix_expand"] = lambda: launch.expand(
                 plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
             )
-        if in_one_program(s, plan):
-            from interdomain.scan import gluon_launch
-
-            calls["one_forward"] = lambda: gluon_launch.forward(
-                tab, span, q, k, v, self.mixing, states, out, None, False
-            )
-            calls["one_reverse"] = lambda: gluon_launch.reverse(tab, span, b, d_o, v, states, states, values, out, None)
         if states is None:
             return calls
         local = torch.empty_like(states)

@@ -5,7 +5,6 @@ L chunk length.
 """
 
 import math
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -190,9 +189,6 @@ def pass_costs(shape: Shape, plan: "Plan") -> dict[str, tuple[int, int]]:
         "states": (2 * d, blocks * 4 * M * D),  # sweep that finds the states before the segments, if any
         "costates": (2 * N + 2 * d, blocks * 4 * M * D),  # the same backwards
     }
-    if in_one_program(shape, plan):
-        costs["one_forward"] = 4 * d, 2 * L * d + 4 * L * M + 8 * M * d + 4 * M * M  # contract, W and expand
-        costs["one_reverse"] = N + 3 * d, 2 * L * d + 4 * L * M + 10 * M * d  # adjoint and decay
     if plan.fused:
         costs["mix_expand"] = N + 2 * d, reading(plan.fused, 4 * M * M)
     return {name: (shape.tokens * WIDTH * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
@@ -205,16 +201,10 @@ def segment_count(shape: Shape, device: torch.device, chunk: int = 64) -> int:
     return triton_chunkwise.segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
-def in_one_program(shape: Shape, plan: "Plan") -> bool:
-    """Whether the Gluon kernels, which are Hopper's, have this shape. Triton's interpreter has none of them."""
-    return plan.held and shape.d == shape.M == plan.chunk == 64 and os.environ.get("TRITON_INTERPRET") != "1"
-
-
 def step_passes(plan: "Plan", recompute: bool = True, cut: bool = False) -> dict[str, tuple[str, ...]]:
     """The passes of a training step by phase. With `recompute` the backward repeats contract. cut: time is cut."""
     forward = ("contract", "mix_expand") if plan.fused else ("contract", "mix", "expand")
-    forward = ("one_forward",) if plan.one_forward else forward
-    reverse = ("one_reverse",) if plan.one_reverse else ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
+    reverse = ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
     backward = ("contract", "mix_backward", "expand", *2 * reverse, *(("contract",) if recompute else ()))
     return {
         "forward": (*forward, *(("states",) if cut else ())),

@@ -205,7 +205,7 @@ NCU = (
     *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
     *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--log-file", "FOLDER/profile.txt"),
 )
-PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay", "one_forward", "one_reverse")
+PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")
 SANITIZED = ("--once", "all", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")  # ragged; cut into segments
 RATIO = ("--tokens", "32768", "--cases", "softmax:compile:selective", "interdomain:compile:selective")
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")

@@ -16,12 +16,10 @@ import sys
 
 import torch
 
-from interdomain.scan.triton_plan import alternatives
-
 from . import _bench, _features, _mixers
 from ._cli import argument_parser, user_errors
 from ._mixers import ATTENTION, NAMES, SLOW, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segment_count, tiles
+from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segment_count, tiles
 from ._timing import Ceilings, Yardsticks, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
@@ -181,11 +179,8 @@ def run_case(case, emit, *, device: torch.device, shapes: dict[str, Shape], roun
     if name == FEATURES:
         for row in _features.bench(shape, device, rounds, seconds / 2):
             emit(row)
-    elif name in _mixers.ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
-        emit({"remark": "Hopper has these kernels, at M = 64 and heads of 64"})
     else:
-        with alternatives(**_mixers.ALTERNATIVES.get(name, {})):
-            measure(name, shape, device, rounds, seconds, emit)
+        measure(name, shape, device, rounds, seconds, emit)
     _bench.require_healthy(device, name)
     release(device)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from interdomain import scan
-from interdomain.scan.triton_plan import alternatives
 
 from . import _features
 from ._bench import (
@@ -29,7 +28,7 @@ from ._bench import (
     without_paths,
     work,
 )
-from ._cases import BOUNDS, COLUMNS, GLUON, STEPS, Case, bound, groups
+from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
 from ._problems import CPU, make_documents, make_inputs, move
 from ._timing import captured
@@ -102,9 +101,8 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
     def candidate():
         return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)
 
-    with alternatives(one_forward=case.gluon, one_reverse=case.gluon):
-        got = candidate()
-        again = candidate() if case.repeat else None
+    got = candidate()
+    again = candidate() if case.repeat else None
     double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
@@ -182,7 +180,7 @@ def main(argv=None) -> int:
     names = choose("--groups", args.groups, available)
 
     report = Report("check", args.output, device, {"groups": names})
-    results, alternative = [], []
+    results = []
     for kind in COLUMNS:
         report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
 
@@ -191,7 +189,7 @@ def main(argv=None) -> int:
         row = {"group": group, **(rows[0] if rows else _row(available[group][i]))}
         if problem:
             row["result"] = f"{FAIL}: {without_paths(problem)[:200]}"
-        (alternative if group == GLUON else results).append(row["result"])
+        results.append(row["result"])
         report.add(available[group][i].kind, row)
 
     jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
@@ -204,8 +202,6 @@ def main(argv=None) -> int:
         report.note(
             "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
         )
-    if status(alternative):
-        report.note(f"Do not use what is called gluon: {GLUON} is {STATUS[status(alternative)]}. Nothing else runs it.")
     beyond = f", {results.count(BEYOND)} beyond the bound" if BEYOND in results else ""
     report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed{beyond}")
     return code

@@ -172,7 +172,7 @@ def test_the_check(gpu, tmp_path, monkeypatch):
 
 def test_training_cases(gpu, tmp_path, monkeypatch, capsys):
     pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-    monkeypatch.setattr(bench_training.launch, "torchrun_command", lambda *a: ["true"])
+    monkeypatch.setattr(bench_training._torchrun, "torchrun_command", lambda *a: ["true"])
     monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
     seen = {"throughput(tps)": {1: 1.0, 5: 2.0, 10: 40_000.0, 20: 42_000.0}, "mfu(%)": {10: 50.0, 20: 51.0}}
     monkeypatch.setattr(bench_training, "scalars", lambda output: seen)

@@ -54,8 +54,6 @@ def test_bytes_and_flops_of_the_passes_by_hand():
         "adjoint_decay": (640, read + decay),
         "adjoint": (512, read),
         "decay": (512, decay),
-        "one_forward": (512, 2 * scores + 2 * table + 2 * state + W),
-        "one_reverse": (640, 2 * scores + 2 * table + 10 * 64 * 64),
         "mix": (512, W),
         "states": (256, state),
         "costates": (768, state),

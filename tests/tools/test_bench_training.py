@@ -79,7 +79,7 @@ def test_the_kernels_of_a_trace(tmp_path):
 def stand_in(monkeypatch, *scripts):
     """Runs that do what these shell scripts do, in turn."""
     left = list(scripts)
-    monkeypatch.setattr(bench_training.launch, "torchrun_command", lambda *a: ["sh", "-c", left.pop(0)])
+    monkeypatch.setattr(bench_training._torchrun, "torchrun_command", lambda *a: ["sh", "-c", left.pop(0)])
     monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
 
 

@@ -37,8 +37,8 @@ def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
 def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch, capsys):
     kernel = ops.IMPLEMENTATIONS["chunkwise"]
 
-    def broken(*args):
-        dq, dk, *rest = kernel.scan_backward(*args)
+    def broken(*args, **kw):
+        dq, dk, *rest = kernel.scan_backward(*args, **kw)
         return dq, 1.05 * dk, *rest
 
     monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_backward=broken))
