@@ -43,7 +43,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason."""
     row = _row(case)
     try:
-        run = {"step": _step, "features": _input_features, "features step": _input_features_step}
+        run = {"step": _step, "features": _features.results, "features step": _features.step_results}
         got, exact, again = run.get(case.kind, _scan)(case, device, seed)
         row |= {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
@@ -106,15 +106,6 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
     double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
-
-
-def _input_features(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
-    what = dict(past=case.state, repeat=case.repeat, packed=case.documents, seed=seed)
-    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, **what)
-
-
-def _input_features_step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
-    return _features.step_results(case.shape, case.dtype, device, case.backend, seed)
 
 
 def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:

@@ -154,7 +154,6 @@ def test_the_default_cases_can_be_planned(tmp_path):
         (["--sizes", "7B"], ["--sizes 7B", "1.3B", "debug"]),
         (["--cases", "mamba:compile"], ["--cases mamba:compile", "softmax", "selective"]),
         (["--steps", "1"], ["--steps 1 has no steady step"]),
-        (["--batch-size", "0"], ["--batch-size must be at least 1: got 0"]),
     ],
 )
 def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
