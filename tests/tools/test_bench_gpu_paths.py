@@ -22,14 +22,12 @@ from interdomain.tools import (
     _timing,
     bench_inference,
     bench_kernels,
-    bench_training,
     check_kernels,
 )
 
 from .. import cuda_stand_in
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
-CUDA = torch.device("cuda")
 
 
 class Event:
@@ -168,21 +166,3 @@ def test_the_check(gpu, tmp_path, monkeypatch):
     assert check_kernels.main(["--output", str(tmp_path / "bad")]) == 1
     (row,) = results(tmp_path / "bad", "check")["tables"]["step"]["rows"]
     assert row["result"] == "FAIL"
-
-
-def test_training_cases(gpu, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-    monkeypatch.setattr(bench_training._torchrun, "torchrun_command", lambda *a: ["true"])
-    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
-    seen = {"throughput(tps)": {1: 1.0, 5: 2.0, 10: 40_000.0, 20: 42_000.0}, "mfu(%)": {10: 50.0, 20: 51.0}}
-    monkeypatch.setattr(bench_training, "scalars", lambda output: seen)
-    cases = ["--cases", "softmax:compile", "interdomain:compile", "interdomain:compile:selective:kept"]
-    assert bench_training.main(["--output", str(tmp_path), *cases]) == 0
-    contents = results(tmp_path, "training")
-    assert contents["options"]["sizes"] == ["1.3B"]
-    ((name, table),) = contents["tables"].items()
-    assert name == "1.3B, 4 x 4,096 tokens per step"
-    assert all(row["tokens/s"] == 41_000 and row["MFU %"] == 50.5 for row in table["rows"])
-    assert [row["over softmax"] for row in table["rows"]] == [1.0] * 3
-    assert bench_training.main(["--output", str(tmp_path / "x"), "--device", "cpu"]) == 2
-    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
