@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from interdomain.model import Execution, ModelConfig, ModelState, Transformer
 from interdomain.model.generation import Decoder, decode, prefill
 from interdomain.model.initialize import initial_value
-from interdomain.model.joined import join_projections
 
 from ._bench import reason, require_healthy
 from ._timing import Ceilings, attempt, captured, interleaved, peak_memory, ratio, release, timer, usable
@@ -71,7 +70,6 @@ def random_model(
         else:
             x.normal_(0, 0.02)
     model.to(dtype)
-    join_projections(model)
     return model.requires_grad_(False).eval()
 
 

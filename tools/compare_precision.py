@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 from interdomain.model import CONDITIONS, SIZES, Execution, Transformer, build_config
 from interdomain.model.config import PRECISIONS
 from interdomain.model.initialize import clean_name

@@ -39,6 +39,28 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
 
 
+def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
+    """What determines the code of a launch, as Triton's specialization sees it."""
+    signature, divisible = {}, []
+    for parameter, value in zip(kernel.params, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            if value.data_ptr() % 16:
+                continue
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
+            continue
+        elif value is None or value == 1:
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16:
+                continue
+        divisible.append(parameter.name)
+    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
+    return kernel, signature, divisible, constants, options
+
+
 class Recorder:
     """Stands where a kernel does and keeps the launches, without those that would compile to the same."""
 
@@ -48,25 +70,8 @@ class Recorder:
     def __getitem__(self, grid):
         return self.record
 
-    def record(self, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
-        signature, divisible = {}, []
-        for parameter, value in zip(self.kernel.params, args, strict=False):
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name] = TYPES[value.dtype]
-                if value.data_ptr() % 16:
-                    continue
-            elif parameter.do_not_specialize:
-                signature[parameter.name] = "i32"
-                continue
-            elif value is None or value == 1:
-                constants[parameter.name] = value
-            else:
-                signature[parameter.name] = "i32"
-                if value % 16:
-                    continue
-            divisible.append(parameter.name)
-        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
-        launch = (self.kernel, signature, divisible, constants, options)
+    def record(self, *args, **constants):
+        launch = described(self.kernel, *args, **constants)
         if launch not in self.launches:
             self.launches.append(launch)
 
