@@ -52,6 +52,7 @@ def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fu
             continue
         elif value is None or value == 1:
             constants[parameter.name] = value
+            continue
         else:
             signature[parameter.name] = "i32"
             if value % 16:
