@@ -59,15 +59,20 @@ class Case:
         return "bf16" if products else "rounded"
 
     def __str__(self) -> str:
-        words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
-        words += [str(self.dtype).removeprefix("torch."), self.mode]
-        words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
-        words += [f"chunk {self.chunk_size}" if self.chunk_size else "", "documents" if self.documents else ""]
-        words += [
-            "half of W" if self.half else "",
-            f"v wider by {self.wider}" if self.wider else "",
-        ]
-        return " ".join(word for word in words if word)
+        what = self.backend if self.kind != "step" else "linear" if self.linear else "query"
+        words = {
+            what: True,
+            str(self.shape): True,
+            str(self.dtype).removeprefix("torch."): True,
+            self.mode: self.mode,
+            "no state": not self.state and self.kind != "step",
+            "kept": not self.recompute,
+            f"chunk {self.chunk_size}": self.chunk_size,
+            "documents": self.documents,
+            "half of W": self.half,
+            f"v wider by {self.wider}": self.wider,
+        }
+        return " ".join(word for word, there in words.items() if there)
 
 
 def groups(cuda: bool) -> dict[str, list[Case]]:

@@ -16,6 +16,7 @@ KINDS = {
 }
 
 CARD = """---
+license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
 tags:
@@ -34,16 +35,16 @@ A decoder of the study in *Interdomain Attention: Beyond Token-Level Key-Value M
 
 ## Use
 
-Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else: the code is in this folder (read it before you
-trust it). On an NVIDIA GPU of compute capability 8.0 or higher, with Triton installed, the layers run as Triton kernels;
-elsewhere as plain PyTorch.
+Needs Python 3.11, torch 2.11 and transformers 4.57 or later, and nothing else. The code is in this folder, in
+`configuration_interdomain.py` and `modeling_interdomain.py`: read it before you trust it. It is plain PyTorch. With the package
+`interdomain` installed it runs that package's kernels, which are Triton on an NVIDIA GPU of compute capability 8.0 or higher.
 {tokenizer}
 ```python
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "path/to/this/folder"
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.{dtype})
 
 {start}
@@ -55,20 +56,18 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
     print(text)
 ```
 
-- Prompts of unequal length are padded on the left, and `generate` needs the mask, as here.
+- `AutoModel` and `AutoModelForSequenceClassification` load it as well. The tokenizer is one of transformers' own and runs no
+  code of this folder; with `trust_remote_code` left out, transformers 5 asks all the same.
+- Padding may stand on either side, also within a later turn of a chat; `generate` needs the mask, as here.
 - A text that goes on: `generate(..., return_dict_in_generate=True)` returns `past_key_values`; give it back with the longer
-  text, and only what is new is read. It is advanced in place: `copy.deepcopy` it to continue in several ways.
-- A long prompt is read in pieces of 2,048 tokens.
-- `generate(..., cache_implementation="static")` decodes in steps of fixed shape: on an NVIDIA GPU as one CUDA graph, captured
-  in the first call and replayed in later ones of as many texts, while the weights stay where they are. Its memory goes with the
-  model, or with `model.to(...)`.
+  text, and only what is new is read. `copy.deepcopy` it to continue in several ways.
+- A prompt of many thousand tokens takes less memory with `generate(..., prefill_chunk_size=2048)`.
 - Whatever `dtype` is, the parameters of the recurrence stay float32.
 - The tokenizer takes the names of control tokens for text, as in training: an end-of-text token written into a text or a chat
   template is a few ordinary pieces, and a model tuned on them never ends. For chat templates and fine-tuning load it with
   `split_special_tokens=False`.
-- Fine-tuning works through `Trainer`, TRL's SFT and DPO trainers and peft's LoRA, with gradient checkpointing too, and with
-  padding on either side. The model runs on one device (`device_map="auto"` takes the first GPU). Not supported: assisted and
-  contrastive generation, attention matrices, packed sequences, another vocabulary, quantized weights.
+- Fine-tuning works through `Trainer` and what builds on it, with gradient checkpointing, `torch.compile`, FSDP and added
+  tokens. Not supported: assisted generation, attention matrices, packed sequences.
 - lm-evaluation-harness:
   `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
 

@@ -12,6 +12,7 @@ dtype, and the logits of a forward pass.
 import json
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 import interdomain
-from interdomain.bundle import write_code
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
 from interdomain.folders import new_folder, require_utf8
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
@@ -28,6 +28,7 @@ from interdomain.model import distributed_checkpoint as checkpoints
 from ._cli import argument_parser, user_errors
 from ._model_card import last_validation, write_card
 
+CODE = Path(interdomain.__file__).parent / "hf"
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
 # another order where memory is aligned otherwise; the others round each weight by 2^-9 (bfloat16) or 2^-12 (float16), and
@@ -93,11 +94,17 @@ def to_folder(args) -> str:
             )
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
-        write_code(folder)
+        copy_code(folder)
         write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
     size = sum(f.stat().st_size for f in args.output.iterdir())
     return f"wrote {args.output} ({size / 1e6:.1f} MB, {count} tensors, step {record['step']}, {difference})"
+
+
+def copy_code(folder: Path) -> None:
+    """The classes that transformers runs, and the license, as they stand in plugin/hf."""
+    for name in ("configuration_interdomain.py", "modeling_interdomain.py", "LICENSE"):
+        shutil.copyfile(CODE / name, folder / name)
 
 
 def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:

@@ -70,7 +70,7 @@ def _gradient(ctx, dy):
     if scale is not None:
         d_scale = sums[:, -2].sum(0).to(scale.dtype)
         d_shift = sums[:, -1].to(shift.dtype)
-    dpast = dpast.to(past.dtype) if need_past else None
+    dpast = dpast.to(past.dtype) if past is not None and need_past else None
     return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 

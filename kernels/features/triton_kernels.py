@@ -22,8 +22,8 @@ K = W + 1 with a convolution, and 2 more with the norm. At W = 4: forward at BT 
 """
 
 # ruff: noqa: RUF005 (Triton has tuples, and no starred expressions)
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportIndexIssue=false
-# (Triton compiles these functions: tl.static_range is no iterator, tuples grow)
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -2,7 +2,8 @@
 
 Shapes as in triton_kernels.py. A launcher allocates what it returns, and partial sums.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false (Triton kernels are called with launch options and plain numbers)
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -49,7 +50,7 @@ def backward(
     dy: Tensor, x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
     [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
     B, T, E = x.shape
@@ -80,7 +81,11 @@ def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) 
     cos, sin = (None if t is None else t.float() for t in (cos, sin))  # float64 tables would widen what a loop carries
     tensors = x, past, *(None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale))
     rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
-    strides = *_strides(x), *((0, 0) if past is None else _strides(past)), cos[0].numel() if rows else 0
+    strides = (
+        *_strides(x),
+        *((0, 0) if past is None else _strides(past)),
+        cos[0].numel() if cos is not None and rows else 0,
+    )
     BH = max(16, triton.next_power_of_2(R // 2))
     W = 0 if weight is None else weight.shape[-1]
     return tensors, strides, dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)

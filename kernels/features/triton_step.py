@@ -6,8 +6,8 @@ has is a matter of where it stands: the first C / R are convolved, the first `ro
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has tuples, and no starred expressions; what a constant excludes is not compiled)
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-# (Triton compiles the kernel, and it is called with launch options and plain numbers)
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton

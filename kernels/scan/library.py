@@ -5,11 +5,11 @@ import hashlib
 import inspect
 import logging
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.library import CustomOpDef
 
 PLAIN = "plain PyTorch has: backend='reference' of the scan, 'torch' of the input features"
 
@@ -36,7 +36,7 @@ def no_forward_mode(*tensors: Tensor | None) -> None:
         raise NotImplementedError(f"the kernels have no forward-mode derivative; {PLAIN}")
 
 
-def differentiated_once(backward: CustomOpDef) -> None:
+def differentiated_once(backward: Any) -> None:
     """Make a gradient that has no gradient itself raise NotImplementedError."""
 
     def refuse(ctx, *cotangents):

@@ -42,7 +42,7 @@ def _written_out(module: str, saves: bool = False, **options: Any) -> Implementa
 
         return run
 
-    return Implementation(*map(function, Implementation._fields[:4]), saves)
+    return Implementation._make([*map(function, Implementation._fields[:4]), saves])
 
 
 _PLAIN = _written_out(".chunkwise")
@@ -135,31 +135,6 @@ def _fake_gradients(log_decay, need_decay, d_table, initial_state):
     return d_log_decay, d_table, log_decay.new_empty(0 if initial_state is None else initial_state.shape)
 
 
-def _setup_scan(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, save, documents, need_final = inputs
-    o, final, kept = output
-    ctx.save_for_backward(documents, *tensors, kept if save else None)
-    ctx.mark_non_differentiable(*((kept,) if need_final else (kept, final)))
-    ctx.set_materialize_grads(False)
-    ctx.output_shape = o.shape
-
-
-def _scan_gradient(ctx, d_o, d_final, *_):
-    documents, q, k, v, log_decay, mixing, initial_state, a = ctx.saved_tensors
-    if d_o is None:  # only the state was used
-        d_o = v.new_zeros(ctx.output_shape)
-    need_decay = ctx.needs_input_grad[3]
-    args = q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay, a, documents
-    dq, dk, dv, d_log_decay, d_mixing, d_initial = scan_backward(d_o, d_final, *args)
-    d_log_decay = d_log_decay if need_decay else None
-    d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None, None, None
-
-
-scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
-differentiated_once(scan_backward)
-
-
 # Linear readout
 
 
@@ -194,27 +169,35 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, n
     )
 
 
-def _setup_linear(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, documents, need_final = inputs
-    ctx.save_for_backward(documents, *tensors)
-    if not need_final:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+# Gradients
 
 
-def _linear_gradient(ctx, d_y, d_final):
-    documents, z, log_decay, readout, initial_state = ctx.saved_tensors
-    if d_y is None:
-        d_y = torch.zeros_like(z)
-    need_decay = ctx.needs_input_grad[1]
-    args = z, log_decay, readout, initial_state, ctx.chunk_size, ctx.backend, need_decay, documents
-    dz, d_log_decay, d_readout, d_initial = linear_scan_backward(d_y, d_final, *args)
-    d_log_decay = d_log_decay if need_decay else None
-    d_initial = d_initial if initial_state is not None else None
-    return dz, d_log_decay, d_readout, d_initial, None, None, None, None
+def _differentiable(op: Any, backward: Any, n: int) -> None:
+    """Register `backward` for `op`: n tensors of tokens, log_decay, a table, the initial state; then what is no tensor."""
+
+    def setup(ctx, inputs, output):
+        ctx.chunk_size, ctx.backend, *save, documents, need_final = inputs[n + 3 :]
+        out, final, *saved = output
+        ctx.save_for_backward(documents, *inputs[: n + 3], *(x if any(save) else None for x in saved))
+        ctx.mark_non_differentiable(*saved, *(() if need_final else (final,)))
+        ctx.set_materialize_grads(False)
+        ctx.output_shape = out.shape
+
+    def gradient(ctx, d_out, d_final, *_):
+        documents, *saved = ctx.saved_tensors
+        tensors, need = saved[: n + 3], ctx.needs_input_grad
+        if d_out is None:  # only the state was used
+            d_out = tensors[n - 1].new_zeros(ctx.output_shape)
+        run = ctx.chunk_size, ctx.backend, need[n], *saved[n + 3 :], documents
+        grads = list(backward(d_out, d_final, *tensors, *run))
+        grads[n] = grads[n] if need[n] else None
+        grads[-1] = grads[-1] if tensors[-1] is not None else None
+        return *grads, *(None,) * (len(need) - len(grads))
+
+    op.register_autograd(gradient, setup_context=setup)
+    differentiated_once(backward)
 
 
-linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)
-differentiated_once(linear_scan_backward)
-
+_differentiable(scan, scan_backward, 3)
+_differentiable(linear_scan, linear_scan_backward, 1)
 tag_caches(__name__)

@@ -42,7 +42,7 @@ def _check_numbers(documents: Tensor) -> None:
         wrong = wrong | (documents >= 2**31)
     right = ~wrong.any()
     if torch.compiler.is_compiling() or type(documents) is not Tensor or documents.device.type != "cpu":
-        torch._assert_async(right, ALLOWED)
+        torch._assert_async(right, ALLOWED)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         b, t = wrong.nonzero()[0].tolist()
         number, last = documents[b, t].item(), before[b, t].item()

@@ -69,12 +69,10 @@ def scan_backward(
         pairs = ((e, q, keys), (b, d_o, values))
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
-        d_log_decay = None
-        kw_k, kw_v = (dict(v=x, state=states) if need_decay else {} for x in (k, v))
-        parts_k = launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial, **kw_k)
-        parts_v = launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial, **kw_v)
-        if need_decay:
-            d_log_decay = launch.conj_sum(parts_k, parts_v)
+        decay_k, decay_v = (dict(v=x, state=states) if need_decay else {} for x in (k, v))
+        parts_k = launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial, **decay_k)
+        parts_v = launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial, **decay_v)
+        d_log_decay = None if parts_k is None or parts_v is None else launch.conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
 
@@ -105,12 +103,13 @@ def linear_backward(
         plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = tab.constant
+        assert b is not None
         dz = launch.padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
-        kw = dict(v=z, state=states) if need_decay else {}
-        parts = launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial, **kw)
-        d_log_decay = launch.conj_sum(parts) if need_decay else None
+        decay = dict(v=z, state=states) if need_decay else {}
+        parts = launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial, **decay)
+        d_log_decay = None if parts is None else launch.conj_sum(parts)
         d_readout = launch.conj_sum(launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True), pairs=False)
         return dz.contiguous(), d_log_decay, d_readout, d_initial
 

@@ -3,7 +3,8 @@
 Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all else contiguous
 (`dense`); every pointer is a multiple of 16 bytes, or None where there is no tensor. A launcher allocates what it returns.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false (Triton kernels are called with launch options and plain numbers)
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from typing import NamedTuple
 

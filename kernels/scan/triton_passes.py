@@ -25,6 +25,8 @@ transposed is computed transposed; `tl.trans` is applied to tiles as they were l
 Operands are bf16 with fp32 accumulation, or fp32 with `PRECISION` (never plain TF32).
 EVEN: every chunk has L tokens. A mask that ends in `| EVEN` the compiler then knows to be true, and leaves out.
 """
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

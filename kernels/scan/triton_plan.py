@@ -1,9 +1,7 @@
 """Tile sizes of the Triton passes by device and shape, and the number of segments of time. Shapes as in triton_passes.py."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -66,24 +64,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
         tiles = (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1)
         plan = Plan(16, dtype, "tf32x3", *tiles, None, 255)
-    if major == 9:
-        plan = plan._replace(**_alternatives)
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
-
-
-_alternatives: dict[str, Any] = {}
-
-
-@contextmanager
-def alternatives(**fields: Any) -> Iterator[None]:
-    """Plans for Hopper that are made inside have these fields of `Plan`: for tests and timings of other tile sizes."""
-    before = dict(_alternatives)
-    _alternatives.update(fields)
-    try:
-        yield
-    finally:
-        _alternatives.clear()
-        _alternatives.update(before)
 
 
 def capability(device: torch.device) -> tuple[int, int]:

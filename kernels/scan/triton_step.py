@@ -15,7 +15,8 @@ flight on every multiprocessor. W is read once per batch row, mostly from the L2
 decided on the host: a step can be captured in a CUDA graph and replayed. There is no autotuning, which would run the update in
 place many times, and there are no atomics: results repeat bit for bit. These functions record no gradient.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false (Triton kernels are called with launch options and plain numbers)
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton

@@ -2,6 +2,8 @@
 
 Notation as in triton_passes.py.
 """
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

@@ -1,17 +1,34 @@
-"""The model in transformers: importing this registers it, so that AutoModelForCausalLM needs no trust_remote_code.
+"""The model in transformers: importing this registers it, so that the Auto classes need no trust_remote_code.
 
-An exported folder carries the same code (`interdomain.bundle` writes it) for where this package is not installed.
+`configuration_interdomain.py` and `modeling_interdomain.py` are copied into every exported folder as they are. They import
+torch, transformers, and where it is installed `interdomain.scan` and `interdomain.features` for their kernels; nothing else.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from interdomain.bundle import write_code
+from .configuration_interdomain import InterdomainConfig
+from .modeling_interdomain import (
+    InterdomainCache,
+    InterdomainForCausalLM,
+    InterdomainForSequenceClassification,
+    InterdomainModel,
+)
 
-from .configuration import InterdomainConfig
-from .modeling import InterdomainCache, InterdomainForCausalLM
+__all__ = [
+    "InterdomainCache",
+    "InterdomainConfig",
+    "InterdomainForCausalLM",
+    "InterdomainForSequenceClassification",
+    "InterdomainModel",
+]
 
-__all__ = ["InterdomainCache", "InterdomainConfig", "InterdomainForCausalLM", "write_code"]
-
+CLASSES = {
+    AutoModel: InterdomainModel,
+    AutoModelForCausalLM: InterdomainForCausalLM,
+    AutoModelForSequenceClassification: InterdomainForSequenceClassification,
+}
 AutoConfig.register(InterdomainConfig.model_type, InterdomainConfig, exist_ok=True)
-AutoModelForCausalLM.register(InterdomainConfig, InterdomainForCausalLM, exist_ok=True)
-InterdomainForCausalLM.write_code = staticmethod(write_code)
+InterdomainConfig.register_for_auto_class()  # save_pretrained then copies the code
+for auto_class, model_class in CLASSES.items():
+    auto_class.register(InterdomainConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto_class.__name__)

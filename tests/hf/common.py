@@ -1,5 +1,7 @@
 """Every condition and every option that has parameters of its own, as folders in transformers."""
 
+import sys
+
 import torch
 
 from interdomain.model import CONDITIONS
@@ -13,11 +15,10 @@ CASES = {
 }
 KINDS = ("interdomain", "softmax", "s4d", "all")  # one of each kind of state
 
-EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version is to begin with, where that is given
-
+EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version begins with, where that is given
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens
-# Random models of random weights: whatever the logits' rounding, the largest of 420 stands out.
-CLOSE = dict(rtol=1e-4, atol=1e-4)
+CLOSE = dict(rtol=1e-4, atol=1e-4)  # of logits in float32
+ON = dict(do_sample=False, eos_token_id=None)  # generate to the end
 
 
 def random_texts(batch: int, length: int, seed: int = 1) -> torch.Tensor:
@@ -25,9 +26,25 @@ def random_texts(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, TOKENS, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def code_of(model):
+    """The module that a model's class is defined in: a folder's own, or the package's."""
+    return sys.modules[type(model).__module__]
+
+
 @torch.no_grad()
 def greedy(model, tokens: torch.Tensor, steps: int) -> torch.Tensor:
-    """The whole text again for every token: the model itself, no state."""
+    """The whole text again for every token: the native model itself, no state."""
     for _ in range(steps):
         tokens = torch.cat([tokens, model(tokens)[:, -1:, :TOKENS].argmax(-1)], dim=1)
     return tokens
+
+
+def padded(rows, side: str, value: int = 9):
+    """(tokens [B, T], attention_mask [B, T]) of rows [1, T'] of unequal length."""
+    T = max(row.shape[1] for row in rows)
+
+    def filled(row, value):
+        more = torch.full((1, T - row.shape[1]), value)
+        return torch.cat([more, row] if side == "left" else [row, more], dim=1)
+
+    return torch.cat([filled(row, value) for row in rows]), torch.cat([filled(row * 0 + 1, 0) for row in rows])

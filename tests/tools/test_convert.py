@@ -6,23 +6,21 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain import bundle
 from interdomain.model import Transformer, cell_of
 from interdomain.model import distributed_checkpoint as checkpoints
 from interdomain.model.pretrained import load_pretrained, read_config
+from interdomain.model.transformers_names import BASE
 from interdomain.tools import convert
 
 from ..common import REPOSITORY
-from .checkpoints import Runs, record_of, small_model, write_checkpoint, write_record
+from .checkpoints import Runs, small_model, write_checkpoint
 
 
 def run(source, output, *options, expect=0):
@@ -43,7 +41,8 @@ def contents(folder):
 
 
 def stored(folder):
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    files = sorted(folder.glob("*.safetensors"))
+    return {name.removeprefix(BASE): t for file in files for name, t in load_file(file).items()}
 
 
 def assert_same(found, wanted):
@@ -93,13 +92,10 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert wrote.startswith(f"wrote {output} (")
     assert f"{len(model.state_dict())} tensors, step 100, logits equal to" in wrote
     assert_same(stored(output), model.state_dict())
-    data = {path.name for path in output.iterdir() if path.suffix != ".py"}
-    assert data == {
+    assert {path.name for path in output.iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-        *("generation_config.json", "README.md"),
+        *("configuration_interdomain.py", "modeling_interdomain.py", "generation_config.json", "README.md", "LICENSE"),
     }
-    code = {path.name: path.read_text() for path in output.glob("*.py")}
-    assert code == bundle.bundled()
     config, record = read_config(output)
     assert config == model.config
     facts, cell = record["facts"], cell_of(config, "debug")
@@ -148,17 +144,6 @@ def test_poisonous_index_is_refused_and_nothing_runs(tmp_path, checkpoint, outpu
     assert "has no place in the index" in message
     assert not (tmp_path / "sprung").exists()
     assert nothing_written(output)
-
-
-def test_small_shards(checkpoint, output, model):
-    run(checkpoint, output, "--max-shard-gb", "2e-5")
-    files = sorted(output.glob("model-*-of-*.safetensors"))
-    assert len(files) > 3
-    assert not (output / "model.safetensors").exists()
-    index = json.loads((output / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict())
-    assert_same(stored(output), model.state_dict())
-    assert_same(load_pretrained(output)[0].state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -228,45 +213,20 @@ def flip_a_bit(file, tensor):
 
 
 DAMAGE = {
-    "no index": (lambda c: (c / ".metadata").unlink(), ["step-100 is not a whole checkpoint", "no .metadata"]),
-    "empty index": (lambda c: (c / ".metadata").write_bytes(b""), [".metadata is damaged"]),
-    "cut index": (lambda c: os.truncate(c / ".metadata", 200), [".metadata is damaged"]),
-    "no record": (lambda c: (c / "interdomain.json").unlink(), ["step-100 has no interdomain.json"]),
-    "empty record": (lambda c: (c / "interdomain.json").write_text(""), ["interdomain.json is damaged"]),
-    "record of nothing": (lambda c: (c / "interdomain.json").write_text("[]"), ["interdomain.json is damaged"]),
-    "newer record": (lambda c: edit_record(c, lambda r: r.update(format_version=2)), ["format version 2", "reads 1"]),
-    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), ["reads version 1"]),
-    "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), ["is damaged", "lacks tokens"]),
-    "record without model": (lambda c: edit_record(c, lambda r: r.pop("model")), ["is damaged", "model"]),
-    "no shard": (lambda c: shard(c).unlink(), ["step-100 could not be read", "shard is missing or damaged"]),
-    "empty shard": (lambda c: shard(c).write_bytes(b""), ["step-100 could not be read", "missing or damaged"]),
-    "cut shard": (lambda c: os.truncate(shard(c), 5000), ["step-100 could not be read", "missing or damaged"]),
-    "altered shard": (
-        lambda c: flip_a_bit(shard(c), small_model().norm.weight),
-        ["step-100 could not be read", "the bytes of norm.weight do not match their checksum"],
-    ),
-    "shard elsewhere": (lambda c: edit_index(c, elsewhere), ["damaged", "a place that is in no shard beside it"]),
-    "record of no run": (lambda c: edit_record(c, lambda r: r.update(run=None)), ["is damaged", "run is None"]),
-    "record of no length": (lambda c: edit_record(c, lambda r: r["run"].update(seq_len="")), ["damaged", "seq_len is"]),
-    "another size": (
-        lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)),
-        ["tok_embeddings.weight is [420, 32]", "describes [421, 32]"],
-    ),
-    "another depth": (
-        lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)),
-        ["lacks the tensor layers.2."],
-    ),
-    "tensor missing": (
-        lambda c: edit_index(c, lambda m: m.state_dict_metadata.pop("norm.weight")),
-        ["lacks the tensor norm.weight"],
-    ),
-    "no tokenizer": (lambda c: (c / "tokenizer.model").unlink(), ["step-100 has no tokenizer.model"]),
-    "another tokenizer": (another_tokenizer, ["tokenizer", "checksum differs", "interdomain.json"]),
-    "no tokenizer at all": (
-        lambda c: (c / "tokenizer.model").write_bytes(b"abc"),
-        ["tokenizer.model", "is not a sentencepiece model"],
-    ),
-    "no folder": (shutil.rmtree, ["There is no folder"]),
+    "no index": (lambda c: (c / ".metadata").unlink(), "no .metadata"),
+    "cut index": (lambda c: os.truncate(c / ".metadata", 200), ".metadata is damaged"),
+    "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
+    "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
+    "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), "reads version 1"),
+    "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), "lacks tokens"),
+    "record of no length": (lambda c: edit_record(c, lambda r: r["run"].update(seq_len="")), "seq_len is"),
+    "cut shard": (lambda c: os.truncate(shard(c), 5000), "missing or damaged"),
+    "altered shard": (lambda c: flip_a_bit(shard(c), small_model().norm.weight), "do not match their checksum"),
+    "shard elsewhere": (lambda c: edit_index(c, elsewhere), "no shard beside it"),
+    "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
+    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "lacks the tensor layers.2."),
+    "another tokenizer": (another_tokenizer, "checksum differs"),
+    "no folder": (shutil.rmtree, "There is no folder"),
 }
 
 
@@ -275,9 +235,7 @@ def test_a_damaged_checkpoint_is_one_paragraph(checkpoint, output, capsys, damag
     break_it, words = DAMAGE[damage]
     break_it(checkpoint)
     run(checkpoint, output, expect=2)
-    message = error(capsys)
-    for word in words:
-        assert word in message
+    assert words in error(capsys)
     assert nothing_written(output)
 
 
@@ -306,7 +264,7 @@ def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypa
     from interdomain.model import pretrained
 
     def flips(tensors, *args, **kwargs):
-        tensors["norm.weight"][5] += 1e-6
+        tensors["model.norm.weight"][5] += 1e-6
         save(tensors, *args, **kwargs)
 
     save = pretrained.save_file
@@ -332,12 +290,6 @@ def test_nothing_is_overwritten(tmp_path, checkpoint, output, capsys, to_checkpo
     assert os.listdir(output.parent) == ["out"]
     (output / "notes.txt").unlink()
     run(source, output, *options)  # an empty folder is taken
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
-def test_shard_sizes_that_are_none(checkpoint, output, capsys, value):
-    run(checkpoint, output, "--max-shard-gb", value, expect=2)
-    assert f"--max-shard-gb must be positive and finite: got {float(value)}" in error(capsys)
 
 
 def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys, model):
@@ -388,33 +340,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, capsys, to_che
     run(source, output, *options)
 
 
-SLOW_CHECK = """
-import sys, time
-from interdomain.tools import convert
-def waits(*args):
-    print("here", flush=True)
-    time.sleep(60)
-convert.check_folder = waits
-sys.exit(convert.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.e2e
-def test_killed_when_all_is_written_but_not_checked(checkpoint, output, model):
-    argv = [sys.executable, "-c", SLOW_CHECK, str(checkpoint), "--output", str(output)]
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "here\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not output.exists()
-    (partial,) = output.parent.iterdir()  # hidden, under a name that says it
-    assert partial.name.startswith(".out.partial-")
-    time.sleep(0.01)
-    run(checkpoint, output)
-    assert os.listdir(output.parent) == ["out"]
-    assert_same(stored(output), model.state_dict())
-
-
 @pytest.mark.e2e
 def test_a_checkpoint_of_two_ranks(tmp_path, tokenizer, output):
     checkpoint = tmp_path / "run" / "checkpoint" / "step-1"
@@ -433,17 +358,3 @@ def test_a_checkpoint_of_two_ranks(tmp_path, tokenizer, output):
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert_same(stored(output), wanted.state_dict())
-
-
-def test_our_record_is_the_trainer_s(tokenizer):
-    """The fields that tests/tools/checkpoints.py makes up are those that the plugin writes."""
-    source = (REPOSITORY / "plugin" / "titan" / "checkpoint.py").read_text()
-    record = record_of(small_model().config, tokenizer)
-    for name in (*record, *record["run"], *record["tokenizer"], *record["versions"]):
-        assert f'"{name}"' in source, name
-
-
-def test_the_record_alone_is_no_checkpoint(tmp_path, tokenizer, output, capsys):
-    write_record(tmp_path / "run" / "step-5", small_model().config, tokenizer)
-    run(tmp_path / "run", output, expect=2)
-    assert "holds no whole checkpoint" in error(capsys)

@@ -66,7 +66,7 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, output, condit
     card = (tmp_path / "measured" / "README.md").read_text()
     cell = cell_of(model.config, "debug")
     assert ("n_basis 6" in cell.condition) == (condition == "interdomain")
-    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
     for line in (
         f"- {condition}",
         f"# Interdomain Attention, {cell}",

@@ -44,7 +44,7 @@ def scan_forward(
         a = torch.empty(*rows.shape[:2], 2, M, T, dtype=rows.dtype, device=rows.device)
         for block in _blocks(log_decay, initial_state, h, T):
             a[:, :, :, block.modes] = _contract(_states(Z, block, slice(0, R), T), rows)
-            if need_final:
+            if final is not None:
                 final[:, h, block.modes] = _last_state(z, block.table, block.X0)
         b = _mix(_bilinear(mixing[h]), a)
         out = rows.new_zeros(*rows.shape[:2], D, T)
@@ -92,12 +92,12 @@ def scan_backward(
                 dZ[:, channels] += (U * spectrum_conj).sum((1, 2))
                 if need_decay:
                     d_table[:, :T] += _lags((U * Z_conj[:, None, None, channels]).sum((0, 3)), T)
-                if initial_state is not None:
+                if d_initial is not None and block.X0 is not None:
                     u = torch.complex(*u.unbind(1))  # [B, m, P, T]
                     d_X0 = (u * conj_physical(block.table[:, None, 1:]).to(u.dtype)).sum(3)
                     d_initial[:, h, modes, channels] = torch.view_as_real(d_X0)
                     d_table[:, 1:] += (u * conj_physical(block.X0[:, :, channels, None]).to(u.dtype)).sum((0, 2))
-            if need_decay:
+            if d_log_decay is not None:
                 d_log_decay[h, modes] = _through_powers(d_table, block.table)
         _store(dq, out, h, H)
         dz = irfft(dZ, N)[:, None, :, :T]
@@ -125,7 +125,7 @@ def linear_forward(
         if X0 is not None:
             out += (X0.mT @ weighted[:, 1:]).real[:, None]
         _store(y, out, h, H)
-        if need_final:
+        if final is not None:
             final[:, h] = _last_state(columns[:, 0], table, X0)
     return y, final
 
@@ -148,26 +148,25 @@ def linear_backward(
         out = irfft(dY * conj_physical(_response(weighted, Z)))[..., :T]
 
         # Cotangents of w Lambda^tau and of Lambda^tau beside it, tau = 0 .. T, and of X0.
-        d_weighted, d_table, d_X0 = torch.zeros_like(table), torch.zeros_like(table), 0
+        d_weighted, d_table = torch.zeros_like(table), torch.zeros_like(table)
         d_weighted[:, :T] = _lags((dY * conj_physical(Z)).sum((0, 1, 2)), T)
-        if X0 is not None:
-            dy = d_columns[:, 0].to(table.dtype)
-            d_weighted[:, 1:] += (conj_physical(X0) @ dy).sum(0)
-            d_X0 = conj_physical(weighted[:, 1:]) @ dy.mT
         if G is not None:
             backwards = table[:, :T].flip(1)
             out += (conj_physical(G).mT @ backwards).real[:, None]
             d_table[:, :T] += (G @ columns[:, 0].to(table.dtype).flip(-1)).sum(0)
-            if X0 is not None:
+        if X0 is not None and d_initial is not None:
+            dy = d_columns[:, 0].to(table.dtype)
+            d_weighted[:, 1:] += (conj_physical(X0) @ dy).sum(0)
+            d_X0 = conj_physical(weighted[:, 1:]) @ dy.mT
+            if G is not None:
                 d_table[:, T] += (G * conj_physical(X0)).sum((0, 2))
                 d_X0 = d_X0 + conj_physical(table[:, T, None]) * G
+            d_initial[:, h] = torch.view_as_real(d_X0)
         _store(dz, out, h, H)
         d_w = (d_weighted * conj_physical(table)).sum(1)
         d_readout[h] = torch.cat((d_w.real, d_w.imag))
-        if need_decay:
+        if d_log_decay is not None:
             d_log_decay[h] = _through_powers(d_table + conj_physical(w) * d_weighted, table)
-        if initial_state is not None:
-            d_initial[:, h] = torch.view_as_real(d_X0)
     return dz, d_log_decay, d_readout, d_initial
 
 

@@ -22,7 +22,8 @@ tokens in registers.
 Memory of one backward, bytes per token: M P / 2 per state head for the checkpoints (4,096 at M = R = D = 64, fp32) and
 24 M per query head for three of a, b, c, e at a time (1,536).
 """
-# pyright: reportCallIssue=false, reportArgumentType=false (Triton kernels are called with launch options and plain numbers)
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -74,15 +75,15 @@ def scan_backward(
     e = _mix(c, sign[:, None] * mixing * sign)
     del c
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    decays = [decay.new_empty(B, Hq, triton.cdiv(C, BLOCK), 2, M) if need_decay else None for C in (R, P - R)]
-    dk = _reverse(e, q, k, decay, checkpoints_k, _from(d_after, 0), _from(d_before, 0), dq, decays[0])
+    decay_k, decay_v = (decay.new_empty(B, Hq, triton.cdiv(C, BLOCK), 2, M) if need_decay else None for C in (R, P - R))
+    dk = _reverse(e, q, k, decay, checkpoints_k, _from(d_after, 0), _from(d_before, 0), dq, decay_k)
     del e, checkpoints_k
     b = _mix(a, mixing.mT)
     del a
-    dv = _reverse(b, d_o, v, decay, checkpoints_v, _from(d_after, R), _from(d_before, R), None, decays[1])
+    dv = _reverse(b, d_o, v, decay, checkpoints_v, _from(d_after, R), _from(d_before, R), None, decay_v)
     d_log_decay = None
-    if need_decay:
-        d_log_decay = _decay_gradient(decays[0], H) + _decay_gradient(decays[1], H)
+    if decay_k is not None and decay_v is not None:
+        d_log_decay = _decay_gradient(decay_k, H) + _decay_gradient(decay_v, H)
     return dq, dk, dv, d_log_decay, d_mixing, None if d_before is None else _sum_heads(d_before, H, 1)
 
 

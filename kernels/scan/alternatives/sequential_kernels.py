@@ -17,8 +17,8 @@ Programs are numbered along one grid axis (the others end at 65,535), offsets th
 A pointer that is None is compiled out. A condition known at compile time stands in an `if` of its own: Triton does not
 compile what is under a false one.
 """
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportPossiblyUnbound=false
-# (Triton compiles these functions: tl.static_range is no iterator, and what a constant condition excludes is not there)
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
