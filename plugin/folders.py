@@ -1,106 +1,85 @@
-"""Files and folders that appear whole or not at all, however a process ends. Standard library only."""
+"""Files and folders that appear complete or not at all, however a process ends. Standard library only."""
 
 import contextlib
 import fcntl
-import glob
 import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 
 @contextlib.contextmanager
-def new_folder(output):
+def new_folder(output: Path | str) -> Iterator[Path]:
     """A hidden sibling of `output` to build in, renamed to `output` when the block ends; removed if it raises.
 
-    Siblings that killed runs left behind are removed first.
+    What a killed process left there is removed first.
 
-    Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten.
+    Raises: FileExistsError if `output` holds anything, before and after building: nothing is ever overwritten;
+        BlockingIOError if another process builds it.
     """
-    output = _place(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    stem = f".{output.name}.partial-"
-    for leftover in output.parent.glob(glob.escape(stem) + "*"):
-        # Its maker holds a lock while it lives. Where the file system has no locks, nothing is removed.
-        with contextlib.suppress(OSError), _locked(leftover):
-            shutil.rmtree(leftover)
-    folder = output.with_name(f"{stem}{os.getpid()}-{secrets.token_hex(4)}")
-    folder.mkdir()
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            stack.enter_context(_locked(folder))
+    with _sibling(output, "partial") as (folder, place):
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         try:
             yield folder
             for path in (*folder.rglob("*"), folder):  # what libraries wrote is not on the disk yet
                 sync_path(path)
-            try:
-                os.rename(folder, output)  # onto nothing or an empty folder; never onto a full one
-            except OSError:
-                require_empty(output)  # another run may have finished meanwhile
-                raise
+            require_empty(place)
+            os.rename(folder, place)  # onto nothing or an empty folder; never onto a full one
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-    sync_path(output.parent)
+    sync_path(place.parent)
 
 
 @contextlib.contextmanager
-def kept_folder(output, wait=False):
-    """A hidden sibling of `output`, `.<name>.unfinished`, to build in over several runs; renamed to `output` when the block
-    ends, kept as it is if the block raises or the process dies. One process at a time.
+def kept_folder(output: Path | str, wait: bool = False) -> Iterator[Path]:
+    """A hidden sibling of `output` for work that a later process continues: `.<name>.unfinished`.
+
+    It is removed when the block ends, and kept if the block raises or the process dies.
 
     Args:
-        wait: until another process that builds the same has ended.
-    Raises: FileExistsError if `output` holds anything, before and after building; BlockingIOError if another process
-        builds it and `wait` is false.
+        wait: until another process that works on the same output has ended.
+    Raises: FileExistsError if `output` holds anything; BlockingIOError if another process works on it and `wait` is false.
     """
-    output = _place(output)
-    folder = output.with_name(f".{output.name}.unfinished")
-    if folder.is_symlink():  # what it points to is somebody's, and would be cleared
-        raise FileExistsError(f"{folder} is a link, where an unfinished folder would stand. Remove it.")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        while True:
-            require_empty(output)
-            folder.mkdir(exist_ok=True)
-            lock = _locked(folder, wait=wait)
-            try:
-                stack.enter_context(lock)
-            except BlockingIOError as e:
-                raise BlockingIOError(
-                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
-                ) from e
-            except FileNotFoundError:
-                continue  # renamed away between the two lines
-            except OSError:
-                break  # no locks on this file system: then nothing tells two processes apart
-            # The lock is of the folder, not of its name: another process may have finished and renamed it meanwhile.
-            if folder.exists() and os.stat(folder).st_ino == lock.inode:
-                break
-            stack.close()
+    with _sibling(output, "unfinished", wait) as (folder, _):
         yield folder
-        sync_path(folder)
-        try:
-            os.rename(folder, output)
-        except OSError:
-            require_empty(output)
-            raise
-    sync_path(output.parent)
+        shutil.rmtree(folder)
 
 
-def _place(output):
-    """Where `output` is, links followed. Raises FileExistsError if no folder can be renamed to it."""
+@contextlib.contextmanager
+def _sibling(output: Path | str, suffix: str, wait: bool = False) -> Iterator[tuple[Path, Path]]:
+    """(`.<name>.<suffix>` beside `output`, for one process at a time; `output`, links followed)."""
     place = Path(os.path.realpath(output))
-    require_empty(output)
+    folder = place.with_name(f".{place.name}.{suffix}")
     if os.path.ismount(place):
         raise FileExistsError(
             f"{output} is where a disk is mounted, which no new folder can replace. Choose a folder in it."
         )
-    return place
+    with contextlib.ExitStack() as stack:
+        while True:
+            require_empty(output)
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError as e:
+                raise BlockingIOError(
+                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
+                ) from e
+            except OSError:
+                break  # no locks on this file system: then nothing tells two processes apart
+            # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
+            if folder.exists() and os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                break
+        yield folder, place
 
 
-def require_empty(output):
+def require_empty(output: Path | str) -> None:
     """Raises FileExistsError unless `output` does not exist or is an empty folder."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -110,7 +89,7 @@ def require_empty(output):
         )
 
 
-def private_folder(path):
+def private_folder(path: Path | str) -> Path:
     """Make a folder that its owner alone can enter, unless it is there: for files that are run as code.
 
     Returns: its path. Raises: PermissionError for what is not a folder of this user's, or is one that others can write to.
@@ -127,7 +106,7 @@ def private_folder(path):
     return path
 
 
-def require_utf8(path):
+def require_utf8(path: Path | str) -> None:
     """Raises ValueError for a path that safetensors, which can write it, cannot open."""
     try:
         os.fspath(path).encode()
@@ -135,8 +114,8 @@ def require_utf8(path):
         raise ValueError(f"{path} is not UTF-8: safetensors cannot open it. Choose another name.") from None
 
 
-def write_whole(path, data):
-    """Write bytes to a file that is there whole or not at all. Of several writers at once the last one's stays."""
+def write_whole(path: Path | str, data: bytes) -> None:
+    """Write bytes to a file that appears complete or not at all. Of several writers at once the last one's stays."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -148,42 +127,20 @@ def write_whole(path, data):
         partial.unlink(missing_ok=True)
         if not isinstance(e, OSError):
             raise
-        raise OSError(
-            e.errno,
-            f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions",
-        ) from e
+        why = f"Writing {path} failed: {e.strerror}. Nothing of it was kept. Check the free space and the permissions"
+        raise OSError(e.errno, why) from e
 
 
-def sync(f):
+def sync(f: IO[bytes]) -> None:
     """Flush an open file to the disk."""
     f.flush()
     os.fsync(f.fileno())
 
 
-def sync_path(path):
+def sync_path(path: Path | str) -> None:
     """Flush a file's bytes, or a folder's entries, to the disk, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class _locked:
-    """Holds an exclusive lock on a folder. Raises BlockingIOError if another process has it, OSError if there are no locks."""
-
-    def __init__(self, folder, wait=False):
-        self.folder, self.wait = folder, wait
-
-    def __enter__(self):
-        self.descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | (0 if self.wait else fcntl.LOCK_NB))
-            self.inode = os.fstat(self.descriptor).st_ino
-        except OSError:
-            os.close(self.descriptor)
-            raise
-        return self
-
-    def __exit__(self, *_):
-        os.close(self.descriptor)

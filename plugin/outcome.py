@@ -3,7 +3,9 @@
 import contextlib
 import os
 
-OUTCOME = "INTERDOMAIN_OUTCOME"  # the variable by which the launcher names the file
+OUTCOME = (
+    "INTERDOMAIN_OUTCOME"  # the variable that names the launcher's file: /proc/PID/fd/N, which ends with the launcher
+)
 LEFT, STOPPED = "left", "stopped"
 
 
@@ -15,6 +17,6 @@ def tell_launcher(outcome: str) -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Whether the launcher that started this rank is no more: it takes the folder of that file along."""
+    """Whether the launcher that started this rank is no more."""
     path = os.environ.get(OUTCOME)
-    return bool(path) and not os.path.isdir(os.path.dirname(path))
+    return bool(path) and not os.path.isdir(os.path.dirname(os.path.dirname(path)))  # /proc/PID

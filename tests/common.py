@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 from interdomain.tools.train_tokenizer import train_sentencepiece
 
 REPOSITORY = Path(__file__).parent.parent

@@ -1,4 +1,8 @@
-"""How the tests spread over pytest-xdist's workers: by file, and tests/titan, whose files share starts of torchrun, as one.
+"""Which tests run, and how they spread over pytest-xdist's workers: by file; tests/titan as one, for its starts of torchrun.
+
+A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped while nothing in these folders (or files) differs
+from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
+INTERDOMAIN_ALL_TESTS in the environment, runs every test; so does a folder that is no git clone. `.ci/run` runs them all.
 
 Without TorchTitan tests/titan is left out, so that a GPU machine that has PyTorch and Triton alone can run `pytest -m gpu`.
 """
@@ -6,6 +10,7 @@ Without TorchTitan tests/titan is left out, so that a GPU machine that has PyTor
 import gc
 import importlib.util
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,12 +50,47 @@ def pytest_unconfigure():
     gc.enable()
 
 
-def pytest_report_header():
-    return "tests/titan: left out, the extra `train` is not installed" if WITHOUT_TITAN else None
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the slow groups, too (conftest.py)")
 
 
-def pytest_collection_modifyitems(items):
-    """The longest units first: what comes last is short, so that both workers end together."""
+def changed_files():
+    """Paths that differ from main, from the repository's root; None if git cannot tell."""
+
+    def git(*command):
+        done = subprocess.run(["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+        return done.stdout.split("\n")[:-1] if done.returncode == 0 else None
+
+    try:
+        base = git("merge-base", "HEAD", "main") or git("merge-base", "HEAD", "origin/main")
+        if base and base == git("rev-parse", "HEAD"):
+            base = git("rev-parse", "HEAD~1")
+        committed = git("diff", "--name-only", *base) if base else None
+        new = git("ls-files", "--others", "--exclude-standard")
+    except FileNotFoundError:
+        return None
+    return None if committed is None or new is None else committed + new
+
+
+def run_all(config):
+    return config.getoption("--all") or any(os.environ.get(name) for name in ("CI", "INTERDOMAIN_ALL_TESTS"))
+
+
+def pytest_report_header(config):
+    lines = ["tests/titan: left out, the extra `train` is not installed"] if WITHOUT_TITAN else []
+    if not run_all(config):
+        lines.append("slow groups: skipped where their folders are as on main (listed at the end); run them with --all")
+    return lines
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skips slow groups. The longest units first: what comes last is short, so that both workers end together."""
+    groups = [(item, mark.args) for item in items for mark in item.iter_markers("slow_group")]
+    changed = changed_files() if groups and not run_all(config) else None
+    for item, folders in groups if changed is not None else ():
+        if not any(path.startswith(folders) for path in changed):
+            reason = f"slow group of {', '.join(folders)}, unchanged since main: run it with --all"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
     def place(item):
         return next((i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST))

@@ -36,7 +36,7 @@ from interdomain.features import support
 from interdomain.scan import ops, triton_launch
 from interdomain.tools import check_kernels
 from interdomain.tools._bench import markdown_rows
-from interdomain.tools._cases import COLUMNS, GLUON, bound, groups
+from interdomain.tools._cases import COLUMNS, bound, groups
 from interdomain.tools._problems import CPU
 
 from .features import common as features_common
@@ -61,7 +61,7 @@ def items() -> list[Item]:
 
 def _cases():
     for group, cases in groups(True).items():
-        for case in cases if group != GLUON else ():  # the interpreter has no Gluon
+        for case in cases:
             run, remark = replace(case, repeat=False, mode="in place" if case.mode == "graph" else case.mode), ""
             if case.shape.T > 10_000:
                 ragged = case.shape.T % 64  # long enough for several segments
@@ -133,7 +133,7 @@ def interpret(monkeypatch) -> None:
     monkeypatch.setattr(scan, "_choose", lambda backend, *args: backend)
     monkeypatch.setattr(scan, "_fused", lambda device: True)
     for backend in ("chunkwise", "parallel"):
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
+        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops.TRITON[backend])
 
 
 class _WiderPrograms:

@@ -1,7 +1,7 @@
-"""Processes of their own for what may crash, hang or take too long: such an end loses one case, and the next one still runs.
+"""Cases in processes of their own: one that crashes, hangs or takes too long loses its row, and the next one still runs.
 
-`run` hands lists of cases to workers, one after another; `serve` is the worker's side and writes every row to a file at once.
-The next worker is started ahead and waits for its cases, so that its imports cost no time. Standard library only.
+`run` hands lists of cases to worker processes; `serve` is the worker's side and writes every row to a file at once. One worker
+more than is busy has been started and waits, so that its imports cost no time. Standard library only.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from pathlib import Path
 GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 GONE = 5.0  # seconds to wait after SIGKILL: a process inside a driver may take longer, and is left behind
 POLL = 0.02
+
+Add = Callable[[object, list[dict], str | None], None]
 
 
 def descendants(*pids: int) -> list[int]:
@@ -39,15 +41,14 @@ def signal_all(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def stop(process: subprocess.Popen, grace: float | None = None) -> None:
-    """End a process and all that it started, in other sessions too (torchrun's ranks): SIGTERM, after `grace` s SIGKILL."""
-    family = [process.pid, *descendants(process.pid)]
+def stop(process: subprocess.Popen) -> None:
+    """End a process and all that it started, in other sessions too (torchrun's ranks): SIGTERM, then SIGKILL."""
+    family = descendants(process.pid)
     if process.poll() is None:
-        signal_all(family, signal.SIGTERM)
+        signal_all([process.pid, *family], signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE if grace is None else grace)
-    living = [pid for pid in family[process.poll() is not None :] if Path(f"/proc/{pid}").exists()]
-    signal_all([*living, *descendants(*living)], signal.SIGKILL)
+            process.wait(GRACE)
+    signal_all([*family, *descendants(*family, process.pid)], signal.SIGKILL)
     if process.poll() is None:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -55,7 +56,7 @@ def stop(process: subprocess.Popen, grace: float | None = None) -> None:
 
 
 class Worker:
-    """A started process of `serve`, its lines and its last words."""
+    """A process of `serve`, and the cases that it has not finished."""
 
     def __init__(self, command: list[str], folder: str) -> None:
         self.lines = tempfile.NamedTemporaryFile("w+", dir=folder, suffix=".jsonl")  # noqa: SIM115 (closed by `end`)
@@ -63,21 +64,42 @@ class Worker:
         self.process = subprocess.Popen(
             [*command, self.lines.name], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, start_new_session=True
         )
-        self.rest = ""
+        self.cases, self.rows, self.rest = [], [], ""
 
     def give(self, cases: list) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it is dead, as `news` will find
+        self.cases, self.began = cases, time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it is dead, as `follow` will find
             self.process.stdin.write(json.dumps(cases).encode() + b"\n")
             self.process.stdin.close()
 
-    def news(self) -> list[dict]:
+    def follow(self, add: Add, allowed: float, left: Callable[[], float]) -> bool:
+        """Report the cases that are over; False when none is running any more."""
+        ended = self.process.poll() is not None  # before the last lines are read
         *lines, self.rest = (self.rest + self.lines.read()).split("\n")
-        return [json.loads(line) for line in lines]
+        for line in map(json.loads, lines):
+            if "row" in line:
+                self.rows.append(line["row"])
+            else:
+                self.over(add, None)
+        problem = None
+        if self.cases and ended:
+            self.log.seek(0)
+            said = [line for line in self.log.read().splitlines() if line.strip()]
+            problem = (
+                f"its process ended with status {self.process.returncode}: {said[-1].strip() if said else 'no word'}"
+            )
+        elif self.cases and left() <= 0:
+            problem = "cut by the time limit"
+        elif self.cases and time.monotonic() - self.began > allowed:
+            problem = f"cut after {time.monotonic() - self.began:.0f} s"
+        if problem:
+            self.over(add, problem)
+        return bool(self.cases) and not problem
 
-    def last_words(self) -> str:
-        self.log.seek(0)
-        said = [line for line in self.log.read().splitlines() if line.strip()]
-        return said[-1].strip() if said else "no word"
+    def over(self, add: Add, problem: str | None) -> None:
+        case, *self.cases = self.cases
+        add(case, self.rows, problem)
+        self.rows, self.began = [], time.monotonic()
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -90,69 +112,44 @@ class Worker:
 def run(
     command: list[str],
     jobs: list[list],
-    add: Callable[[object, list[dict], str | None], None],
+    add: Add,
     *,
     left: Callable[[], float],
+    workers: int = 1,
     least: float = 20.0,
 ) -> None:
     """Work through `jobs`, each a list of cases (JSON) for a process of its own. Where one dies, another takes the rest.
 
     Args:
         command: starts a worker that calls `serve` with the file named by one more argument.
-        add: called with the case, its rows, and why it did not come to its end (None if it did), when that is known.
-        left: seconds until nothing may run any more.
+        add: called with the case, its rows, and why it was not finished (None if it was), when that is known.
+        left: seconds until nothing may run any more. workers: processes that work at a time.
         least: seconds; a case may take this, or four times an equal share of what is left if that is more.
     """
     jobs = [list(job) for job in jobs if job]
+    busy, spare = [], None
     with tempfile.TemporaryDirectory() as folder:
-        spare = None
         try:
-            while jobs:
-                cases = jobs.pop(0)
+            while jobs or busy:
                 if left() <= 0:
-                    for case in cases:
+                    for case in (case for job in jobs for case in job):
                         add(case, [], "not run: time limit")
-                    continue
-                worker = spare or Worker(command, folder)
-                worker.give(cases)
-                spare = Worker(command, folder) if jobs else None
-                waiting = len(cases) + sum(map(len, jobs))
-                try:
-                    done = follow(worker, cases, add, lambda n=waiting: max(least, 4 * left() / n), left)
-                finally:
-                    worker.end()
-                if done < len(cases):
-                    jobs.insert(0, cases[done:])
+                    jobs = []
+                while jobs and len(busy) < workers:
+                    busy.append(spare or Worker(command, folder))
+                    busy[-1].give(jobs.pop(0))
+                    spare = None
+                spare = spare or (Worker(command, folder) if jobs else None)
+                waiting = sum(len(cases) for cases in (*jobs, *(worker.cases for worker in busy)))
+                for worker in [*busy]:
+                    if not worker.follow(add, max(least, 4 * workers * left() / waiting), left):
+                        busy.remove(worker)
+                        jobs[:0] = [worker.cases] if worker.cases else []
+                        worker.end()
+                time.sleep(POLL)
         finally:
-            if spare:
-                spare.end()
-
-
-def follow(worker: Worker, cases: list, add, limit: Callable[[], float], left: Callable[[], float]) -> int:
-    """How many cases are over: all, or up to the one that the worker did not survive."""
-    done, rows, began, allowed = 0, [], time.monotonic(), limit()
-    while done < len(cases):
-        ended = worker.process.poll() is not None  # before the last lines are read
-        for line in worker.news():
-            if "row" in line:
-                rows.append(line["row"])
-            else:
-                add(cases[done], rows, None)
-                done, rows, began, allowed = done + 1, [], time.monotonic(), limit()
-        if done == len(cases):
-            break
-        problem = None
-        if ended:
-            problem = f"its process ended with status {worker.process.returncode}: {worker.last_words()}"
-        elif left() <= 0:
-            problem = "cut by the time limit"
-        elif time.monotonic() - began > allowed:
-            problem = f"cut after {allowed:.0f} s"
-        if problem:
-            add(cases[done], rows, problem)
-            return done + 1
-        time.sleep(POLL)
-    return done
+            for worker in (*busy, *([spare] if spare else [])):
+                worker.end()
 
 
 def serve(file: str, handle: Callable[[object, Callable[[dict], None]], None]) -> int:
@@ -169,12 +166,10 @@ def serve(file: str, handle: Callable[[object, Callable[[dict], None]], None]) -
     return 0
 
 
-def inline(jobs: list[list], add, handle, *, left: Callable[[], float]) -> None:
-    """The same in this process, where nothing can crash: on a CPU."""
+def inline(jobs: list[list], add: Add, handle: Callable, *, left: Callable[[], float]) -> None:
+    """The same in this process, for a CPU, where nothing is expected to crash."""
     for case in (case for job in jobs for case in job):
         rows = []
         if left() > 0:
             handle(case, rows.append)
-            add(case, rows, None)
-        else:
-            add(case, rows, "not run: time limit")
+        add(case, rows, None if left() > 0 or rows else "not run: time limit")

@@ -1,7 +1,6 @@
 """What the benchmarks share: flags, the record of the machine, and results that grow row by row in JSON and Markdown."""
 
 import argparse
-import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -27,6 +26,7 @@ CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use t
 NO_FAILURE = (None, "passed", "beyond bounds", "not run")  # of the check; one that was cut is 'unfinished'
 PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3", "mamba-ssm")
 SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
+NOT_RUN = "not run: time limit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +50,23 @@ def choose_device(name: str) -> torch.device:
 
 def choose(what: str, wanted: list[str] | None, allowed) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
-    unknown = [name for name in wanted or () if name not in allowed]
-    if unknown:
+    if unknown := [name for name in wanted or () if name not in allowed]:
         raise ValueError(f"{what} {', '.join(unknown)}: unknown; allowed: {', '.join(allowed)}.")
     return list(wanted or allowed)
+
+
+def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -> None:
+    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU).
+
+    Raises: ValueError for a number below 1.
+    """
+    for name, values in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[device.type == "cpu"])
+        given = getattr(args, name)
+        for x in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(x, int) and x < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {x}.")
 
 
 class Deadline:
@@ -74,7 +87,7 @@ class Deadline:
 
 
 class Report:
-    """One part's results, folder/part.json and folder/part.md, whole after every row: a part that is cut keeps them.
+    """One part's results, folder/part.json and folder/part.md, rewritten after every row: a part that is cut keeps them.
 
     Args:
         folder: made if it is not there. None: benchmarks/results/<date>-<device>.
@@ -86,34 +99,31 @@ class Report:
     def __init__(
         self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
     ) -> None:
-        self.environment = environment(device)
-        self.folder = default_folder(self.environment) if folder is None else Path(folder)
+        record = environment(device)
+        slug = re.sub(r"[^a-z0-9]+", "-", str(record.get("GPU", "cpu")).lower()).strip("-")
+        self.folder = Path(folder or f"benchmarks/results/{datetime.date.today().isoformat()}-{slug}")
         self.json, self.markdown = (self.folder / f"{part}{ending}" for ending in (".json", ".md"))
-        for path in (self.json, self.markdown):
-            if path.exists():
-                raise FileExistsError(
-                    f"{path} is there already, and results are never overwritten. Give another folder by --output, or "
-                    "remove this one."
-                )
+        if self.json.exists() or self.markdown.exists():
+            raise FileExistsError(
+                f"{self.json} is there already, and results are never overwritten. Give another folder by --output, or "
+                "remove this one."
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.started = time.monotonic()
-        self.printed = []
+        self.started, self.printed = time.monotonic(), ""
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {self.environment['GPU']}"),
+            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
             "check": None if part == "check" else outcome_of_check(self.folder),
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
-            "environment": self.environment,
+            "environment": record,
             "options": options,
             "notes": [],
             "tables": {},
         }
         self.write()
-        print(f"== {part}: {self.contents['label']} ==", flush=True)
-        for name, value in self.environment.items():
-            print(f"{name:>24}  {value}")
+        print(f"== {part}: {self.contents['label']} ==", *(f"{k:>24}  {v}" for k, v in record.items()), sep="\n")
         if self.contents["check"] not in NO_FAILURE:
             print(f"\n{CHECK_FAILED}\n", flush=True)
 
@@ -132,16 +142,9 @@ class Report:
         # JSON has no NaN.
         row = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
         table["rows"].append(row)
-        columns = table["columns"]
-        if self.printed[-1:] != [name]:  # the head once, the name whenever another table came between
-            head = (
-                ""
-                if name in self.printed
-                else "\n" + "  ".join(_cell(c, c, left=i == 0) for i, c in enumerate(columns))
-            )
-            print(f"\n{name}{head}")
-            self.printed.append(name)
-        print("  ".join(_cell(show(row.get(c)), c, left=i == 0) for i, c in enumerate(columns)), flush=True)
+        head, line = markdown_rows([table["columns"], [show(row.get(c)) for c in table["columns"]]])[::2]
+        print(*(() if self.printed == name else (f"\n{name}", head)), line, sep="\n", flush=True)
+        self.printed = name
         self.write()
 
     def rows(self, name: str) -> list[dict]:
@@ -149,7 +152,7 @@ class Report:
         return self.contents["tables"][name]["rows"]
 
     def finish(self, status: str = "complete", said: str = "") -> None:
-        """Set the status and print the last line, which says where the results lie."""
+        """Set the status and print the last line, which says where the results are."""
         self.contents["status"] = status
         self.write()
         print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json} and {self.markdown.name}", flush=True)
@@ -182,13 +185,10 @@ def markdown(contents: dict) -> str:
     lines += [f"| started | {contents['started']}, {contents['seconds']:g} s |"]
     lines += [f"| options | {', '.join(f'{k} {show(v)}' for k, v in contents['options'].items())} |"]
     for name, table in contents["tables"].items():
-        columns = table["columns"]
-        cells = [[show(row.get(c)).replace("|", "/") for c in columns] for row in table["rows"]]
-        lines += ["", f"## {name}", "", *markdown_rows([columns, *cells])]
-        if not table["rows"]:
-            lines += ["", "no row yet"]
-    if contents["notes"]:
-        lines += ["", *(f"- {note}" for note in contents["notes"])]
+        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
+        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
+        lines += [] if cells else ["", "no row yet"]
+    lines += ["", *(f"- {note}" for note in contents["notes"])]
     return "\n".join(lines) + "\n"
 
 
@@ -200,35 +200,15 @@ def markdown_rows(cells: list[list[str]]) -> list[str]:
 
 def show(value) -> str:
     """A figure in three or four digits; what does not exist is a dash."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
     if isinstance(value, float):
         size = abs(value)
-        if not math.isfinite(size):
-            return str(value)
-        if size >= 100:
-            return f"{value:,.0f}"
-        if size >= 10:
-            return f"{value:.1f}"
-        return f"{value:.3f}" if size >= 0.01 or not size else f"{value:.1e}"
+        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
+        return format(value, digits)
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, list | tuple):
-        return " ".join(map(show, value))
-    return str(value)
-
-
-def _cell(text: str, column: str, left: bool) -> str:
-    width = 44 if left else max(len(column), 7)
-    return f"{text:<{width}}" if left else f"{text:>{width}}"
-
-
-def default_folder(record: dict) -> Path:
-    device = record.get("GPU") or "cpu"
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return Path("benchmarks/results") / f"{datetime.date.today().isoformat()}-{slug}"
+    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
@@ -239,17 +219,14 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         record["GPU"] = p.name
         record["GPU memory"] = f"{p.total_memory / 2**30:.0f} GiB, L2 {p.L2_cache_size / 2**20:.0f} MiB"
         record["GPU processors"] = f"{p.multi_processor_count}, compute capability {p.major}.{p.minor}"
-        record["driver"] = _driver()
+        record["driver"] = nvidia_smi("driver_version")
         record["ptxas"] = _ptxas(10 * p.major + p.minor)
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     record["CPU"] = f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
     record["Python"] = platform.python_version()
     record["PyTorch"] = torch.__version__
-    for name in PACKAGES:
-        try:
-            record[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            record[name] = "not installed"
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    record |= {name: installed.get(name, "not installed") for name in PACKAGES}
     record["commit"] = commit()
     return record
 
@@ -272,24 +249,7 @@ def _output(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
 
 
-def processes(device: torch.device) -> int:
-    """How many may work beside each other, compiling most of the time: half the cores, at most 8; 1 on a CPU, and on a GPU that
-    takes no more."""
-    if device.type == "cpu" or exclusive():
-        return 1
-    return min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-
-
-def exclusive() -> bool:
-    """Whether this machine's GPUs take one process at a time (nvidia-smi -c EXCLUSIVE_PROCESS)."""
-    return "Exclusive" in _nvidia_smi("compute_mode")
-
-
-def _driver() -> str:
-    return _nvidia_smi("driver_version")
-
-
-def _nvidia_smi(what: str) -> str:
+def nvidia_smi(what: str) -> str:
     """Of the first GPU; 'unknown' where nobody can be asked."""
     try:
         return _output(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]).splitlines()[0]
@@ -297,30 +257,31 @@ def _nvidia_smi(what: str) -> str:
         return "unknown"
 
 
+def processes() -> int:
+    """How many may use the GPU beside each other: half the cores, at most 8, for they mostly compile; one on a GPU that takes
+    one at a time (nvidia-smi -c EXCLUSIVE_PROCESS)."""
+    return 1 if "Exclusive" in nvidia_smi("compute_mode") else min(8, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
 def _ptxas(capability: int) -> str:
     try:
-        from interdomain.features.triton_launch import ptxas
+        from triton.backends.nvidia.compiler import get_ptxas
 
-        return ptxas(capability)
+        return get_ptxas(capability).version
     except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
         return "unknown"
 
 
 def _cpu_model() -> str:
-    """The processor's name. The kernel of an aarch64 machine has only numbers for it, whose name lscpu knows."""
-    for read in (Path("/proc/cpuinfo").read_text, lambda: _output(["lscpu"])):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            if found := re.search(r"^model name\s*:\s*(.+)$", read(), re.MULTILINE | re.IGNORECASE):
-                return found[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def reason(e: BaseException) -> str:
     """An exception in one line of a table."""
     if isinstance(e, torch.OutOfMemoryError):
         return "out of memory"
-    text = " ".join(str(e).split())
-    return without_paths(f"{type(e).__name__}: {text}")[:200]
+    return without_paths(f"{type(e).__name__}: {' '.join(str(e).split())}")[:200]
 
 
 def without_paths(text: str) -> str:
@@ -329,7 +290,7 @@ def without_paths(text: str) -> str:
 
 
 def ended(problem: str | None) -> dict:
-    """The remark of a row whose process did not come to its end (_apart.run)."""
+    """The remark of a row whose process did not finish (_apart.run)."""
     return {"remark": without_paths(problem)[:300]} if problem else {}
 
 

@@ -23,7 +23,6 @@ def bound(arithmetic: str, tensor: str) -> float:
     return BOUNDS["bf16 decay" if (arithmetic, tensor) == ("bf16", "dlog_decay") else arithmetic]
 
 
-GLUON = "chunkwise-gluon"  # the group that is no part of what the check says of the others
 STEPS = 4  # tokens of a case of a step
 
 COLUMNS = {
@@ -50,7 +49,6 @@ class Case:
     mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
     linear: bool = False  # of the steps
     half: bool = False  # of the steps: W by its upper half and Lambda made beforehand, as a model has them
-    gluon: bool = False  # by the alternatives of `Plan`, which Hopper has
     wider: int = 0  # channels that v has beyond q and k: the ones of the normalised form
 
     @property
@@ -61,16 +59,20 @@ class Case:
         return "bf16" if products else "rounded"
 
     def __str__(self) -> str:
-        words = [self.backend if self.kind != "step" else "linear" if self.linear else "query", str(self.shape)]
-        words += [str(self.dtype).removeprefix("torch."), self.mode]
-        words += ["" if self.state or self.kind == "step" else "no state", "" if self.recompute else "kept"]
-        words += [f"chunk {self.chunk_size}" if self.chunk_size else "", "documents" if self.documents else ""]
-        words += [
-            "gluon" if self.gluon else "",
-            "half of W" if self.half else "",
-            f"v wider by {self.wider}" if self.wider else "",
-        ]
-        return " ".join(word for word in words if word)
+        what = self.backend if self.kind != "step" else "linear" if self.linear else "query"
+        words = {
+            what: True,
+            str(self.shape): True,
+            str(self.dtype).removeprefix("torch."): True,
+            self.mode: self.mode,
+            "no state": not self.state and self.kind != "step",
+            "kept": not self.recompute,
+            f"chunk {self.chunk_size}": self.chunk_size,
+            "documents": self.documents,
+            "half of W": self.half,
+            f"v wider by {self.wider}": self.wider,
+        }
+        return " ".join(word for word, there in words.items() if there)
 
 
 def groups(cuda: bool) -> dict[str, list[Case]]:
@@ -114,10 +116,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(q("sequential", repeat=True, T=40, H=2), q("sequential", dtype=FP32, G=2, d=96, T=33, H=2)),
             *(q("sequential", documents=True, T=40, H=2), lin("sequential", documents=True, T=40, H=2)),
             *(lin("sequential", repeat=True, T=40, H=2), lin("sequential", dtype=FP32, state=False, T=33)),
-        ],
-        GLUON: [
-            *(q(gluon=True, repeat=True), q(gluon=True, T=256, state=False, repeat=True)),
-            q(gluon=True, recompute=False, B=1, T=1100),  # two segments and more
         ],
         "chunkwise-linear": [
             *(lin(repeat=True), lin(dtype=FP32, T=130), lin(d=96, T=63, state=False)),
@@ -174,7 +172,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     }
     if cuda:
         return every
-    del every["sequential"], every[GLUON]  # Triton's only
+    del every["sequential"]  # Triton's only
     return {
         name: [_tiny(c) for c in cases if c.mode != "graph" and c.backend != "triton"] for name, cases in every.items()
     }

@@ -10,7 +10,7 @@ from interdomain.features import input_features, input_features_step
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 
 from ._problems import CPU, Shape, generator, make_documents, move
-from ._timing import Yardsticks, interleaved, ratio, usable
+from ._timing import Yardsticks, ratio, usable
 
 COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
 STEP_COLUMNS = ["out", "past"]
@@ -54,7 +54,7 @@ def _rope(T: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def run(
     kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str, documents: Tensor | None = None
 ) -> Tensor:
-    """The door, with the stages of this projection: [B, T, H, d]."""
+    """`input_features` with the stages of this projection: [B, T, H, d]."""
     pairs = {"conv": ("weight", "bias"), "norm": ("scale", "shift")}
     given = {name: tuple(leaves[n] for n in pair) for name, pair in pairs.items() if name in STAGES[kind]}
     given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind], "documents": documents}
@@ -64,15 +64,15 @@ def run(
 def results(
     kind: str,
     shape: Shape,
-    dtype: torch.dtype,
+    dtype,
     device: torch.device,
     backend: str,
     *,
     past: bool,
-    repeat: bool = False,
-    packed: bool = False,
-    seed: int = 0,
-):
+    repeat: bool,
+    packed: bool,
+    seed: int,
+) -> tuple[dict, dict, dict | None]:
     """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None).
 
     Drawn on the CPU: the same numbers whatever the GPU.
@@ -91,7 +91,9 @@ def results(
     return got, once(double, rope and tuple(x.double() for x in rope), d_out.double(), "torch"), again
 
 
-def step_results(shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int = 0):
+def step_results(
+    shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int = 0
+) -> tuple[dict, dict, None]:
     """T tokens of a layer of interdomain heads one by one: (outputs and what remains of the past, the same in float64 by plain
     PyTorch, None). q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed."""
     B, T, H, d = shape.B, shape.T, shape.H, shape.d
@@ -124,23 +126,19 @@ def bench(shape: Shape, device: torch.device, rounds: int, seconds: float) -> li
     Byte floor: forward x in and the features out; backward x and their gradient in, that of x out. The parameters do not
     grow with T and are left out.
     """
-    calls, remarks = {}, {}
+    calls = {}
     for kind in ("query", "key", "value"):
         leaves, rope, d_out = make(kind, shape, torch.bfloat16, device)
         for backend in BACKENDS if device.type == "cuda" else ("torch",):
-            call = (
+            calls[kind, backend] = (
                 lambda kind=kind, leaves=leaves, rope=rope, backend=backend: run(kind, leaves, rope, shape.d, backend),
                 lambda out, leaves=leaves, d_out=d_out: torch.autograd.grad(out, list(leaves.values()), d_out),
             )
-            good, bad = usable({(kind, backend): call}, device)
-            calls |= good
-            remarks |= bad
-    yardsticks = Yardsticks(device)
-    times = interleaved(calls | yardsticks.calls, device, rounds=rounds, seconds=seconds)
-    numbers = shape.B * shape.T * shape.H * shape.d * 2
-    floor = yardsticks.ceilings(times).floor_ms(5 * numbers)
+    good, remarks = usable(calls, device)
+    times, limits = Yardsticks(device).beside(good, rounds=rounds, seconds=seconds)
+    floor = limits.floor_ms(5 * shape.B * shape.T * shape.H * shape.d * 2)
     rows = []
-    for kind, backend in (*calls, *remarks):
+    for kind, backend in calls:
         row = {"features": f"{kind}, {backend}", "remark": remarks.get((kind, backend)), "byte floor ms": floor}
         if (kind, backend) in times:
             forward, backward, both = (t.median for t in times[kind, backend])

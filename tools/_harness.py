@@ -87,8 +87,7 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
             raise ValueError(f"{name} needs a package that is not here: {e} It comes with: {INSTALL}") from e
         except AssertionError as e:  # a task that makes its own data, for a tokenizer that --model_args names
             raise ValueError(
-                f"{name} cannot be loaded here: {e} A task that wants --model_args or --metadata is for lm_eval itself: "
-                "README.md in every model folder has its command."
+                f"{name} cannot be loaded here: {e} Run lm_eval itself, as in the folder's README.md."
             ) from e
         else:
             found = {kind: found[kind] | loaded.get(kind, {}) for kind in found}
@@ -113,17 +112,7 @@ def _missing(missing: dict[str, str], reason: Exception, asked: list[str], offli
     )
 
 
-def evaluate_folder(
-    folder: Path,
-    tasks: dict,
-    *,
-    start: int | None,
-    max_length: int,
-    batch_size: int,
-    device: str,
-    dtype: str | None,
-    limit: int | None,
-) -> dict:
+def evaluate_folder(folder: Path, tasks: dict, *, start, max_length, batch_size, device, dtype, limit) -> dict:
     """One folder's `results`, {task: {metric: {"value", "stderr"}}}, and what the harness says of samples and versions.
 
     start: the token before a text that has none before it.

@@ -10,45 +10,34 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interdomain.model import Execution, ModelConfig, ModelState, Transformer
 from interdomain.model.generation import Decoder, decode, prefill
 from interdomain.model.initialize import initial_value
-from interdomain.model.joined import join_projections
 
-from ._bench import Deadline, reason, require_healthy
-from ._timing import Ceilings, cuda_timer, interleaved, peak_memory, ratio, release, usable, wall_timer
-from .bench_decode import ATTENTION, captured
+from ._bench import reason, require_healthy
+from ._timing import Ceilings, attempt, captured, interleaved, peak_memory, ratio, release, timer, usable
 
-CONDITIONS = ("interdomain", "softmax")
 LARGE = 2**20  # numbers: tensors from this on are drawn on the device, not as training draws them
 ROOM = 16  # slots beyond those that a timed call fills, for the steps that warm up
+ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How everything is timed.
-
-    seconds: of all turns of one candidate at one prefix. eager_only: without the ways that differ in a CUDA graph alone.
-    compiled: torch.compile too.
-    """
+    """How everything is timed. seconds: of all turns of one candidate at one prefix. compiled: by torch.compile, too."""
 
     device: torch.device
     steps: int
     rounds: int
     seconds: float
-    eager_only: bool = False
     compiled: bool = False
 
     @property
     def graph(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def launched(self) -> str:
-        """The last word of a path that is a CUDA graph where there are any."""
-        return "graph" if self.graph else "no graph"
 
 
 class Candidate(NamedTuple):
@@ -81,7 +70,6 @@ def random_model(
         else:
             x.normal_(0, 0.02)
     model.to(dtype)
-    join_projections(model)
     return model.requires_grad_(False).eval()
 
 
@@ -109,8 +97,20 @@ def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
 # One token
 
 
-def random_tokens(model: Transformer, *shape: int) -> torch.Tensor:
+def random_tokens(model: Transformer, *shape: int) -> Tensor:
     return torch.randint(model.config.vocab_size, shape, device=model.tok_embeddings.weight.device)
+
+
+def decoders(name: str, model: Transformer, tokens: Tensor, make_state: Callable, s: Setup) -> dict[str, Callable]:
+    """Candidates by `Decoder`, which is one CUDA graph where there are any: as it is, and compiled."""
+
+    def build(compiled: bool):
+        made = Decoder(model, make_state(), room=s.steps, graph=s.graph, compiled=compiled)
+        return Candidate(lambda: made.step(tokens), made.state)
+
+    kinds = [("", False), *([("compiled, ", True)] if s.compiled else [])]
+    launched = "graph" if s.graph else "no graph"
+    return {f"{name}, {kind}{launched}": lambda compiled=compiled: build(compiled) for kind, compiled in kinds}
 
 
 def interdomain_candidates(model: Transformer, batch: int, s: Setup) -> dict[str, Callable[[], Candidate]]:
@@ -120,14 +120,7 @@ def interdomain_candidates(model: Transformer, batch: int, s: Setup) -> dict[str
         state = model.init_state(batch)
         return Candidate(lambda: decode(model, tokens, state), state)
 
-    found = {"interdomain, eager": eager}
-    if not s.eager_only:
-        found[f"interdomain, {s.launched}"] = lambda: decoder(model, tokens, model.init_state(batch), s)
-    if s.compiled:
-        found[f"interdomain, compiled, {s.launched}"] = lambda: decoder(
-            model, tokens, model.init_state(batch), s, compiled=True
-        )
-    return found
+    return {"interdomain, eager": eager} | decoders("interdomain", model, tokens, lambda: model.init_state(batch), s)
 
 
 def softmax_candidates(model: Transformer, batch: int, prefix: int, s: Setup) -> dict[str, Callable[[], Candidate]]:
@@ -153,7 +146,8 @@ def softmax_candidates(model: Transformer, batch: int, prefix: int, s: Setup) ->
 
     def exact():
         state = shared()
-        backend = fastest_attention(cache, prefix, s)
+        k, v = (x[:, :, :prefix] for x in (cache.layers[0].k, cache.layers[0].v))
+        backend = fastest_attention(torch.randn_like(k[:, :, :1]), k, v)
 
         def step():
             state.length = prefix - 1
@@ -161,38 +155,24 @@ def softmax_candidates(model: Transformer, batch: int, prefix: int, s: Setup) ->
                 return decode(model, tokens, state)
 
         step()
-        return Candidate(captured(step) if s.graph else step, state)
+        return Candidate(captured(step)[0] if s.graph else step, state)
 
-    found = {"softmax, eager": eager}
-    if not s.eager_only:
-        found[f"softmax, static cache, {s.launched}"] = lambda: decoder(model, tokens, shared(), s)
-        found[f"softmax, exact cache, {s.launched}"] = exact
-    if s.compiled:
-        found[f"softmax, static cache, compiled, {s.launched}"] = lambda: decoder(
-            model, tokens, shared(), s, compiled=True
-        )
-    return found
+    static = decoders("softmax, static cache", model, tokens, shared, s)
+    return {"softmax, eager": eager} | static | {f"softmax, exact cache, {'graph' if s.graph else 'no graph'}": exact}
 
 
-def decoder(model: Transformer, tokens: torch.Tensor, state: ModelState, s: Setup, compiled: bool = False) -> Candidate:
-    made = Decoder(model, state, room=s.steps, graph=s.graph, compiled=compiled)
-    return Candidate(lambda: made.step(tokens), made.state)
-
-
-def fastest_attention(cache: ModelState, prefix: int, s: Setup) -> SDPBackend:
-    """Of PyTorch's attention kernels, the fastest for one query and one layer's first `prefix` keys."""
-    k, v = (x[:, :, :prefix] for x in (cache.layers[0].k, cache.layers[0].v))
-    q = torch.randn_like(k[:, :, :1])
+def fastest_attention(q: Tensor, k: Tensor, v: Tensor) -> SDPBackend:
+    """Of PyTorch's attention kernels, the fastest for one query and these keys. Raises: RuntimeError if none runs."""
 
     def attend(backend):
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v)
 
-    backends = ATTENTION[:3] if s.graph else ATTENTION[:1]  # the fourth, plain PyTorch, copies the cache
-    good, bad = usable({b: lambda b=b: attend(b) for b in backends}, s.device)
+    backends = ATTENTION if q.device.type == "cuda" else ATTENTION[:1]
+    good, bad = usable({b: lambda b=b: attend(b) for b in backends}, q.device)
     if not good:
         raise RuntimeError(f"no attention kernel runs: {bad}")
-    times = interleaved(good, s.device, rounds=5, seconds=0.05)
+    times = interleaved(good, q.device, rounds=5, seconds=0.05)
     return min(times, key=lambda b: times[b][-1].median)
 
 
@@ -211,63 +191,41 @@ def timed(candidate: Candidate, prefix: int, s: Setup) -> tuple[Callable, Callab
     return prepare, run
 
 
-def built(builders: dict, s: Setup, deadline: Deadline) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """(candidates, why the others cannot be)."""
-    good, bad = {}, {}
-    for name, build in builders.items():
-        if deadline.passed:
-            bad[name] = "not run: time limit"
-            continue
-        try:
-            good[name] = build()
-        except Exception as e:
-            bad[name] = reason(e)
-        if name in bad:  # outside of `except`, where the exception would keep the tensors alive
-            release(s.device)
-            require_healthy(s.device, name)
-    return good, bad
-
-
 def decode_rows(
-    candidates: dict[str, Candidate],
-    remarks: dict[str, str],
     models: dict[str, Transformer],
+    batch: int,
     prefix: int,
+    ours: dict,
+    remarks: dict,
     s: Setup,
     limits: Ceilings,
-    deadline: Deadline,
+    passed,
 ) -> list[dict]:
-    """One row per way of decoding at one prefix, timed in turns."""
-    calls = {name: timed(candidate, prefix, s) for name, candidate in candidates.items()}
-    calls, bad = usable(calls, s.device, passed=lambda: deadline.passed)
-    times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)  # eager: the host's gaps count
-    rows = [{"path": name, "prefix": prefix, "remark": remark} for name, remark in (remarks | bad).items()]
+    """A row for every way of decoding at one prefix, timed in turns. ours, remarks: interdomain's candidates, as `attempt` has
+    them. passed(): whether no other may begin."""
+    try:
+        makers = softmax_candidates(models["softmax"], batch, prefix, s)
+    except Exception as e:  # a cache that does not fit, as a rule
+        makers, remarks = {}, {**remarks, "softmax, any": reason(e)}
+    release(s.device)
+    softmax, others = attempt(makers, s.device, passed=passed)
+    candidates = ours | softmax
+    calls, bad = usable({name: timed(c, prefix, s) for name, c in candidates.items()}, s.device, passed=passed)
+    rows = [{"path": n, "B": batch, "prefix": prefix, "remark": why} for n, why in (remarks | others | bad).items()]
+    try:  # at an idle GPU: eager, the host's gaps count
+        times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)
+    except torch.OutOfMemoryError as e:  # the timer itself needs some
+        return [*rows, {"path": "any", "B": batch, "prefix": prefix, "remark": reason(e)}]
+    best = min((taken.median / s.steps for n, (_, taken, _) in times.items() if n in softmax), default=None)
     for name, (_, taken, _) in times.items():
-        state = candidates[name].state
-        batch = state.position.shape[0]
         ms = taken.median / s.steps
-        nbytes = step_bytes(models[name.split(",")[0]], state, prefix)
-        floor = limits.floor_ms(nbytes)
+        nbytes = step_bytes(models[name.split(",")[0]], candidates[name].state, prefix)
         rows.append({
             "path": name, "B": batch, "prefix": prefix, "ms a step": ms, "tokens/s": 1e3 * batch / ms, "MB": nbytes / 1e6,
-            "floor ms": floor, "of floor": ratio(floor, ms), "turns": taken.count,
-            "low ms": taken.low / s.steps, "high ms": taken.high / s.steps,
+            "floor ms": limits.floor_ms(nbytes), "of floor": ratio(limits.floor_ms(nbytes), ms),
+            "speedup": None if name in softmax else ratio(best, ms), "times": taken._asdict(),
         })  # fmt: skip
     return rows
-
-
-def flat_row(candidate: Candidate, prefixes, s: Setup) -> dict | None:
-    """ms of a step at every prefix, from one graph in one set of turns, and the most over the least; None if it fails."""
-    calls = {prefix: timed(candidate, prefix, s) for prefix in prefixes}
-    _, bad = usable(dict([*calls.items()][:1]), s.device)
-    if bad:  # it will fail in every cell, and say why
-        return None
-    try:
-        times = interleaved(calls, s.device, rounds=s.rounds, seconds=s.seconds, lead_ms=0)
-    except torch.OutOfMemoryError:
-        return None
-    ms = {prefix: taken.median / s.steps for prefix, (_, taken, _) in times.items()}
-    return {"ms": ms, "flat": max(ms.values()) / min(ms.values())}
 
 
 # A prompt
@@ -278,8 +236,7 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
 
     What else lives on the device is left out. One that cannot be read says why in "remark": out of memory is a result.
     """
-    run = cuda_timer(device, lead_ms=0) if device.type == "cuda" else wall_timer
-    found, ms = {}, []
+    run, found, ms = timer(device, lead_ms=0), {}, []
     try:
         tokens = random_tokens(model, batch, length)
 
@@ -287,11 +244,11 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
             prefill(model, tokens, chunk=chunk)
 
         read()
-        if device.type == "cuda":
-            peak = peak_memory(lambda: ms.extend(run([read])[0]), device)
-            found["GiB"] = peak / 2**10 + model_bytes(model) / 2**30
-        else:
+        peak = peak_memory(lambda: ms.extend(run([read])[0]), device)
+        if peak is None:
             ms += run([read])[0]
+        else:
+            found["GiB"] = peak / 2**10 + model_bytes(model) / 2**30
         found["tokens/s"] = 1e3 * batch * length / sum(ms)
     except Exception as e:
         found["remark"] = reason(e)

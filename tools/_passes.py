@@ -1,36 +1,28 @@
 """bench_kernels --passes and --tune: the Triton passes of `chunkwise` one at a time, at the shipped tiles and at others.
 
---once launches them and measures nothing, for a profiler or a sanitizer.
-
-The passes are launched as kernels/scan/triton_chunkwise.py launches them, on tensors of the same shapes.
+--once launches them and measures nothing, for a profiler or a sanitizer. The passes are launched as
+kernels/scan/triton_chunkwise.py launches them, on tensors of the same shapes.
 """
 
 import functools
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 
 import torch
 
 from interdomain.scan import triton_support
 
-from . import _apart
-from ._bench import Deadline, Report, ended, exclusive, processes, require_healthy
+from . import _apart, _bench
 from ._mixers import make_problem
-from ._problems import Shape, backward_passes, forward_passes, in_one_program, pass_costs, segment_count, tiles
-from ._timing import Yardsticks, interleaved, ratio, usable
+from ._problems import Shape, pass_costs, segment_count, step_passes, tiles
+from ._timing import Yardsticks, ratio, usable
 
 # Each group has a process of its own on a GPU.
 GROUPS = (
     *(("contract", "tables"), ("adjoint_decay", "adjoint", "decay"), ("mix_expand", "mix", "mix_backward")),
-    *(("expand",), ("one_forward",), ("one_reverse",), ("states", "costates", "chain")),
+    *(("expand",), ("states", "costates", "chain")),
 )
-PASSES = ("contract", "mix_expand", "mix", "mix_backward", "expand", "adjoint", "decay")  # that have tiles
-PASS_COLUMNS = [
-    *("pass", "times a step", "ms", "byte floor ms", "FLOP floor ms", "of floor", "TB/s"),
-    *("copy TB/s", "product TFLOP/s", "remark"),
-]
-TILE_COLUMNS = ["tiles", "ms", "of shipped", "of floor", "copy TB/s", "product TFLOP/s", "shipped", "remark"]
+COLUMNS = ["ms", "byte floor ms", "FLOP floor ms", "of floor", "TB/s", "copy TB/s", "product TFLOP/s", "remark"]
 CHUNKS = (32, 64)
 # Field of Plan: (state numbers of a program, warps, stages) to try, at either chunk length. `expand` serves adjoint too. Eight
 # warps are not among them: kernels/README.md says what they may do on Hopper.
@@ -41,15 +33,18 @@ TILES = {
     "expand": [(8192, 4, 1), (8192, 4, 2), (8192, 4, 3), (4096, 4, 2), (4096, 4, 3)],
     "decay": [(4096, 4, 1), (4096, 4, 2), (4096, 4, 3), (2048, 4, 2)],
 }
-FIELD = {name: name for name in TILES} | {"mix_expand": "fused", "mix_backward": "mix", "adjoint": "expand"}
+FIELD = {  # of the passes that have tiles
+    **{name: name for name in ("contract", "mix", "expand", "decay")},
+    **{"mix_expand": "fused", "mix_backward": "mix", "adjoint": "expand"},
+}
+NOT_THERE = "no part of this plan"
 
 
 class Setup:
     """Tensors of one problem, and its passes as calls for any plan."""
 
-    def __init__(self, shape: Shape, device: torch.device, segmented: bool | None = None) -> None:
-        """segmented: as if time were cut, whatever this shape asks for; None: as it asks."""
-        self.shape, self.device, self.segmented = shape, device, segmented
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
         problem = make_problem(shape, device)
         self.q, self.k, self.v, self.log_decay, self.mixing = (x.detach() for x in problem.inputs.values())
         self.d_o = problem.d_out
@@ -62,7 +57,9 @@ class Setup:
         from interdomain.scan import triton_launch as launch
 
         s, device = self.shape, self.device
-        span = self.span(plan)
+        total = -(-s.T // plan.chunk)
+        chunks = -(-total // segment_count(s, device, plan.chunk))
+        span = launch.Span(s.T, -(-total // chunks), chunks)
         tab = launch.Tables.build(self.log_decay, plan, span)
         keys, values = (0, 2 * s.d), (s.d, 2 * s.d)
         states = None
@@ -76,23 +73,16 @@ class Setup:
             "mix_backward": lambda: launch.mix_backward(plan, tab, self.a, self.c, self.mixing),
             "expand": lambda: launch.expand(plan, tab, span, b, v, states, values, out),
             "adjoint": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, out),
-            "decay": lambda: launch.decay(plan, tab, span, b, d_o, v, states, states, values),
+            "decay": lambda: launch.adjoint(plan, tab, span, b, d_o, states, values, s.H, v=v, state=states),
         }
         if plan.joined:
-            calls["adjoint_decay"] = lambda: launch.adjoint_decay(
-                plan, tab, span, b, d_o, v, states, states, values, out
+            calls["adjoint_decay"] = lambda: launch.adjoint(
+                plan, tab, span, b, d_o, states, values, s.H, out, v=v, state=states
             )
         if plan.fused:
             calls["mix_expand"] = lambda: launch.expand(
                 plan, tab, span, self.a, v, states, values, out, mixing=self.mixing
             )
-        if in_one_program(s, plan):
-            from interdomain.scan import gluon_launch
-
-            calls["one_forward"] = lambda: gluon_launch.forward(
-                tab, span, q, k, v, self.mixing, states, out, None, False
-            )
-            calls["one_reverse"] = lambda: gluon_launch.reverse(tab, span, b, d_o, v, states, states, values, out, None)
         if states is None:
             return calls
         local = torch.empty_like(states)
@@ -110,34 +100,16 @@ class Setup:
 
         return calls | {"states": sweep, "costates": back, "chain": chain}
 
-    def span(self, plan):
-        from interdomain.scan.triton_launch import Span
 
-        total = -(-self.shape.T // plan.chunk)
-        count = segment_count(self.shape, self.device, plan.chunk)
-        if self.segmented is not None:
-            count = min(2, total) if self.segmented else 1
-        chunks = -(-total // count)
-        return Span(self.shape.T, -(-total // chunks), chunks)
-
-    def plan(self):
-        return tiles(self.shape, self.device)
-
-
-def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline, work) -> int:
+def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.Deadline, work: Callable) -> int:
     """What --passes, --tune and --once do, after bench_kernels has read its flags."""
     part = "tune" if args.tune else "passes"
-    if args.tune and not args.shapes:
-        shapes = dict([next(iter(shapes.items()))])
-    if args.compile_part:
-        compile_part(args.compile_part, next(iter(shapes.values())), device)
-        return 0
     problem = triton_support.missing(device)
     if problem or (device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"):
         problem = f"The passes are Triton and need a GPU: {problem or 'there is none here'}."
         if args.once:
             raise ValueError(problem)
-        report = Report(part, args.output, device, {})
+        report = _bench.Report(part, args.output, device, {})
         report.note(problem)
         report.finish("skipped")
         return 0
@@ -146,15 +118,24 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline
         return once(args.once, [setup(text) for text in shapes], device)
 
     def handle(case, emit):
-        emit((time_tile if args.tune else time_pass)(setup(case[1]), *case[::2], args.rounds))
+        one, text, i = case
+        plan = tiles(shapes[text], device)
+        emit(measure(setup(text), one, alternatives(plan, one)[i] if i else plan, args.rounds, args.compile))
 
     if args.worker:
         return _apart.serve(args.worker, handle)
-    report = Report(part, args.output, device, {"rounds": args.rounds, "dtype": "bfloat16"})
-    if args.tune and device.type == "cuda":
-        compile_apart(args, deadline)
-    jobs, add = (tune_jobs if args.tune else pass_jobs)(report, shapes, device)
+    report = _bench.Report(part, args.output, device, {"rounds": args.rounds, "dtype": "bfloat16"})
+    texts = list(shapes) if args.shapes or not args.tune else list(shapes)[:1]
+    jobs, add = (tune_jobs if args.tune else pass_jobs)(report, {text: shapes[text] for text in texts}, device)
+    if args.tune and device.type == "cuda" and (workers := _bench.processes()) > 1:
+        # Fill Triton's cache from several processes first: most of the time is compilation.
+        work(args, device, jobs, lambda case, rows, problem: None, handle, deadline, "--compile", workers=workers)
     work(args, device, jobs, add, handle, deadline)
+    for table in report.contents["tables"] if args.passes else ():
+        step = [row for row in report.rows(table) if row["times a step"] and row.get("remark") != NOT_THERE]
+        ran = all(row.get("ms") for row in step)
+        total = sum(row["ms"] * row["times a step"] for row in step) if ran else None
+        report.add(table, {"pass": "all of a step", "ms": total, "remark": "" if ran else "not all passes ran"})
     report.finish("unfinished" if deadline.passed else "complete")
     return 0
 
@@ -162,10 +143,8 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: Deadline
 def once(names: list[str], setups: list[Setup], device: torch.device) -> int:
     """Launch passes once each, for a profiler or a sanitizer that watches this process. Raises: ValueError."""
     for setup in setups:
-        calls = setup.calls(setup.plan())
-        if unknown := [name for name in names if name not in calls and name != "all"]:
-            raise ValueError(f"--once {', '.join(unknown)}: unknown; allowed: all, {', '.join(calls)}.")
-        for name in calls if "all" in names else names:
+        calls = setup.calls(tiles(setup.shape, device))
+        for name in calls if "all" in names else _bench.choose("--once", names, calls):
             calls[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -173,98 +152,60 @@ def once(names: list[str], setups: list[Setup], device: torch.device) -> int:
     return 0
 
 
-def pass_names(shape: Shape, device: torch.device) -> list[str]:
-    """What `Setup.calls` has for this shape, found without a tensor: another process makes them."""
-    plan = tiles(shape, device)
-    left_out = {"mix_expand": not plan.fused, "adjoint_decay": not plan.joined}
-    left_out |= dict.fromkeys(("one_forward", "one_reverse"), not in_one_program(shape, plan))
-    left_out |= dict.fromkeys(GROUPS[-1], segment_count(shape, device, plan.chunk) == 1)
-    return [name for group in GROUPS for name in group if not left_out.get(name)]
-
-
-def pass_jobs(report: Report, shapes: dict[str, Shape], device: torch.device):
-    """(cases (pass, shape) by group, what to do with the row of one)."""
-    names = {text: pass_names(shape, device) for text, shape in shapes.items()}
+def pass_jobs(report: _bench.Report, shapes: dict[str, Shape], device: torch.device) -> tuple[list, _apart.Add]:
+    """(cases (pass, shape, 0) by group, what to do with the row of one)."""
     for shape in shapes.values():
-        report.table(str(shape), PASS_COLUMNS)
+        report.table(str(shape), ["pass", "times a step", *COLUMNS])
 
     def add(case, rows, problem):
-        one, text = case
-        shape, table = shapes[text], str(shapes[text])
-        plan = tiles(shape, device)
-        # recompute=True: the backward runs contract of the forward again. What is 0 times there is no part of this plan.
-        step = (*forward_passes(plan), *backward_passes(plan), "contract")
-        count = {"tables": 2, "states": 2, "costates": 1, "chain": 3}.get(one, step.count(one))
-        report.add(table, {"pass": one, "times a step": count, **(rows[-1] if rows else {}), **ended(problem)})
-        taken = report.rows(table)
-        if len(taken) == len(names[text]):
-            whole = all(row.get("ms") for row in taken)
-            report.add(table, {
-                "pass": "all of a step",
-                "ms": sum(row["ms"] * row["times a step"] for row in taken) if whole else None,
-                "remark": "forward and backward, recompute=True" if whole else "not all passes ran",
-            })  # fmt: skip
+        one, text, _ = case
+        passes = sum(step_passes(tiles(shapes[text], device), cut=True).values(), ())
+        count = {"tables": 2, "chain": 3}.get(one, passes.count(one))  # 0: no part of this plan
+        row = {"pass": one, "times a step": count, **(rows[-1] if rows else {}), **_bench.ended(problem)}
+        report.add(str(shapes[text]), row)
 
-    return [[(one, text) for text in shapes for one in group if one in names[text]] for group in GROUPS], add
+    return [[(one, text, 0) for text in shapes for one in group] for group in GROUPS], add
 
 
-def time_pass(setup: Setup, one: str, rounds: int) -> dict:
-    plan = setup.plan()
-    return _time(setup, one, lambda: setup.calls(plan)[one], plan, rounds, 0.5)
-
-
-def tune_jobs(report: Report, shapes: dict[str, Shape], device: torch.device):
+def tune_jobs(report: _bench.Report, shapes: dict[str, Shape], device: torch.device) -> tuple[list, _apart.Add]:
     """(cases (pass, shape, number of the tiles) by pass, what to do with the row of one: best first)."""
-    jobs, plans = [], {}
+    plans = {}
     for text, shape in shapes.items():
-        shipped = tiles(shape, device)
-        for one in PASSES:
-            if getattr(shipped, FIELD[one]) is not None:
-                report.table(f"{one}, {shape}", TILE_COLUMNS)
-                plans[one, text] = alternatives(shipped, one)
-                jobs.append([(one, text, i) for i in range(len(plans[one, text]))])
+        for one in (one for one in FIELD if getattr(tiles(shape, device), FIELD[one]) is not None):
+            report.table(f"{one}, {shape}", ["tiles", "shipped", "of shipped", *COLUMNS])
+            plans[one, text] = alternatives(tiles(shape, device), one)
 
     def add(case, rows, problem):
         one, text, i = case
-        table = f"{one}, {shapes[text]}"
-        shipped, plan = tiles(shapes[text], device), plans[one, text][i]
-        row = {"tiles": label(plan, one), **(rows[-1] if rows else {}), **ended(problem)}
-        report.add(table, row | {"shipped": label(plan, one) == label(shipped, one)})
-        taken = report.rows(table)
-        base = next((r.get("ms") for r in taken if r["shipped"]), None)
+        row = {"tiles": label(plans[one, text][i], one), "shipped": not i}
+        report.add(f"{one}, {shapes[text]}", row | (rows[-1] if rows else {}) | _bench.ended(problem))
+        taken = report.rows(f"{one}, {shapes[text]}")
+        shipped = next((r.get("ms") for r in taken if r["shipped"]), None)
         for r in taken:
-            r["of shipped"] = ratio(r.get("ms"), base)
+            r["of shipped"] = ratio(r.get("ms"), shipped)
         taken.sort(key=lambda r: r.get("ms") or float("inf"))
         report.write()
 
-    return jobs, add
+    return [[(one, text, i) for i in range(len(found))] for (one, text), found in plans.items()], add
 
 
-def time_tile(setup: Setup, one: str, i: int, rounds: int) -> dict:
-    plan = alternatives(setup.plan(), one)[i]
-    return _time(setup, one, lambda: setup.calls(plan)[one], plan, rounds, 0.2)
-
-
-def _time(setup: Setup, one: str, call, plan, rounds: int, seconds: float) -> dict:
-    """ms of a call beside its floors, in turns with the yardsticks. Raises: RuntimeError if the GPU does not survive it."""
+def measure(setup: Setup, one: str, plan, rounds: int, compile_only: bool = False) -> dict:
+    """ms of a pass beside its floors, in turns with the yardsticks. Raises: RuntimeError if the GPU does not survive it."""
     made = []
 
-    def prepared():  # tables, too, may fail at a plan
+    def call():  # tables, too, may fail at a plan
         if not made:
-            made.append(call())
-        return made[0]()
+            made.append(setup.calls(plan).get(one))
+        return made[0] and made[0]()
 
-    good, bad = usable({one: prepared}, setup.device)
-    if bad:
-        require_healthy(setup.device, one)
-        return {"remark": bad[one]}
-    yardsticks = Yardsticks(setup.device)
-    times = interleaved(good | yardsticks.calls, setup.device, rounds=rounds, seconds=seconds)
-    limits, ms = yardsticks.ceilings(times), times[one][-1].median
+    good, bad = usable({one: call}, setup.device)
+    if bad or compile_only or not made[0]:
+        return {"remark": bad.get(one, NOT_THERE)}
+    times, limits = Yardsticks(setup.device).beside(good, rounds=rounds, seconds=0.5)
+    ms = times[one][-1].median
     row = {"ms": ms, "times": times[one][-1]._asdict(), **limits.rates()}
-    costs = pass_costs(setup.shape, plan)
-    if one in costs:
-        nbytes, flops = costs[one]
+    if costs := pass_costs(setup.shape, plan).get(one):
+        nbytes, flops = costs
         row |= {"byte floor ms": limits.floor_ms(nbytes), "FLOP floor ms": limits.floor_ms(0, flops)}
         row |= {"of floor": ratio(limits.floor_ms(nbytes, flops), ms), "TB/s": nbytes / ms / 1e9}
     return row
@@ -280,30 +221,3 @@ def alternatives(plan, one: str) -> list:
 def label(plan, one: str) -> str:
     numbers, warps, stages = getattr(plan, FIELD[one])
     return f"chunk {plan.chunk}, {numbers} numbers, {warps} warps, {stages} stages"
-
-
-def compile_apart(args, deadline: Deadline) -> None:
-    """Fill Triton's cache from several processes at once, each with its part of the list."""
-    if exclusive():  # the GPU is this process's
-        return
-    jobs = processes(torch.device("cuda"))
-    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--tune", "--device", args.device]
-    for flag, values in (("--shapes", args.shapes), ("--heads", args.heads), ("--basis", args.basis)):
-        if values:
-            command += [flag, *map(str, values if isinstance(values, list) else [values])]
-    parts = [subprocess.Popen([*command, "--compile-part", f"{i}/{jobs}"]) for i in range(jobs)]
-    for part in parts:
-        try:
-            part.wait(timeout=max(1.0, deadline.left))
-        except subprocess.TimeoutExpired:
-            part.kill()
-            part.wait()
-
-
-def compile_part(text: str, shape: Shape, device: torch.device) -> None:
-    """Run every n-th configuration once, on a short problem that compiles to the same kernels. What fails fails again later."""
-    i, n = map(int, text.split("/"))
-    setup = Setup(Shape(2, 256, 2, shape.d, shape.M), device, segment_count(shape, device) > 1)
-    every = [(one, plan) for one in PASSES for plan in alternatives(setup.plan(), one)]
-    for one, plan in every[i::n]:
-        usable({one: lambda one=one, plan=plan: setup.calls(plan)[one]()}, device)

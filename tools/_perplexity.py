@@ -34,8 +34,7 @@ from tqdm import tqdm
 
 from interdomain.data import StreamDecoder, TokenCorpus
 from interdomain.data.corpus import MANIFEST, read_manifest
-from interdomain.data.documents import list_files, read_documents
-from interdomain.data.pieces import check_files
+from interdomain.data.readers import list_files, read_documents, spans_of
 
 from ._bench import say
 
@@ -63,7 +62,8 @@ def is_prepared(corpus: str) -> bool:
 def check_corpus(corpus: str, text_field: str) -> None:
     """Raises FileNotFoundError, ValueError for what cannot be read, as far as that shows without reading it."""
     if not is_prepared(corpus):
-        check_files(list_files([corpus]), text_field)
+        for file in list_files([corpus]):
+            spans_of(file, text_field)
 
 
 def read_corpus(corpus: str, tokenizer, text_field: str) -> Iterator[np.ndarray]:

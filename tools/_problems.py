@@ -5,15 +5,19 @@ L chunk length.
 """
 
 import math
-import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from interdomain import scan
 
+if TYPE_CHECKING:
+    from interdomain.scan.triton_plan import Plan  # Triton need not be there
+
 CPU = torch.device("cpu")
+WIDTH = 2  # bytes of a number
 
 
 @dataclass(frozen=True)
@@ -123,143 +127,102 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
 # What a call costs at least
 
 
-def io_bytes(shape: Shape, mixer: str = "", width: int = 2) -> dict[str, int]:
-    """Every input read once and every output written once, by phase: the floor of `mixer`, whoever computes it.
-
-    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. `linear` has z of width 2d for q, k, v and o of that
-    width, `mamba2` v alone. Gates, and what does not grow with T and H, are left out. `width`: bytes of a number.
-    """
-    queries, keys = (shape.B * shape.T * heads * shape.d * width for heads in (shape.H * shape.G, shape.H))
-    forward, backward = 2 * queries + 2 * keys, 3 * queries + 4 * keys
-    if mixer in ("linear", "mamba2"):
-        rows = 2 * keys if mixer == "linear" else keys
-        forward, backward = 2 * rows, 3 * rows
+def by_phase(forward: int, backward: int) -> dict[str, int]:
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def tiles(shape: Shape, device: torch.device):
+def io_bytes(shape: Shape, mixer: str = "") -> dict[str, int]:
+    """Every input read once and every output written once, by phase: the floor of `mixer`, whoever computes it.
+
+    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. `linear` has z of width 2d for q, k, v and o of that
+    width, `mamba2` v alone. Gates, and what does not grow with T and H, are left out.
+    """
+    queries, keys = (shape.B * shape.T * heads * shape.d * WIDTH for heads in (shape.H * shape.G, shape.H))
+    if mixer in ("linear", "mamba2"):
+        rows = 2 * keys if mixer == "linear" else keys
+        return by_phase(2 * rows, 3 * rows)
+    return by_phase(2 * queries + 2 * keys, 3 * queries + 4 * keys)
+
+
+def tiles(shape: Shape, device: torch.device) -> "Plan":
     """The `Plan` that bf16 inputs of this shape get on this device; on a CPU, that of sm_90."""
     from interdomain.scan.triton_plan import make_plan
 
     return make_plan(device, torch.bfloat16, shape.M, shape.d, None)
 
 
-def pass_costs(shape: Shape, plan, width: int = 2) -> dict[str, tuple[int, int]]:
+def pass_costs(shape: Shape, plan: "Plan") -> dict[str, tuple[int, int]]:
     """(bytes, FLOPs) of each pass of `chunkwise` over the whole problem, as `plan` launches it.
 
-    Bytes: its own reads and writes in device memory, each once. FLOPs: those that are executed. A block of channels,
-    D wide (a power of two, padded), works out its own scores; so does a block of basis functions, BM of M. Per token and
-    query head, N = 2M numbers of a, b~, c or e~ and d of q, k, v, o or a gradient, L tokens in a chunk:
-
-        pass           numbers in + out  multiply-adds of a block, times blocks
-        contract       2 d + N           L D + 2 L BM + 4 BM D   scores; times the table; state read and updated
-        mix_expand     N + 2 d           4 M^2 + 2 L M + L D + 4 M D
-        mix_backward   4 N               12 M^2                  b~, e~ and dW from a and c
-        expand         N + 2 d           2 L M + L D + 4 M D
-        adjoint_decay  N + 3 d           those of the next two   the programs of both side by side: b~ and do are read once
-        adjoint        N + 2 d           2 L M + L D + 4 M D     by itself, where the two are not one or decay is not asked for
-        decay          N + 2 d           L D + 2 L BM + 8 BM D   by itself; costate and its derivative, each read and updated;
-                                                                 `held`: 2 L BM more, a product with the identity
-        mix            2 N               4 M^2                   before expand, where the two are not one
-        one_forward    4 d               2 L d + 4 L M + 8 M d + 4 M^2     contract, W and expand in one program
-        one_reverse    N + 3 d           2 L d + 4 L M + 10 M d  adjoint_decay in one program
-        states         2 d               4 M D                   sweep that finds the states before the segments, if any
-        costates       2 N + 2 d         4 M D                   the same backwards
+    Bytes: its own reads and writes in device memory, each once. FLOPs: those that are executed. A block of channels, D wide (a
+    power of two, padded), works out its own scores; so does a block of basis functions, BM of M. Counted per token and query
+    head: numbers (N = 2M of a, b~, c or e~; d of q, k, v, o or a gradient) and multiply-adds (L tokens in a chunk).
     """
     d, M, N, L = shape.d, shape.M, 2 * shape.M, plan.chunk
     full = max(16, 1 << (d - 1).bit_length())
 
-    def block(limit: int, numbers: int) -> int:
-        return max(16, min(limit, numbers))
-
-    def values(field) -> tuple[int, int]:
+    def values(field: tuple) -> tuple[int, int]:
         """Width of a block of channels, and how many there are."""
-        D = block(min(full, 64), field[0] // N)
+        D = max(16, min(full, 64, field[0] // N))
         return D, -(-d // D)
 
-    def reading(field, more: int = 0) -> int:
+    def reading(field: tuple, more: int = 0) -> int:
+        """Scores, times the values; times the table; state read and updated."""
         D, blocks = values(field)
-        return blocks * (more + 2 * L * M + L * D + 4 * M * D)
+        return blocks * (more + L * D + 2 * L * M + 4 * M * D)
 
-    BM = block(M, plan.contract[0] // (2 * full))
+    BM = max(16, min(M, plan.contract[0] // (2 * full)))
     contract = -(-M // BM) * (L * full + 2 * L * BM + 4 * BM * full)
     D = min(full, 64, plan.decay[0] // 32)
-    BM = block(M, plan.decay[0] // (2 * D))
+    BM = max(16, min(M, plan.decay[0] // (2 * D)))
+    # Costate and its derivative are both read and updated; `held`: one more product with the identity.
     decay = -(-d // D) * -(-M // BM) * (L * D + (4 if plan.held else 2) * L * BM + 8 * BM * D)
     D, blocks = values(plan.expand)
     costs = {
         "contract": (2 * d + N, contract),
-        "mix_backward": (4 * N, 12 * M * M),
+        "mix": (2 * N, 4 * M * M),  # before expand, where the two are not one
+        "mix_backward": (4 * N, 12 * M * M),  # b~, e~ and dW from a and c
         "expand": (N + 2 * d, reading(plan.expand)),
-        "adjoint_decay": (N + 3 * d, reading(plan.expand) + decay),
         "adjoint": (N + 2 * d, reading(plan.expand)),
         "decay": (N + 2 * d, decay),
-        "mix": (2 * N, 4 * M * M),
-        "states": (2 * d, blocks * 4 * M * D),
-        "costates": (2 * N + 2 * d, blocks * 4 * M * D),
+        "adjoint_decay": (N + 3 * d, reading(plan.expand) + decay),  # side by side: b~ and do are read once
+        "states": (2 * d, blocks * 4 * M * D),  # sweep that finds the states before the segments, if any
+        "costates": (2 * N + 2 * d, blocks * 4 * M * D),  # the same backwards
     }
-    if in_one_program(shape, plan):
-        costs["one_forward"] = 4 * d, 2 * L * d + 4 * L * M + 8 * M * d + 4 * M * M
-        costs["one_reverse"] = N + 3 * d, 2 * L * d + 4 * L * M + 10 * M * d
     if plan.fused:
-        costs["mix_expand"] = (N + 2 * d, reading(plan.fused, 4 * M * M))
-    return {name: (shape.tokens * width * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
-
-
-def segments(shape: Shape, device: torch.device) -> int:
-    """Into how many segments `chunkwise` cuts time on this device; 1 on a CPU, where it is plain PyTorch."""
-    return segment_count(shape, device) if device.type == "cuda" else 1
+        costs["mix_expand"] = N + 2 * d, reading(plan.fused, 4 * M * M)
+    return {name: (shape.tokens * WIDTH * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
 
 
 def segment_count(shape: Shape, device: torch.device, chunk: int = 64) -> int:
-    """The same of the Triton passes, wherever they run."""
+    """Into how many segments the Triton passes cut time."""
     from interdomain.scan import triton_chunkwise
 
     return triton_chunkwise.segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
 
 
-def in_one_program(shape: Shape, plan) -> bool:
-    """Whether the Gluon kernels, which are Hopper's, have this shape. Triton's interpreter has none of them."""
-    return plan.held and shape.d == shape.M == plan.chunk == 64 and os.environ.get("TRITON_INTERPRET") != "1"
-
-
-def forward_passes(plan) -> tuple[str, ...]:
-    if plan.one_forward:
-        return ("one_forward",)
-    return ("contract", "mix_expand") if plan.fused else ("contract", "mix", "expand")
-
-
-def backward_passes(plan) -> tuple[str, ...]:
-    reverse = ("one_reverse",) if plan.one_reverse else ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
-    return ("contract", "mix_backward", "expand", *2 * reverse)
+def step_passes(plan: "Plan", recompute: bool = True, cut: bool = False) -> dict[str, tuple[str, ...]]:
+    """The passes of a training step by phase. With `recompute` the backward repeats contract. cut: time is cut."""
+    forward = ("contract", "mix_expand") if plan.fused else ("contract", "mix", "expand")
+    reverse = ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
+    backward = ("contract", "mix_backward", "expand", *2 * reverse, *(("contract",) if recompute else ()))
+    return {
+        "forward": (*forward, *(("states",) if cut else ())),
+        "backward": (*backward, *(("states", "costates") if cut else ())),
+    }
 
 
 def chunkwise_costs(
-    shape: Shape, plan, *, recompute: bool = True, segments: int = 1, width: int = 2
-) -> dict[str, tuple[int, int]]:
-    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes. With `recompute` the backward repeats contract."""
-    costs = pass_costs(shape, plan, width)
-    sweep, back = (("states",), ("costates",)) if segments > 1 else ((), ())
-    again = ("contract",) if recompute else ()
-    phases = {
-        "forward": forward_passes(plan) + sweep,
-        "backward": backward_passes(plan) + again + sweep + back,
-    }
-    total = {phase: tuple(sum(costs[name][i] for name in names) for i in (0, 1)) for phase, names in phases.items()}
-    return total | {"both": tuple(map(sum, zip(*total.values(), strict=True)))}
+    shape: Shape, plan: "Plan", *, recompute: bool = True, segments: int = 1
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes."""
+    costs = pass_costs(shape, plan)
+    phases = step_passes(plan, recompute, segments > 1)
+    nbytes, flops = ({phase: sum(costs[n][i] for n in names) for phase, names in phases.items()} for i in (0, 1))
+    return by_phase(**nbytes), by_phase(**flops)
 
 
 def attention_flops(shape: Shape) -> dict[str, int]:
     """FLOPs of causal softmax attention: two products over T (T + 1) / 2 pairs forward, five backward."""
     pair = 2 * shape.B * shape.H * shape.G * (shape.T * (shape.T + 1) // 2) * shape.d
-    return {"forward": 2 * pair, "backward": 5 * pair, "both": 7 * pair}
-
-
-def step_bytes(B: int, H: int, d: int, M: int, width: int = 2) -> int:
-    """One token of one layer: the state read and written (fp32 pairs), half of W once for the batch, q, k, v in and o out."""
-    return B * H * (2 * 4 * 2 * M * 2 * d + 4 * d * width) + H * 4 * M * 2 * M
-
-
-def attention_step_bytes(B: int, H: int, d: int, length: int, width: int = 2) -> int:
-    """One token of softmax attention against a cache of `length` tokens: keys and values read, one of each written, q, o."""
-    return B * H * d * width * (2 * length + 2 + 2)
+    return by_phase(2 * pair, 5 * pair)

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._supervise import CONTINUE, INTERRUPTED, REFUSED
+from ._torchrun import CONTINUE, INTERRUPTED, REFUSED
 
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
@@ -83,19 +83,19 @@ class Allocation:
             # Not --kill-on-bad-exit: a node that leaves first must not end the others while they save.
             *("--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}"),
             *shlex.split(self.site.get("INTERDOMAIN_SRUN")),
-            *(python, "-m", "interdomain.tools._node", str(self.ranks)),
+            *(python, "-m", "interdomain.tools._torchrun", str(self.ranks)),
             *torchrun,
         ]
 
     def describe(self) -> str:
         """The dry run's rows."""
         hosts = ", ".join(self.hosts[:4]) + (f", ... {self.hosts[-1]}" if len(self.hosts) > 4 else "")
-        rows = {"nodes": f"{len(self.hosts)} x {self.ranks} rank(s): {hosts} (SLURM job {self.job})"}
         exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.site.exported.items())
-        rows["site"] = f"{self.site.name}: {exported or 'sets nothing'}"
-        rows["of its own"] = f"PET_RDZV_CONF=is_host=true on {self.hosts[0]}"
-        if len(self.hosts) > 1:
-            rows["of its own"] += ", PET_RDZV_CONF=is_host=false on the others"
+        rows = {
+            "nodes": f"{len(self.hosts)} x {self.ranks} rank(s): {hosts} (SLURM job {self.job})",
+            "site": f"{self.site.name}: {exported or 'sets nothing'}",
+            "of its own": f"PET_RDZV_CONF=is_host=true on {self.hosts[0]}, PET_RDZV_CONF=is_host=false on others",
+        }
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
 
@@ -129,22 +129,15 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         if site and site != LOCAL:
             site_named(site)
             raise ValueError(
-                f"--site {site}, but this is no SLURM allocation (SLURM_JOB_ID is not set). Put the same line into an "
-                f"sbatch script, or after salloc; to run on this machine alone, leave --site out or say --site {LOCAL}."
+                f"--site {site}, but this is no SLURM allocation (SLURM_JOB_ID is not set). Run the same line by sbatch, or "
+                f"after salloc; to run on this machine alone, leave --site out or say --site {LOCAL}."
             )
         return None
     if _inside_a_step():
         return None
     found, hosts = site_named(site or "plain"), _hosts(job)
-    gpus = _gpus_per_node(len(hosts))
-    return Allocation(
-        job=job,
-        hosts=hosts,
-        ranks=ranks or gpus or found.gpus_per_node or ranks_here,
-        gpus=gpus,
-        cpus=_least("SLURM_JOB_CPUS_PER_NODE"),
-        site=found,
-    )
+    gpus, cpus = _gpus_per_node(len(hosts)), _least("SLURM_JOB_CPUS_PER_NODE")
+    return Allocation(job, hosts, ranks or gpus or found.gpus_per_node or ranks_here, gpus, cpus, found)
 
 
 def _inside_a_step() -> bool:
@@ -163,10 +156,9 @@ def _inside_a_step() -> bool:
 def _hosts(job: str) -> tuple[str, ...]:
     nodes, listed = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_JOB_NODELIST")
     if not nodes or not listed:
-        missing = "SLURM_JOB_NODELIST" if nodes else "SLURM_JOB_NUM_NODES"
         raise ValueError(
-            f"SLURM job {job} names no nodes ({missing} is not set). Ask for them (sbatch --nodes=N, salloc --nodes=N), or "
-            f"run on this machine alone with --site {LOCAL}."
+            f"SLURM job {job} names no nodes (SLURM_JOB_NUM_NODES or SLURM_JOB_NODELIST is not set). Ask for them (sbatch "
+            f"--nodes=N, salloc --nodes=N), or run on this machine alone with --site {LOCAL}."
         )
     try:
         said = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, check=True)
@@ -187,9 +179,7 @@ def _gpus_per_node(nodes: int) -> int:
         return by_node
     gpus = _count("SLURM_GPUS")  # all that salloc says of --gpus=N on a login node
     if gpus % nodes:
-        raise ValueError(
-            f"the job has {gpus} GPUs on {nodes} nodes, which run as many ranks each: use --gpus-per-node."
-        )
+        raise ValueError(f"the job has {gpus} GPUs on {nodes} nodes, of as many ranks each: use --gpus-per-node.")
     return gpus // nodes
 
 
@@ -206,7 +196,7 @@ def _least(name: str) -> int:
 
 
 def run(command: list[str], site: Site) -> int:
-    """Run srun to its end and return its status, the highest of the nodes'; after a signal what supervise says: CONTINUE,
+    """Run srun to its end and return its status, the highest of the nodes'; after a signal what `_torchrun.run` says: CONTINUE,
     unless it is 0, or REFUSED on all nodes.
 
     SIGUSR1 and SIGTERM ask the run to save and leave; both go on as SIGUSR1, which srun gives to every node: of SIGTERM it

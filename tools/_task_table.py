@@ -39,23 +39,10 @@ BASED = {
     ("based_triviaqa", "contains"): (56.93, 54.27, 42.83),
     ("based_drop", "contains"): (23.47, 21.31, 14.04),
 }
-LONGBENCH = {  # the 14 that Gated DeltaNet's authors chose, in [0, 1]; the paper has their average alone
-    (f"longbench_{task}", "score"): None
-    for task in (
-        *(
-            "narrativeqa",
-            "qasper",
-            "multifieldqa_en",
-            "hotpotqa",
-            "2wikimqa",
-            "musique",
-            "gov_report",
-            "qmsum",
-            "multi_news",
-        ),
-        *("trec", "triviaqa", "samsum", "lcc", "repobench-p"),
-    )
-}
+# The 14 that Gated DeltaNet's authors chose, in [0, 1]; the paper has their average alone.
+_OF_LONGBENCH = """narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa samsum
+lcc repobench-p"""
+LONGBENCH = {(f"longbench_{task}", "score"): None for task in _OF_LONGBENCH.split()}
 PAPER = COMMONSENSE | MODELING | RETRIEVAL | BASED | LONGBENCH
 AVERAGES = {  # the paper's own, each below its group
     "average of the eight": (COMMONSENSE, (51.51, 54.54, 49.44)),

@@ -1,14 +1,16 @@
 """python -m interdomain.tools.bench_gpu --output benchmarks/results/today
 
 Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part has a
-share of the time and a process of its own; after every part and every few seconds the folder holds a whole archive of all
-results so far. With a part named, only that one, its files in the folder, its tool's flags behind it. Without a GPU: tiny and
-labelled.
+share of the time and a process of its own, which is ended with all that it started when its share is over; after every part
+and every few seconds the folder holds one archive of all results so far. With a part named, only that one, its files in the
+folder, its tool's flags behind it. Without a GPU: tiny and labelled.
 """
 
 import argparse
 import contextlib
-import csv
+import ctypes
+import importlib.metadata
+import io
 import json
 import os
 import re
@@ -17,39 +19,150 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from interdomain.folders import write_whole
 
+from . import _apart
 from ._cli import argument_parser, user_errors
-from ._gpu_run import ARCHIVE, ROOT, Part, Run, adopt_orphans
 
+ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540.0
-PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay", "one_forward", "one_reverse")
-NCU_SECTIONS = (
-    *("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats"),
-    *("SchedulerStats", "WarpStateStats"),
-)
-NCU_METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-NCU_COLUMNS = {  # of the table: the largest of ncu's columns whose names match
-    "ms": r"^gpu__time_duration\.sum$",
-    "dram %": r"^(gpu__dram_throughput|dram__throughput)\.avg\.pct_of_peak_sustained_elapsed$",
-    "dram read": r"^dram__bytes_read\.sum$",
-    "dram written": r"^dram__bytes_write\.sum$",
-    "tensor %": r"pipe_tensor.*\.avg\.pct_of_peak_sustained_active$",
-    "issue %": r"^(sm__inst_issued|smsp__issue_active)\.avg\.pct_of_peak_sustained_active$",
-    "warps %": r"^sm__warps_active\.avg\.pct_of_peak_sustained_active$",
-    "registers": r"^launch__registers_per_thread$",
-}
-STALL = re.compile(r"warps_issue_stalled_((?!\w+_not_issued)\w+)_per_issue_active\.ratio")
+EARLY = 4.0  # a tool is told to end so long before its share does
+LEAST = 8.0  # seconds under which a part is not started
+PACK_EVERY = 10.0
+ARCHIVE, SUMMARY, LOG = "results.tar.gz", "summary.md", "log.txt"
+ARCHIVE_BYTES, LOG_BYTES = 15 * 2**20, 2**20  # of all files, of the end of each log
+PR_SET_CHILD_SUBREAPER = 36
+FAILED = "THE CORRECTNESS CHECK DID NOT PASS. What follows is measured all the same and marked. Do not use it."
 
 
-def tool(
-    module: str, *flags: str, on_gpu: tuple[str, ...] = (), in_all: tuple[str, ...] = ()
-) -> Callable[[Run, float], list[str]]:
+class Part(NamedTuple):
+    """A part of the benchmarks: the seconds that it may take, and its command or why it is skipped."""
+
+    seconds: float
+    command: Callable[["Run", float], list[str] | str]
+    in_all: bool = True
+
+
+class Run:
+    """The parts that ran, what is known of the machine, and the folder of their results.
+
+    Args:
+        folder: of the parts' files. out: where archive, summary and log go; None: nowhere, and parts print to the screen.
+    """
+
+    def __init__(self, folder: Path, seconds: float, out: Path | None = None) -> None:
+        self.folder, self.out = folder, out
+        self.began = time.monotonic()
+        self.ends = self.began + seconds
+        self.gpu = bool(shutil.which("nvidia-smi") or list(Path("/dev").glob("nvidia[0-9]*")))  # until torch was asked
+        self.ptxas = None
+        self.env = {"PYTHONUNBUFFERED": "1", **os.environ}
+        self.rows, self.loud = [], []
+        self.child = None
+
+    @property
+    def left(self) -> float:
+        return self.ends - time.monotonic()
+
+    def part(self, name: str, seconds: float, flags: list[str] = (), alias: str = "") -> int:
+        """Run a part for `seconds` at most; its exit status, 0 for one that was skipped or not run."""
+        row = {"part": alias or name, "share": seconds, "status": "not run: no time left", "seconds": 0.0}
+        self.rows.append(row)
+        code, command = 0, PARTS[name].command(self, seconds - EARLY)
+        if isinstance(command, str):
+            row["status"] = f"skipped: {command}"
+        elif seconds >= LEAST:
+            began, row["status"] = time.monotonic(), "running"
+            print(f"\n== {row['part']}, at most {seconds:.0f} s ==", flush=True)
+            code = self.run([*command, *flags], began + seconds, self.folder / f"{row['part']}.log")
+            row |= {"seconds": time.monotonic() - began, "status": self.status(name, row["part"], code)}
+        self.pack()
+        print(f"{row['part']}: {row['status']} ({row['seconds']:.0f} s)", flush=True)
+        return 1 if code is None else code
+
+    def run(self, command: list[str], ends: float, log: Path) -> int | None:
+        """Exit status, or None if the process had to be ended. It prints to `log`, without an archive to the screen."""
+        code = None
+        with open(log, "wb") if self.out else contextlib.nullcontext() as said:
+            streams = dict(stdout=said, stderr=said and subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            self.child = subprocess.Popen(command, cwd=ROOT, env=self.env, start_new_session=bool(self.out), **streams)
+            while code is None and (left := ends - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self.child.wait(min(left, PACK_EVERY))
+                self.pack()
+        self.end_child()
+        return code
+
+    def end_child(self) -> None:
+        """End the part, and what its processes left behind: as their next parent (PR_SET_CHILD_SUBREAPER) we have them all."""
+        if self.child:
+            _apart.stop(self.child)
+            _apart.signal_all(_apart.descendants(os.getpid()), signal.SIGKILL)
+
+    def status(self, name: str, alias: str, code: int | None) -> str:
+        """The part's own, or the last words of its log."""
+        cut = "cut at the end of its share" if code is None else f"exit status {code}"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            own = json.loads((self.folder / f"{name}.json").read_text())["status"]
+            return own if own != "unfinished" or not code else f"unfinished, {cut}"
+        said = ""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / f"{alias}.log").read_text(errors="replace").splitlines()
+            said = next((line for line in reversed(lines) if re.search(r"\w{3}", line)), "").strip(" =")[:200]
+        return f"{'complete' if code == 0 else cut}: {said}"
+
+    def pack(self) -> None:
+        """Write archive, log and summary, each of them complete at any time."""
+        if not self.out:
+            return
+        buffer, weight, log, left_out, files = io.BytesIO(), 0, b"", [], {}
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if path.is_file() and path.suffix != ".partial":
+                    files[path] = path.read_bytes()[-LOG_BYTES if path.suffix == ".log" else None :]
+        with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+            for path, data in sorted(files.items(), key=lambda item: len(item[1])):
+                weight += len(data)
+                if weight > ARCHIVE_BYTES:
+                    left_out.append(path.name)
+                    continue
+                entry = tarfile.TarInfo(f"results/{path.relative_to(self.folder)}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+        for row in self.rows:
+            with contextlib.suppress(OSError):
+                said = (self.folder / f"{row['part']}.log").read_bytes()[-LOG_BYTES:]
+                log += f"\n== {row['part']}: {row['status']} ==\n".encode() + said
+        for name, data in (ARCHIVE, buffer.getvalue()), (LOG, log), (SUMMARY, self.summary(left_out).encode()):
+            write_whole(self.out / name, data)
+
+    def summary(self, left_out: list[str]) -> str:
+        lines = [
+            "# Summary",
+            "",
+            f"{time.monotonic() - self.began:.0f} s.",
+            "",
+            *(f"**{text}**\n" for text in self.loud),
+        ]
+        lines += ["| part | status | seconds | at most |", "|---|---|---|---|"]
+        for r in self.rows:
+            lines += [f"| {r['part']} | {r['status'].replace('|', '/')} | {r['seconds']:.0f} | {r['share']:.0f} |"]
+        lines += ["", f"Too large for the archive: {', '.join(left_out)}."] if left_out else []
+        for row in self.rows:
+            for page in (f"{row['part']}.md", *(["profile.txt"] if row["part"] == "profile" else [])):
+                with contextlib.suppress(OSError):
+                    lines += ["", (self.folder / page).read_text(errors="replace")]
+        return "\n".join(lines) + "\n"
+
+
+def tool(module: str, *flags: str, on_gpu: tuple[str, ...] = (), in_all: tuple[str, ...] = ()) -> Callable:
     """A benchmark with its flags; on_gpu: those for a GPU; in_all: and there among all parts."""
 
     def command(run: Run, seconds: float) -> list[str]:
@@ -64,7 +177,7 @@ def environment(run: Run, seconds: float) -> list[str]:
     return [sys.executable, "-m", "interdomain.tools.bench_gpu", "--environment", "--output", str(run.folder)]
 
 
-def watched(program: str, *flags: str, passes: tuple[str, ...]) -> Callable[[Run, float], list[str] | str]:
+def watched(program: str, *flags: str, passes: tuple[str, ...]) -> Callable:
     """Launches of the passes under a tool of CUDA's toolkit."""
 
     def command(run: Run, seconds: float) -> list[str] | str:
@@ -86,49 +199,36 @@ def gpu_tests(run: Run, seconds: float) -> list[str] | str:
     return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", *files]
 
 
+NCU = (
+    *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint|forward|reverse)_kernel$"),
+    *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
+    *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
+    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--log-file", "FOLDER/profile.txt"),
+)
+PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")
 SANITIZED = ("--once", "all", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")  # ragged; cut into segments
 RATIO = ("--tokens", "32768", "--cases", "softmax:compile:selective", "interdomain:compile:selective")
+SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
 PARTS = {  # in the order in which `all` runs them
-    "environment": Part(10, environment, most=30),
-    "check": Part(60, tool("check_kernels"), most=120),
+    "environment": Part(30, environment),
+    "check": Part(120, tool("check_kernels")),
     "passes": Part(40, tool("bench_kernels", "--passes", in_all=("--shapes", "8x4096x64", "2x16384x64"))),
     "kernels": Part(60, tool("bench_kernels")),
     "training": Part(
-        150,
-        tool(
-            "bench_training",
-            in_all=(*("--sizes", "350M", "--seq-len", "4096", "65536", *RATIO), *("--trace", "--case-limit", "75")),
-        ),
+        150, tool("bench_training", in_all=("--sizes", "350M", "--seq-len", "4096", "65536", *RATIO, "--trace"))
     ),
-    "profile": Part(
-        60,
-        watched(
-            "ncu",
-            *(
-                "--clock-control",
-                "none",
-                "--kernel-name",
-                r"regex:^(contract|mix|expand|adjoint|forward|reverse)_kernel$",
-            ),
-            *(flag for section in NCU_SECTIONS for flag in ("--section", section)),
-            *("--metrics", ",".join(NCU_METRICS), "--csv", "--page", "raw", "--log-file", "FOLDER/profile.csv"),
-            passes=("--once", *PROFILED, "--shapes", "8x4096x64"),
-        ),
-        result=lambda run: profile_page(run.folder),
-    ),
-    **{
-        check: Part(30, watched("compute-sanitizer", "--tool", check, "--error-exitcode", "9", passes=SANITIZED))
-        for check in ("memcheck", "racecheck")
-    },
-    "tests": Part(100, gpu_tests, most=120),
-    "decode": Part(30, tool("bench_decode")),
-    "inference": Part(60, tool("bench_inference", in_all=("--quick",)), most=120),
+    "profile": Part(60, watched("ncu", *NCU, passes=("--once", *PROFILED, "--shapes", "8x4096x64"))),
+    "memcheck": Part(30, watched(*SANITIZER, "memcheck", passes=SANITIZED)),
+    "racecheck": Part(30, watched(*SANITIZER, "racecheck", passes=SANITIZED)),
+    "tests": Part(120, gpu_tests),
+    "decode": Part(60, tool("bench_inference", "--parts", "decode", in_all=("--quick",))),
+    "inference": Part(90, tool("bench_inference", in_all=("--quick", "--parts", "prompts", "sizes"))),
     "tune": Part(SECONDS, tool("bench_kernels", "--tune"), in_all=False),
     "steps": Part(
         SECONDS,
         tool(
             "bench_training",
-            on_gpu=(*("--sizes", "350M", "1.3B", "--seq-len", "4096", "65536", "16384", *RATIO), "--steps", "15"),
+            on_gpu=("--sizes", "350M", "1.3B", "--seq-len", "4096", "65536", "16384", *RATIO, "--steps", "15"),
         ),
         in_all=False,
     ),
@@ -138,29 +238,19 @@ PARTS = {  # in the order in which `all` runs them
 def everything(run: Run) -> int:
     """All parts in order; 1 if one failed."""
     worst = 0
-    for name, part in PARTS.items():
-        if not part.in_all:
-            continue
-        try:
-            code = run.part(name, min(max(part.seconds, part.most), run.left))
-        except OSError as e:  # of the supervisor itself, a full disk say: the next part may do better
-            run.say(f"{name}: {e}")
-            code = 1
+    for name in (name for name, part in PARTS.items() if part.in_all):
+        code = run.part(name, min(PARTS[name].seconds, run.left))
         if name == "environment":
-            know_the_machine(run)
-        elif name == "check":
-            if code == 2:  # a mistake in the call, said by the tool
-                run.say((run.folder / "check.log").read_text())
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                record = json.loads((run.folder / "environment.json").read_text())["environment"]
+                run.gpu, run.ptxas = "GPU" in record, record.get("ptxas")
+        if name == "check":
+            if code == 2:  # a mistake in the call, which the tool explains
+                print((run.folder / "check.log").read_text())
                 return 2
             code = judged(run, code)
         worst = max(worst, 0 if code == 0 else 1)
     return worst
-
-
-def know_the_machine(run: Run) -> None:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        record = json.loads((run.folder / "environment.json").read_text())["environment"]
-        run.gpu, run.ptxas = "GPU" in record, record.get("ptxas")
 
 
 def judged(run: Run, code: int) -> int:
@@ -169,37 +259,25 @@ def judged(run: Run, code: int) -> int:
         run.loud.append("Some errors are beyond their bound, none by far: see check.md.")
     if code in (0, 3):
         return 0
-    failed = "THE CORRECTNESS CHECK DID NOT PASS. What follows is measured all the same and marked. Do not use it."
-    if run.gpu and wrong_results(run.folder / "check.json"):
-        first, before = f"check-ptxas-{run.ptxas}", run.env
-        rename(run.folder, "check", first)
-        for version, path in other_assemblers(run.ptxas):
-            if run.left < PARTS["check"].seconds:
-                break
-            # Triton 3.6 reads the first; later ones may take their second assembler on every GPU.
-            run.env = before | {"TRITON_PTXAS_PATH": path, "TRITON_PTXAS_BLACKWELL_PATH": path}
-            if run.part("check", PARTS["check"].most, alias=f"check-again-{version}") in (0, 3):
-                run.loud.append(
-                    f"THE ASSEMBLER WRITES WRONG CODE: the check failed with ptxas {run.ptxas} and passed with {version} "
-                    f"({place(path)}), which all below uses. Set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to it. "
-                    f"The first check: {first}.md."
-                )
-                run.say(f"\n!!! {run.loud[-1]} !!!")
-                return 0
-            failed += f" With ptxas {version} neither."
-            rename(run.folder, "check", f"check-ptxas-{version}")
-        run.env = before
-        rename(run.folder, first, "check")
-    run.loud.append(failed)
-    run.say(f"\n!!! {failed} !!!")
-    return 1
-
-
-def rename(folder: Path, before: str, after: str) -> None:
-    """A part's results, if there are any."""
-    for ending in ("json", "md"):
-        with contextlib.suppress(FileNotFoundError):
-            (folder / f"{before}.{ending}").rename(folder / f"{after}.{ending}")
+    run.loud.append(FAILED)
+    others = assemblers(run.ptxas)
+    if run.gpu and others and run.left > PARTS["check"].seconds and wrong_results(run.folder / "check.json"):
+        (version, path), before = others[0], run.env
+        for ending in ("json", "md"):
+            (run.folder / f"check.{ending}").rename(run.folder / f"check-ptxas-{run.ptxas}.{ending}")
+        # Triton 3.6 reads the first; later ones may take their second assembler on every GPU.
+        run.env = before | {"TRITON_PTXAS_PATH": path, "TRITON_PTXAS_BLACKWELL_PATH": path}
+        if run.part("check", PARTS["check"].seconds, alias=f"check-again-{version}") in (0, 3):
+            run.loud[-1] = (
+                f"THE ASSEMBLER WRITES WRONG CODE: the check failed with ptxas {run.ptxas} and passed with {version} "
+                f"({place(path)}), which all below uses. Set TRITON_PTXAS_PATH and TRITON_PTXAS_BLACKWELL_PATH to it."
+            )
+            code = 0
+        else:
+            run.loud[-1] += f" With ptxas {version} neither."
+            run.env = before
+    print(f"\n!!! {run.loud[-1]} !!!", flush=True)
+    return code
 
 
 def wrong_results(file: Path) -> bool:
@@ -211,14 +289,12 @@ def wrong_results(file: Path) -> bool:
     return False
 
 
-def other_assemblers(used: str | None) -> list[tuple[str, str]]:
-    """(version, path) of every ptxas of another version than `used` that lies here, the newest first."""
+def assemblers(used: str | None = None) -> list[tuple[str, str]]:
+    """(version, path) of every ptxas on this machine of another version than `used`, the newest first."""
     found = {}
-    places = [Path(folder) for folder in sys.path if folder]
-    paths = [p for folder in places for p in folder.glob("triton/backends/nvidia/bin/ptxas*")]
-    paths += [p for folder in places for p in folder.glob("nvidia/*/bin/ptxas")]
-    paths += [*Path("/usr/local").glob("cuda*/bin/ptxas"), *(Path(p) for p in [shutil.which("ptxas")] if p)]
-    for path in paths:
+    patterns = ("triton/backends/nvidia/bin/ptxas*", "nvidia/*/bin/ptxas")
+    paths = [path for folder in filter(None, sys.path) for pattern in patterns for path in Path(folder).glob(pattern)]
+    for path in (*paths, *Path("/usr/local").glob("cuda*/bin/ptxas"), *filter(None, [shutil.which("ptxas")])):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10).stdout
             if version := re.search(r"release (\d+\.\d+)", said):
@@ -232,56 +308,16 @@ def place(path: str) -> str:
     return "/".join(Path(path).parts[-4:]).lstrip("/")
 
 
-def profile_rows(file: Path) -> list[dict]:
-    """The kernels of a page "raw" of ncu: what NCU_COLUMNS names, and the three reasons that most warps waited for."""
-
-    def number(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            return float(text.replace(",", ""))
-        return 0.0
-
-    with contextlib.suppress(OSError):
-        lines = [line for line in file.read_text(errors="replace").splitlines() if line.startswith('"')]
-        head, units, *rows = [*csv.reader(lines), [], []][: max(2, len(lines))]
-        found = []
-        for row in rows:
-            cells, unit = (dict(zip(head, texts, strict=False)) for texts in (row, units))
-            entry = {"kernel": cells.get("Kernel Name", "?")}
-            for column, pattern in NCU_COLUMNS.items():
-                name = max((n for n in cells if re.search(pattern, n)), key=lambda n: number(cells[n]), default=None)
-                entry[column] = f"{cells[name]} {unit[name]}".strip() if name else "-"
-            stalls = {m[1]: number(text) for name, text in cells.items() if (m := STALL.search(name))}
-            most = sorted(stalls, key=stalls.get, reverse=True)[:3]
-            found.append(entry | {"waits": ", ".join(f"{reason} {stalls[reason]:.2f}" for reason in most)})
-        return found
-    return []
-
-
-def profile_page(folder: Path) -> str:
-    """Write profile.md from profile.csv; what it holds."""
-    rows, columns = profile_rows(folder / "profile.csv"), ["kernel", *NCU_COLUMNS, "waits"]
-    lines = ["# profile", "", "ncu, one launch each; all that it collected is in profile.csv.", ""]
-    lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    lines += ["| " + " | ".join(row[c] for c in columns) + " |" for row in rows]
-    write_whole(folder / "profile.md", ("\n".join(lines) + "\n").encode())
-    return f"{len(rows)} kernels"
-
-
 def record_environment(folder: Path) -> int:
     """The part `environment`: versions, the GPU's state, assemblers, tools, packages."""
-    import importlib.metadata
-
-    from ._bench import Report, choose_device, without_paths
+    from ._bench import Report, choose_device
 
     report = Report("environment", folder, choose_device("auto"), {})
-    for version, path in other_assemblers(None):
+    for version, path in assemblers():
         report.note(f"ptxas {version}: {place(path)}")
     for program in ("ncu", "compute-sanitizer", "nvcc"):
-        found = shutil.which(program)
-        said = found and subprocess.run([found, "--version"], capture_output=True, text=True, timeout=10).stdout.strip()
-        report.note(f"{program}: {without_paths(said.splitlines()[-1]) if said else 'not on PATH'}")
+        report.note(f"{program}: {'on PATH' if shutil.which(program) else 'not on PATH'}")
     if shutil.which("nvidia-smi"):
-        subprocess.run(["nvidia-smi"], timeout=10)
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], timeout=10)
     print(*sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions()))
     report.finish()
@@ -290,17 +326,15 @@ def record_environment(folder: Path) -> int:
 
 def parse(argv) -> tuple[argparse.Namespace, list[str]]:
     p = argument_parser(__doc__)
-    p.add_argument(
-        "part", nargs="?", default="all", help=f"all (default), or one of {', '.join(PARTS)}, with its flags"
-    )
+    names = ", ".join(PARTS)
+    p.add_argument("part", nargs="?", default="all", help=f"all (default), or one of {names}, with its flags")
     p.add_argument(
         "--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC date and time>)"
     )
     p.add_argument("--environment", action="store_true", help=argparse.SUPPRESS)  # the process of that part
-    argv = list(sys.argv[1:] if argv is None else argv)
     args, flags = p.parse_known_args(argv)
     if args.part not in ("all", *PARTS):
-        raise ValueError(f"there is no part '{args.part}'; allowed: all, {', '.join(PARTS)}.")
+        raise ValueError(f"there is no part '{args.part}'; allowed: all, {names}.")
     if flags and args.part == "all":
         raise ValueError(
             f"'{shlex.join(flags)}': flags are for one part, such as: benchmarks/gpu.sh kernels --rounds 50"
@@ -320,19 +354,20 @@ def main(argv=None) -> int:
         raise FileExistsError(
             f"{out / ARCHIVE} is there already, and results are never overwritten. Give another --output."
         )
-    adopt_orphans()
+    with contextlib.suppress(OSError, AttributeError):  # become the next parent of orphans; Linux only
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    signal.alarm(int(seconds) + 15)  # whatever this process itself waits for; the files are whole
+    signal.alarm(int(seconds) + 15)  # whatever this process itself waits for; the files are complete
     with tempfile.TemporaryDirectory() as temporary:
         together = args.part == "all"
-        run = Run(PARTS, Path(temporary) if together else out, seconds, out if together else None)
+        run = Run(Path(temporary) if together else out, seconds, out if together else None)
         try:
-            code = everything(run) if together else run.part(args.part, run.left, tuple(flags))
+            code = everything(run) if together else run.part(args.part, run.left, flags)
         finally:
             run.end_child()
             run.pack()
     statuses = ", ".join(f"{row['part']}: {row['status']}" for row in run.rows)
-    run.say(f"\nwrote {out} in {time.monotonic() - run.began:.0f} s ({statuses})")
+    print(f"\nwrote {out} in {time.monotonic() - run.began:.0f} s ({statuses})", flush=True)
     return code
 
 

@@ -2,241 +2,175 @@
 
 Time inference as in the paper's appendix: a decode step of the whole model over batch and prefix, interdomain and softmax,
 eager and in CUDA graphs; the four sizes; peak memory and speed of reading a prompt; beside the least that each must move, and
-the paper's figures. Weights are random. Without a GPU: tiny and labelled; with --sizes, decoding on the CPU measured for real.
+the paper's figures. Weights are random. Without a GPU: tiny and labelled.
 """
 
 import argparse
+import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import torch
 
 from interdomain.model import SIZES, Execution, Transformer, build_config
 from interdomain.model.generation import PREFILL_CHUNK
 
-from . import _inference_paper as paper
-from ._bench import Deadline, Report, add_arguments, choose, choose_device, reason
+from . import _bench
 from ._cli import argument_parser, user_errors
-from ._inference import (
-    CONDITIONS,
-    Setup,
-    built,
-    decode_rows,
-    flat_row,
-    interdomain_candidates,
-    prefill_figures,
-    random_model,
-    softmax_candidates,
-)
-from ._inference_tables import (
-    DECODE,
-    MEMORY,
-    SPEED,
-    SUMMARY,
-    TARGETS,
-    cpu_targets,
-    memory_row,
-    panels,
-    speed_row,
-    summary_row,
-    targets,
-)
-from ._plots import draw
-from ._timing import Ceilings, ceilings, release
+from ._inference import Setup, decode_rows, interdomain_candidates, prefill_figures, random_model
+from ._timing import attempt, ceilings, ratio, release
 
-PARTS = ("decode", "memory", "sizes")
-# The paper's, in the order in which they are measured: what the targets name comes first.
-BATCHES, PREFIXES, SIZE_BATCHES = (1, 64, 8, 32, 16), (4096, 16_384, 512, 8192, 2048, 1024), (1, 8)
-LONG_PROMPT = (1, 131_072)
+CONDITIONS = ("interdomain", "softmax")
 # bf16-products: the paper's, float32 weights that every product rounds.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "bf16-products": torch.float32}
+SIZE_BATCHES = (1, 8)  # of all sizes but the largest
+LONG_PROMPT = (1, 131_072)
 
+# The paper's appendix "Inference Scaling", on an RTX 6000 Ada (48 GB), by autocast to bfloat16, softmax launched eagerly.
+# (batch, prompt) -> GB at the peak (Table 12), in chunks of 2,048; None: out of memory, or not run.
+PAPER_WAYS = ("softmax whole", "interdomain whole", "interdomain chunked")
+PAPER_MEMORY = {
+    (8, 4096): (14.65, 24.45, 17.58),
+    (8, 8192): (21.42, None, 19.90),
+    (8, 16_384): (None, None, 25.78),
+    (16, 4096): (21.21, None, 26.54),
+    (32, 2048): (21.16, 40.97, 36.62),
+    (64, 512): (14.59, 24.77, 21.39),
+}
+# (size, batch) -> ms of softmax and of interdomain in a graph, ranges over prefixes, and speedup (Tables 11, 13 and 14).
+PAPER_DECODE = {
+    ("125M", 1): ("6.43 to 6.50", "2.45 to 2.46", 2.64),
+    ("350M", 1): ("13.11 to 13.19", "5.64 to 5.65", 2.33),
+    ("760M", 1): ("13.10 to 13.17", "8.61 to 8.64", 1.52),
+    ("1.3B", 1): ("13.39 to 13.99", "12.42 to 12.51", 1.08),
+    ("125M", 8): ("6.63 to 7.18", "2.93 to 3.06", 2.30),
+    ("350M", 8): ("13.18 to 17.13", "6.92 to 7.04", 2.17),
+    ("760M", 8): ("13.41 to 14.75", "10.77 to 10.88", 1.30),
+    ("1.3B", 8): ("13.81 to 21.60", "15.73 to 15.98", 0.88),
+    ("1.3B", 16): ("13.51 to 22.14", "19.51 to 19.60", 0.70),
+    ("1.3B", 32): ("13.18 to 22.75", "28.37 to 28.58", 0.48),
+    ("1.3B", 64): ("14.42 to 23.87", "59.08", 0.40),
+}
 
-@dataclass(frozen=True)
-class Mode:
-    """What is measured where nothing else is asked for."""
-
-    sizes: tuple[str, ...] = ("125M", "350M", "760M", "1.3B")
-    parts: tuple[str, ...] = PARTS
-    batches: tuple[int, ...] = BATCHES
-    prefixes: tuple[int, ...] = PREFIXES
-    size_batches: tuple[int, ...] = SIZE_BATCHES
-    prompts: tuple[tuple[int, int], ...] = tuple(paper.MEMORY)
-    long_prompt: tuple[int, int] = LONG_PROMPT
-    chunk: int = PREFILL_CHUNK
-    dtype: str = "bfloat16"
-    steps: int = 32
-    rounds: int = 20
-    seconds: float = 0.5
-    eager_only: bool = False
-
-
-GPU = Mode()
-QUICK = replace(GPU, prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-TINY = Mode(
-    *(("debug",), PARTS, (1, 2), (32, 64), (1, 2), ((2, 64),), (1, 128), 32, "float32"),
+# What is measured where nothing else is asked for, in this order: what tells most comes first.
+GPU = dict(
+    sizes=("125M", "350M", "760M", "1.3B"),
+    batches=(1, 64, 8, 32, 16),
+    prefixes=(4096, 16_384, 512, 8192, 2048, 1024),
+    prompts=(*PAPER_MEMORY, LONG_PROMPT),  # the last is interdomain's alone: softmax would take most of the time
+    chunk=PREFILL_CHUNK,
+    dtype="bfloat16",
+    steps=32,
+    rounds=20,
+    seconds=0.5,
+)
+QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
+TINY = dict(
+    **dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32, dtype="float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
 )
-CPU = Mode(
-    parts=("decode",), batches=(1, 8), prefixes=(512,), dtype="float32", steps=8, rounds=40, seconds=80, eager_only=True
-)
+DECODE = ["path", "B", "prefix", "ms a step", "tokens/s", "MB", "floor ms", "of floor", "speedup", "remark"]
+SUMMARY = [
+    *("model", "softmax eager ms", "fastest softmax ms", "max-fit", "interdomain ms", "max-fit interdomain", "speedup"),
+    *("graph over eager softmax", "flat", "of floor"),
+    *("paper: softmax eager ms", "paper: interdomain graph ms", "paper: speedup over eager"),
+]
+PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 
-@dataclass
-class Bench:
-    """What was measured so far, and how."""
+def models_of(size: str, mode: SimpleNamespace, setup: Setup, report: _bench.Report) -> dict[str, Transformer]:
+    """Both conditions; none, and a note, where the device has no room for them."""
+    execution, dtype = Execution(bf16_products=mode.dtype == "bf16-products"), DTYPES[mode.dtype]
+    makers = {c: lambda c=c: random_model(build_config(size, c), setup.device, dtype, execution) for c in CONDITIONS}
+    good, bad = attempt(makers, setup.device)
+    if bad:
+        report.note(f"{size}: not run: {'; '.join(bad.values())}")
+    return {} if bad else good
 
-    report: Report
-    mode: Mode
-    setup: Setup
-    limits: Ceilings
-    deadline: Deadline
-    rows: list[dict] = field(default_factory=list)
-    flats: dict[tuple[str, int], dict] = field(default_factory=dict)  # (size, batch)
-    memory: dict[tuple[str, int, int], dict] = field(default_factory=dict)  # (size, batch, tokens)
 
-    def late(self, what: str) -> bool:
-        if self.deadline.passed:
-            self.report.note(f"{what}: not run: time limit")
-        return self.deadline.passed
-
-    def models(self, size: str) -> dict[str, Transformer]:
-        """Both conditions; none, and a note, where the device has no room for them."""
-        made = {}
-        try:
-            for condition in CONDITIONS:
-                config = build_config(size, condition)
-                execution = Execution(bf16_products=self.mode.dtype == "bf16-products")
-                made[condition] = random_model(config, self.setup.device, DTYPES[self.mode.dtype], execution)
-        except torch.OutOfMemoryError as e:
-            self.report.note(f"{size}: not run: {reason(e)}")
-            made = {}
-        return made
-
-    def decode(self, models: dict[str, Transformer], size: str, batches) -> None:
-        table = f"decode, {size}"
-        self.report.table(table, DECODE)
-        for batch in batches:
-            if not self.late(f"{table}, B={batch}"):
-                self.decode_batch(models, size, batch, table)
-                release(self.setup.device)
-
-    def decode_batch(self, models: dict[str, Transformer], size: str, batch: int, table: str) -> None:
-        ours, remarks = built(
-            interdomain_candidates(models["interdomain"], batch, self.setup), self.setup, self.deadline
-        )
-        graphed = ours.get(f"interdomain, {self.setup.launched}")
-        if graphed and not self.deadline.passed and (flat := flat_row(graphed, self.mode.prefixes, self.setup)):
-            self.flats[size, batch] = flat
-        for prefix in self.mode.prefixes:
-            if self.late(f"{table}, B={batch}, prefix {prefix:,}"):
+def decode_model(models: dict[str, Transformer], size: str, batches, prefixes, setup: Setup, limits, report, deadline):
+    """The table of one size, a cell for each batch and prefix; and a row of the summary for each batch."""
+    report.table(f"decode, {size}", DECODE)
+    for batch in batches:
+        makers, found = interdomain_candidates(models["interdomain"], batch, setup), []
+        ours, remarks = attempt(makers, setup.device, passed=lambda: deadline.passed)
+        for prefix in prefixes:
+            if deadline.passed:
+                report.note(f"decode, {size}, B={batch}, prefix {prefix:,}: {_bench.NOT_RUN}")
                 continue
-            try:
-                rows = self.decode_cell(models, batch, prefix, ours, remarks)
-            except torch.OutOfMemoryError as e:  # the timer itself needs some
-                rows = [{"path": "any", "prefix": prefix, "remark": reason(e)}]
-            release(self.setup.device)
+            rows = decode_rows(models, batch, prefix, ours, remarks, setup, limits, lambda: deadline.passed)
+            found += rows
             for row in rows:
-                self.rows.append({"size": size, "B": batch, **row})
-                self.report.add(table, self.rows[-1])
-
-    def decode_cell(self, models, batch, prefix, ours, remarks) -> list[dict]:
-        s, deadline = self.setup, self.deadline
-        try:
-            builders = softmax_candidates(models["softmax"], batch, prefix, s)
-        except Exception as e:  # a cache that does not fit, as a rule
-            builders, remarks = {}, {**remarks, "softmax, any": reason(e)}
-        release(s.device)
-        softmax, others = built(builders, s, deadline)
-        return decode_rows(ours | softmax, remarks | others, models, prefix, s, self.limits, deadline)
-
-    def prompts(self, models: dict[str, Transformer], size: str) -> None:
-        table = f"peak memory of reading a prompt, {size}"
-        self.report.table(table, MEMORY)
-        for cell in (*self.mode.prompts, self.mode.long_prompt):
-            if not self.late(f"prompts of {cell[0]} x {cell[1]:,} tokens"):
-                self.memory[size, *cell] = figures = self.prompt_figures(models, *cell)
-                self.report.add(table, memory_row(cell, figures))
-        table = f"tokens/s of reading a prompt, {size}"
-        self.report.table(table, SPEED)
-        for (_, *cell), figures in self.memory.items():
-            self.report.add(table, speed_row(cell, figures))
-
-    def prompt_figures(self, models: dict[str, Transformer], batch: int, length: int) -> dict[str, dict]:
-        """What each way of reading gives. The long prompt is interdomain's alone: softmax would take most of the time."""
-        chunk = self.mode.chunk
-        ways = {"interdomain chunked": ("interdomain", chunk)}
-        if (batch, length) != self.mode.long_prompt:
-            ways["softmax chunked"] = "softmax", chunk
-            ways |= {f"{condition} whole": (condition, length) for condition in CONDITIONS}
-        found, seen = {}, {}
-        for way, (condition, piece) in ways.items():
-            key = condition, min(piece, length)  # a prompt of one piece is read once
-            if key not in seen:
-                seen[key] = {"remark": "not run: time limit"}
-                if not self.deadline.passed:
-                    seen[key] = prefill_figures(models[condition], batch, length, piece, self.setup.device)
-            found[way] = seen[key]
-        return found
-
-    def summarise(self, sizes) -> None:
-        report = self.report
-        batches = sorted({row["B"] for row in self.rows if row["size"] == sizes[-1]})
-        tables = {f"decode summary, {sizes[-1]}": [(sizes[-1], batch) for batch in batches]}
-        if len(sizes) > 1:
-            tables |= {f"sizes, B={batch}": [(size, batch) for size in sizes] for batch in self.mode.size_batches}
-        for name, cells in tables.items():
-            report.table(name, SUMMARY)
-            for size, batch in cells:
-                report.add(name, summary_row(self.rows, self.flats, size, batch))
-        report.contents["flat"] = {f"{size}, B={batch}": row for (size, batch), row in self.flats.items()}
-        drawn = [panel for size in sizes for panel in panels(self.rows, size)]
-        if drawn and len(self.mode.prefixes) > 1 and draw(report.folder / "inference.png", drawn) is None:
-            report.note("No plot: matplotlib is not installed.")
+                report.add(f"decode, {size}", row)
+            release(setup.device)
+        report.add("decode, summary", summary_row(found, size, batch))
+        ours = None
+        release(setup.device)
 
 
-def settle(args, device: torch.device) -> tuple[list[str], Mode]:
-    """The sizes, smallest first, and what of a mode was asked for otherwise. Raises: ValueError."""
-    gpu = QUICK if args.quick else GPU
-    mode = gpu if device.type == "cuda" else CPU if args.sizes else TINY
-    sizes = choose("--sizes", args.sizes or list(mode.sizes), tuple(SIZES))
-    parts = choose("--parts", args.parts or list(mode.parts), PARTS)
-    for flag in ("batches", "prefixes", "steps", "rounds", "threads"):
-        given = getattr(args, flag)
-        least = min(given) if isinstance(given, list) else given
-        if least is not None and least < 1:
-            raise ValueError(f"--{flag} must be at least 1: got {least}.")
-    batches = args.batches and tuple(dict.fromkeys(args.batches))
-    asked = {
-        "parts": tuple(parts),
-        "batches": batches,
-        "size_batches": batches,
-        "prefixes": args.prefixes and tuple(dict.fromkeys(args.prefixes)),
-        **{name: getattr(args, name) for name in ("dtype", "steps", "rounds")},
+def summary_row(rows: list[dict], size: str, batch: int) -> dict:
+    """A row of the paper's decode tables: ranges over the prefixes that fitted, and two ratios of medians.
+
+    "speedup" is the fastest of either kind, where both fitted; "graph over eager softmax" what the paper calls speedup: each
+    median over what that path fitted. "flat": the most over the least time of interdomain's graph.
+    """
+    rows = sorted((row for row in rows if "ms a step" in row), key=lambda row: row["ms a step"])
+    softmax, ours = (
+        {row["prefix"]: row for row in reversed(rows) if row["path"].startswith(kind)} for kind in ("softmax", "interd")
+    )
+    both = softmax.keys() & ours.keys()
+    medians = [statistics.median(kind[p]["ms a step"] for p in both) if both else None for kind in (softmax, ours)]
+    eager, graph = (
+        [r["ms a step"] for r in rows if r["path"] == path] for path in ("softmax, eager", "interdomain, graph")
+    )
+    row = {
+        "model": f"{size}, B={batch}",
+        "softmax eager ms": span(eager),
+        "fastest softmax ms": span([row["ms a step"] for row in softmax.values()]),
+        "max-fit": max(softmax, default=None),
+        "interdomain ms": span([row["ms a step"] for row in ours.values()]),
+        "max-fit interdomain": max(ours, default=None),
+        "speedup": ratio(*medians),
+        "graph over eager softmax": ratio(*(statistics.median(ms) if ms else None for ms in (eager, graph))),
+        "flat": max(graph) / min(graph) if graph else None,
+        "of floor": min((row["of floor"] for row in ours.values()), default=None),
     }
-    return sorted(set(sizes), key=list(SIZES).index), replace(mode, **{k: v for k, v in asked.items() if v is not None})
+    return row | dict(zip(SUMMARY[-3:], PAPER_DECODE.get((size, batch), ()), strict=False))
+
+
+def span(values: list[float]) -> str | None:
+    """least to most, in the digits of `show`."""
+    ends = [_bench.show(x) for x in (min(values), max(values))] if values else [None]
+    return ends[0] if ends[0] == ends[-1] else " to ".join(ends)
+
+
+def read_prompts(models: dict[str, Transformer], mode: SimpleNamespace, device: torch.device, report, deadline) -> None:
+    """Every prompt read by both models, in one piece and in chunks."""
+    report.table("reading a prompt", PROMPTS)
+    for batch, length in mode.prompts:
+        whole = [("interdomain whole", length), ("softmax whole", length)]
+        chunked = [("interdomain chunked", mode.chunk), ("softmax chunked", mode.chunk)] if length > mode.chunk else []
+        for way, chunk in chunked[:1] if (batch, length) == mode.prompts[-1] else (*chunked, *whole):
+            figures = {"remark": _bench.NOT_RUN}
+            if not deadline.passed:
+                figures = prefill_figures(models[way.split()[0]], batch, length, chunk, device)
+            paper = dict(zip(PAPER_WAYS, PAPER_MEMORY.get((batch, length), ()), strict=False)).get(way)
+            how = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
+            report.add("reading a prompt", how | figures)
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    add_arguments(p)
+    _bench.add_arguments(p)
     p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)} (default: the four; CPU: a tiny model)")
     p.add_argument(
-        "--parts", nargs="+", help="of decode, memory (both of the largest size), sizes (the others) (default: all)"
+        "--parts", nargs="+", help="of decode, prompts (both of the largest size), sizes (the others); default all"
     )
-    p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(BATCHES)))}")
-    p.add_argument("--prefixes", nargs="+", type=int, help=f"tokens; default {' '.join(map(str, sorted(PREFIXES)))}")
-    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 8)")
-    p.add_argument("--rounds", type=int, help="turns of a candidate at most, and at least 3; default 20 (CPU: 40)")
-    p.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="of weights and cache, or the paper's way; default bfloat16 (CPU: float32)",
-    )
-    p.add_argument("--threads", type=int, help="of PyTorch on a CPU; default: as PyTorch chooses")
-    p.add_argument(
-        "--quick", action="store_true", help="on a GPU, what fits into two minutes: three prefixes, fewer steps"
-    )
+    p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['batches'])))}")
+    p.add_argument("--prefixes", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['prefixes'])))}")
+    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 2)")
+    p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
+    p.add_argument("--quick", action="store_true", help="on a GPU, what fits into two minutes")
     p.add_argument("--compile", action="store_true", help="time steps that torch.compile compiled before capture, too")
     return p.parse_args(argv)
 
@@ -245,60 +179,39 @@ def parse(argv) -> argparse.Namespace:
 @torch.no_grad()
 def main(argv=None) -> int:
     args = parse(argv)
-    device = choose_device(args.device)
-    deadline = Deadline(args.time_limit)
-    sizes, mode = settle(args, device)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    options = {
-        **{k: getattr(mode, k) for k in ("parts", "batches", "prefixes", "dtype", "steps", "rounds", "chunk")},
-        **{"sizes": sizes, "compile": args.compile, "threads": torch.get_num_threads()},
-    }
-    on_cpu = device.type == "cpu" and args.sizes
-    label = f"measured on a CPU, {torch.get_num_threads()} thread(s)" if on_cpu else None
-    report = Report("inference", args.output, device, options, label)
+    device = _bench.choose_device(args.device)
+    deadline = _bench.Deadline(args.time_limit)
+    _bench.fill_in(args, device, **dict.fromkeys(("batches", "prefixes", "steps"), (None, None)))
+    parts = _bench.choose("--parts", args.parts, ("decode", "prompts", "sizes"))
+    defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
+    given = {k: v for k, v in vars(args).items() if k in defaults and v is not None}
+    mode = SimpleNamespace(**defaults | given)
+    *others, largest = sorted(_bench.choose("--sizes", mode.sizes, tuple(SIZES)), key=list(SIZES).index)
+    options = {"parts": parts, **vars(mode), "compile": args.compile}
+    report = _bench.Report("decode" if parts == ["decode"] else "inference", args.output, device, options)
     limits = ceilings(device)
     report.contents["ceilings"] = limits._asdict()
-    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, mode.eager_only, args.compile)
-    bench = Bench(report, mode, setup, limits, deadline)
     report.note(
         f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
         f"steps in a row, candidates in turns. Random weights in {mode.dtype}, dynamics and interdomain's state in float32."
     )
     report.note(
         f"Floors: weights and state (or cache) read and written once, at the measured copy bandwidth of "
-        f"{limits.bandwidth / 1e12:.3g} TB/s. Speedup: fastest softmax over fastest interdomain; the paper's: "
-        "eager softmax over interdomain's graph."
+        f"{limits.bandwidth / 1e12:.3g} TB/s. Speedup: the fastest softmax of the cell over this path; the paper's: eager "
+        "softmax over interdomain's graph, on an RTX 6000 Ada (48 GB)."
     )
-    report.note(f"Columns 'paper' are {paper.GPU}: bfloat16 by autocast, softmax launched eagerly.")
-    main_size = sizes[-1]
-    models = bench.models(main_size) if {"decode", "memory"} & set(mode.parts) else {}
-    if models and "decode" in mode.parts:
-        bench.decode(models, main_size, mode.batches)
-    if models and "memory" in mode.parts:
-        bench.prompts(models, main_size)
-    models = None
-    release(device)
-    if "sizes" in mode.parts:
-        for size in sizes if "decode" not in mode.parts else sizes[:-1]:
-            if not bench.late(size) and (models := bench.models(size)):
-                bench.decode(models, size, mode.size_batches)
-            models = None
-            release(device)
-    bench.summarise(sizes)
-    found = []
-    if device.type == "cuda":
-        found = targets(bench.rows, bench.flats, bench.memory, mode.long_prompt)
-    elif on_cpu:
-        found = cpu_targets(bench.rows)
-    if found:
-        report.table("targets", TARGETS)
-        for row in found:
-            report.add("targets", row)
-    ran = sum("ms a step" in row for row in bench.rows) + sum(
-        "tokens/s" in x for f in bench.memory.values() for x in f.values()
-    )
-    report.finish("unfinished" if deadline.passed else "complete", f"{ran} figures")
+    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, args.compile)
+    report.table("decode, summary", SUMMARY)
+    for size in (*([largest] if {"decode", "prompts"} & {*parts} else []), *(others if "sizes" in parts else [])):
+        models = {} if deadline.passed else models_of(size, mode, setup, report)
+        if models and (size != largest or "decode" in parts):
+            batches = mode.batches if size == largest else args.batches or SIZE_BATCHES
+            decode_model(models, size, batches, mode.prefixes, setup, limits, report, deadline)
+        if models and size == largest and "prompts" in parts:
+            read_prompts(models, mode, device, report, deadline)
+        models = None
+        release(device)
+    report.finish("unfinished" if deadline.passed else "complete")
     return 0
 
 

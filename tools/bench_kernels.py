@@ -8,6 +8,7 @@ for each. Without a GPU: tiny and labelled.
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -15,39 +16,19 @@ import sys
 
 import torch
 
-from interdomain.scan.triton_plan import alternatives
-
-from . import _apart, _features
-from ._bench import (
-    Deadline,
-    Report,
-    add_arguments,
-    choose,
-    choose_device,
-    ended,
-    reason,
-    require_healthy,
-)
+from . import _apart, _bench, _features, _mixers
 from ._cli import argument_parser, user_errors
-from ._mixers import ALTERNATIVES, ATTENTION, NAMES, ON_CPU, SLOW, TUNED, absent, candidate, made_by, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, in_one_program, io_bytes, segments, tiles
-from ._timing import Ceilings, Yardsticks, host_ms, interleaved, peak_memory, ratio, release, usable
+from ._mixers import ATTENTION, NAMES, SLOW, make_problem
+from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segment_count, tiles
+from ._timing import Ceilings, Yardsticks, peak_memory, ratio, release, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
 TINY = ("2x128x16", "1x256x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "I/O floor ms", "byte floor ms"),
-    *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "host ms", "peak MiB", "by", "remark"),
+    *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "peak MiB", "by", "remark"),
 ]
-OURS = ("chunkwise", "chunkwise-kept", "chunkwise-gluon")
-TARGETS = (  # which (the faster of these), over what (the best of these), at which T, at most
-    (OURS, ATTENTION, 4096, 0.3),
-    (OURS, ATTENTION, 16384, 0.12),
-    (OURS, ("fla-gla",), 4096, 0.6),
-    (OURS, ("fla-gated-delta",), 4096, 0.6),
-)
-FLOOR_TARGET = 0.6  # of the byte floor, at least
 FEATURES = "input features"
 
 
@@ -62,33 +43,30 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
 
 def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit) -> None:
     """emit(row of the kernel table); once more with the kernel that an attention called, which the profiler tells."""
-    row = {"mixer": name, "by": made_by(name)}
-    if name in TUNED:
+    row = {"mixer": name, "by": _mixers.made_by(name)}
+    if name in _mixers.TUNED:
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what it chose is there for the next process
     try:
-        call = _training_step(candidate(name, make_problem(shape, device)))
+        forward, leaves, d_out = _mixers.candidate(name, make_problem(shape, device))
     except Exception as e:
-        failed = {name: reason(e)}
-    else:
-        _, failed = usable({name: call}, device)
-    if failed:
-        emit(row | {"remark": failed[name]})
-        require_healthy(device, name)
+        emit(row | {"remark": _bench.reason(e)})
         return
-    row |= {"peak MiB": peak_memory(call, device), "host ms": host_ms(call, device)}
-    yardsticks = Yardsticks(device)
-    times = interleaved({name: call} | yardsticks.calls, device, rounds=rounds, seconds=seconds)
-    limits = yardsticks.ceilings(times)
+    # Forward as in training, then the gradients of every leaf: two steps that are timed apart and together.
+    call = forward, lambda o: torch.autograd.grad(o, leaves, d_out)
+    good, bad = usable({name: call}, device)
+    if bad:
+        emit(row | {"remark": bad[name]})
+        return
+    row["peak MiB"] = peak_memory(call, device)
+    times, limits = Yardsticks(device).beside(good, rounds=rounds, seconds=seconds)
     for phase, taken in zip(PHASES, times[name], strict=True):
-        row[f"{phase} ms"] = taken.median
-        row[f"{phase} times"] = taken._asdict()
+        row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
     floors = {phase: floor(name, shape, phase, device, limits) for phase in PHASES}
     row |= floors["both"] | {"floors": floors} | limits.rates()
-    own = [row[k] for k in ("byte floor ms", "FLOP floor ms") if row[k] is not None]
-    row["of floor"] = ratio(max(own), row["both ms"])
+    row["of floor"] = ratio(max(row["byte floor ms"], row["FLOP floor ms"] or 0), row["both ms"])
     emit(row)
     if name in ATTENTION and device.type == "cuda":
-        emit(row | {"by": f"{row['by']}: {longest_kernel(call[0])}"})
+        emit(row | {"by": f"{row['by']}: {longest_kernel(forward)}"})
 
 
 def longest_kernel(call) -> str:
@@ -103,12 +81,6 @@ def longest_kernel(call) -> str:
     return max(kernels, key=lambda e: e.self_device_time_total).key[:80] if kernels else "kernel unknown"
 
 
-def _training_step(made) -> tuple:
-    """Forward as in training, then the gradients of every leaf: two steps that are timed apart and together."""
-    forward, leaves, d_out = made
-    return forward, lambda o: torch.autograd.grad(o, leaves, d_out)
-
-
 def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Ceilings) -> dict:
     """Least times in ms, at this device's measured ceilings. I/O: inputs once, outputs once, whoever computes it.
 
@@ -116,13 +88,11 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     others None, for their algebra is not counted here.
     """
     inout = io_bytes(shape, name)[phase]
-    nbytes, flops = inout, None
-    if name in OURS and importlib.util.find_spec("triton"):  # whose plans say what is executed
-        recompute, cut = name != "chunkwise-kept", segments(shape, device)
-        costs = chunkwise_costs(shape, tiles(shape, device), recompute=recompute, segments=cut)
-        nbytes, flops = costs[phase]
-    elif name in ATTENTION:
-        flops = attention_flops(shape)[phase]
+    nbytes, flops = inout, attention_flops(shape)[phase] if name in ATTENTION else None
+    if name in _mixers.CHUNKWISE and importlib.util.find_spec("triton"):  # whose plans say what is executed
+        cut = segment_count(shape, device) if device.type == "cuda" else 1
+        costs = chunkwise_costs(shape, tiles(shape, device), recompute=name != "chunkwise-kept", segments=cut)
+        nbytes, flops = (cost[phase] for cost in costs)
     return {
         "I/O floor ms": limits.floor_ms(inout),
         "byte floor ms": limits.floor_ms(nbytes),
@@ -130,88 +100,49 @@ def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Cei
     }
 
 
-def best_of(rows: dict[str, dict], names) -> str | None:
-    """Of those that ran, the fastest, forward and backward together."""
-    ran = [name for name in names if rows.get(name, {}).get("both ms")]
-    return min(ran, key=lambda name: rows[name]["both ms"], default=None)
-
-
-def targets(tables: dict[Shape, dict[str, dict]]) -> list[dict]:
-    """The project's targets for head width 64, against what was measured here."""
-    found = []
-    for ours, others, T, bound in TARGETS:
-        for shape, rows in tables.items():
-            if shape.T != T or shape.d != 64:
-                continue
-            mine, best = best_of(rows, ours), best_of(rows, others)
-            got = ratio(mine and rows[mine]["both ms"], best and rows[best]["both ms"])
-            what = f"{mine or ours[0]} over {best or ' or '.join(others)}, forward and backward, {shape}"
-            found.append({"target": what, "bound": f"at most {bound}", "measured": got, "met": got and got <= bound})
-    for shape, rows in tables.items():
-        row = rows.get("chunkwise", {})
-        got = ratio(row.get("byte floor ms"), row.get("both ms"))
-        what = f"chunkwise, byte floor over time, {shape}"
-        found.append(
-            {"target": what, "bound": f"at least {FLOOR_TARGET}", "measured": got, "met": got and got >= FLOOR_TARGET}
-        )
-    return found
-
-
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    add_arguments(p)
+    _bench.add_arguments(p)
     p.add_argument(
-        "--shapes", nargs="+", metavar="BxTxD", help=f"batch, tokens, head width (default: {' '.join(SHAPES)})"
+        "--shapes", nargs="+", metavar="BxTxD", help=f"batch, tokens, head width; default {' '.join(SHAPES)}"
     )
     p.add_argument("--heads", type=int, help="default 32 (CPU: 2)")
     p.add_argument("--basis", type=int, help="M, basis functions per head; default 64 (CPU: 16)")
     p.add_argument(
-        "--mixers",
-        nargs="+",
-        metavar="NAME",
-        help=f"of {', '.join(NAMES)} (default: all that are installed; on a GPU without {', '.join(SLOW)})",
+        "--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: those installed, but {', '.join(SLOW)}"
     )
     p.add_argument("--rounds", type=int, help="turns of a candidate; default 20 (CPU: 3)")
     p.add_argument("--passes", action="store_true", help="time each Triton pass alone, and nothing else")
     p.add_argument("--tune", action="store_true", help="time tile sizes for each Triton pass, and nothing else")
-    p.add_argument(
-        "--compile-part", metavar="I/N", help=argparse.SUPPRESS
-    )  # of --tune: fill Triton's cache, in parallel
-    p.add_argument(
-        "--once", nargs="+", metavar="PASS", help="launch these passes once, for a profiler or a sanitizer; no table"
-    )
+    p.add_argument("--once", nargs="+", metavar="PASS", help="launch these passes once, for a profiler or a sanitizer")
+    p.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # of --tune: compile and time nothing
     p.add_argument("--worker", help=argparse.SUPPRESS)  # a process of _apart
     return p.parse_args(argv)
 
 
-def work(args, device: torch.device, jobs: list[list], add, handle, deadline: Deadline) -> None:
+def work(args, device: torch.device, jobs: list[list], add, handle, deadline, *flags: str, workers: int = 1) -> None:
     """Every case of `jobs`: on a GPU in processes of their own, which are this command with --worker."""
     if device.type != "cuda":
         _apart.inline(jobs, add, handle, left=lambda: deadline.left)
         return
-    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", str(device)]
+    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", str(device), *flags]
     command += [flag for flag in ("--passes", "--tune") if getattr(args, flag[2:])]
-    for flag, value in (("--heads", args.heads), ("--basis", args.basis), ("--rounds", args.rounds)):
-        command += [flag, str(value)]
+    command += ["--heads", str(args.heads), "--basis", str(args.basis), "--rounds", str(args.rounds)]
     command += ["--shapes", *args.shapes] if args.shapes else []
-    _apart.run([*command, "--worker"], jobs, add, left=lambda: deadline.left)
+    _apart.run([*command, "--worker"], jobs, add, left=lambda: deadline.left, workers=workers)
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    device = choose_device(args.device)
+    device = _bench.choose_device(args.device)
     cuda = device.type == "cuda"
-    deadline = Deadline(args.time_limit)
-    names = choose("--mixers", args.mixers, NAMES)
-    missing = {name: package for name in names if (package := absent(name))}
+    deadline = _bench.Deadline(args.time_limit)
+    names = _bench.choose("--mixers", args.mixers, NAMES)
+    missing = {name: package for name in names if (package := _mixers.absent(name))}
     if not args.mixers:
-        names = [name for name in names if name not in (*SLOW, *missing)] if cuda else list(ON_CPU)
-    for flag, usual, tiny in (("heads", 32, 2), ("basis", 64, 16), ("rounds", 20, 3)):
-        if getattr(args, flag) is None:
-            setattr(args, flag, usual if cuda else tiny)
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag} must be at least 1: got {getattr(args, flag)}.")
+        names = [name for name in names if name not in (*SLOW, *missing)] if cuda else list(_mixers.ON_CPU)
+    _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
     texts = args.shapes or list(SHAPES if cuda else TINY)
     shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
     if args.worker and cuda:  # long imports, while another worker measures
@@ -225,11 +156,9 @@ def main(argv=None) -> int:
     handle = functools.partial(run_case, device=device, args=args)
     if args.worker:
         return _apart.serve(args.worker, handle)
-    report = Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"})
-    report.note(
-        f"Yardsticks, in turns with the row's own calls: a copy and {'a bf16' if cuda else 'an fp32'} matrix product. Floors "
-        "are times at these."
-    )
+    options = {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
+    report = _bench.Report("kernels", args.output, device, options)
+    report.note("Floors are times at the yardsticks of the row: a copy and a matrix product, in turns with its calls.")
     if missing and not args.mixers:
         report.note(f"Not installed: {', '.join(sorted(set(missing.values())))}.")
     for shape in shapes.values():
@@ -240,31 +169,22 @@ def main(argv=None) -> int:
     def add(case, rows, problem):
         name, text = case
         if name == FEATURES:
-            for row in rows or [{"features": "any", **ended(problem)}]:
+            for row in rows or [{"features": "any", **_bench.ended(problem)}]:
                 report.add(features, row)
             return
-        table = str(shapes[text])
-        row = {"mixer": name, **(rows[-1] if rows else {}), **ended(problem)}
-        everything = {r["mixer"]: r for r in (*report.rows(table), row)}
-        best = best_of(everything, ATTENTION)
-        for r in everything.values():
-            r["of best attention"] = ratio(r.get("both ms"), best and everything[best]["both ms"])
-        report.add(table, row)
+        row = {"mixer": name, **(rows[-1] if rows else {}), **_bench.ended(problem)}
+        everything = [*report.rows(str(shapes[text])), row]
+        best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
+        for r in everything:
+            r["of best attention"] = ratio(r.get("both ms"), best)
+        report.add(str(shapes[text]), row)
 
-    jobs = []
-    for name in names:
-        if name in missing:
-            for text in texts:
-                add((name, text), [], f"{missing[name]} is not installed")
-        else:
-            jobs.append([(name, text) for text in texts])
+    for name in (name for name in names if name in missing):
+        for text in texts:
+            add((name, text), [], f"{missing[name]} is not installed")
+    jobs = [[(name, text) for text in texts] for name in names if name not in missing]
     work(args, device, [*jobs, [(FEATURES, texts[0])]], add, handle, deadline)
-    tables = {shape: {row["mixer"]: row for row in report.rows(str(shape))} for shape in shapes.values()}
-    if cuda:
-        report.table("targets", ["target", "bound", "measured", "met"])
-        for row in targets(tables):
-            report.add("targets", row)
-    ran = sum("both ms" in row for rows in tables.values() for row in rows.values())
+    ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0
 
@@ -278,11 +198,8 @@ def run_case(case, emit, *, device: torch.device, args) -> None:
         for row in _features.bench(shape, device, args.rounds, seconds / 2):
             emit(row)
     else:
-        with alternatives(**ALTERNATIVES.get(name, {})):
-            if name in ALTERNATIVES and not in_one_program(shape, tiles(shape, device)):
-                emit({"remark": "Hopper has these kernels, at M = 64 and heads of 64"})
-            else:
-                measure(name, shape, device, args.rounds, seconds, emit)
+        measure(name, shape, device, args.rounds, seconds, emit)
+    _bench.require_healthy(device, name)
     release(device)
 
 

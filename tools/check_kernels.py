@@ -7,36 +7,29 @@ bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from interdomain import scan
-from interdomain.folders import write_whole
-from interdomain.scan.triton_plan import alternatives
 
-from . import _features
+from . import _apart, _features
 from ._bench import (
     Deadline,
     Report,
     add_arguments,
     choose,
     choose_device,
-    exclusive,
     processes,
     reason,
     require_healthy,
     without_paths,
 )
-from ._cases import BOUNDS, COLUMNS, GLUON, STEPS, Case, bound, groups
+from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
 from ._problems import CPU, make_documents, make_inputs, move
+from ._timing import captured
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
@@ -58,9 +51,9 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     return row | verdict({name: row[name] for name in exact}, case.arithmetic, row["bit-equal"])
 
 
-def _row(case: Case, **more) -> dict:
+def _row(case: Case) -> dict:
     """bound: of every tensor but, in bf16, dlog_decay (`bound`)."""
-    return {"case": str(case), "bound": BOUNDS[case.arithmetic], "bit-equal": None, **more}
+    return {"case": str(case), "bound": BOUNDS[case.arithmetic], "bit-equal": None}
 
 
 def verdict(errors: dict[str, float], arithmetic: str, bit_equal: bool | None = None) -> dict:
@@ -106,26 +99,16 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
     def candidate():
         return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)
 
-    with alternatives(one_forward=case.gluon, one_reverse=case.gluon):
-        got = candidate()
-        again = candidate() if case.repeat else None
+    got = candidate()
+    again = candidate() if case.repeat else None
     double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
     judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
 
 
 def _input_features(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
-    return _features.results(
-        case.mode,
-        case.shape,
-        case.dtype,
-        device,
-        case.backend,
-        past=case.state,
-        repeat=case.repeat,
-        packed=case.documents,
-        seed=seed,
-    )
+    what = dict(past=case.state, repeat=case.repeat, packed=case.documents, seed=seed)
+    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, **what)
 
 
 def _input_features_step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
@@ -148,113 +131,34 @@ def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None
     state, outs = before.clone(), []
     with torch.no_grad():
         if case.mode == "graph":
-            outs = _replay(
-                lambda token, state: one_step(**token, **tables, state=state, inplace=True)[0], tokens, state
-            )
-        else:
+            static = {name: x.clone() for name, x in tokens[0].items()}
+            replay, out = captured(lambda: one_step(**static, **tables, state=state, inplace=True)[0])
+            state.copy_(before)
             for token in tokens:
-                kept = state.clone()
-                out, new = one_step(**token, **tables, state=state, inplace=bool(case.mode))
-                if not case.mode and not torch.equal(kept, state):
-                    raise AssertionError("the step changed the state that it was given")
-                if case.mode and new.data_ptr() != state.data_ptr():
-                    raise AssertionError("the step in place returned another state")
-                state = new
-                outs.append(out)
+                for name, x in token.items():
+                    static[name].copy_(x)
+                replay()
+                outs.append(out.clone())
+        for token in tokens if case.mode != "graph" else ():
+            kept = state.clone()
+            out, new = one_step(**token, **tables, state=state, inplace=bool(case.mode))
+            if not case.mode and not torch.equal(kept, state):
+                raise AssertionError("the step changed the state that it was given")
+            if case.mode and new.data_ptr() != state.data_ptr():
+                raise AssertionError("the step in place returned another state")
+            state = new
+            outs.append(out)
     run = scan.linear_scan if case.linear else scan.interdomain_scan
     double = {name: x.double() for name, x in inputs.items()}
     exact, final = run(**double, initial_state=before.double(), backend="reference")
     return {"out": torch.stack(outs, dim=1), "state": state}, {"out": exact, "state": final}, None
 
 
-def _replay(step, tokens: list[dict[str, Tensor]], state: Tensor) -> list[Tensor]:
-    """The step captured once in a CUDA graph and replayed for every token; `state` is updated in place."""
-    static, before = {name: x.clone() for name, x in tokens[0].items()}, state.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compile and warm up outside of the capture
-        step(static, state)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(static, state)
-    state.copy_(before)
-    outs = []
-    for token in tokens:
-        for name, x in token.items():
-            static[name].copy_(x)
-        graph.replay()
-        outs.append(out.clone())
-    return outs
-
-
-def run_group(name: str, cases: list[Case], device: torch.device, report) -> None:
-    """report(kind, row) for every case; after an error that the GPU does not survive, the rest of the group has failed."""
-    broken = None
-    for case in cases:
-        row = _row(case, result=f"{FAIL}: {broken}") if broken else None
-        row = {"group": name, **(row or run_case(case, device))}
-        if not broken:
-            try:
-                require_healthy(device, str(case))
-            except RuntimeError as e:
-                broken = str(e)
-                row["result"] = f"FAIL: {broken}"
-        report(case.kind, row)
-
-
-def run_apart(names: list[str], device: torch.device, jobs: int, deadline: Deadline, report) -> None:
-    """Groups in processes of their own, several at a time: compilation takes most of the time, and a crash stays alone.
-
-    Every row is reported within a second, also while its group still runs.
-    """
-    expected = groups(device.type == "cuda")
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        files = {name: Path(folder) / f"{name}.json" for name in names}
-        running = {name: pool.submit(_worker, name, device, files[name], deadline) for name in names}
-        reported = dict.fromkeys(names, 0)
-        while running:
-            wait(running.values(), timeout=1, return_when=FIRST_COMPLETED)
-            for name, worker in [*running.items()]:
-                ended = worker.done()  # asked before the rows are read: none can follow
-                rows = json.loads(files[name].read_text()) if files[name].is_file() else []
-                for kind, row in rows[reported[name] :]:
-                    report(kind, row)
-                reported[name] = len(rows)
-                if ended:
-                    del running[name]
-                    for case in expected[name][len(rows) :]:
-                        report(case.kind, {"group": name, **_row(case, result=worker.result())})
-
-
-def _worker(name: str, device: torch.device, file: Path, deadline: Deadline) -> str:
-    """Runs a group, whose rows go into `file` -> the result of its cases that have no row."""
-    if deadline.passed:
-        return f"{FAIL}: not run: time limit"
-    command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--groups", name, "--rows", str(file)]
-    try:
-        done = subprocess.run(
-            [*command, "--device", str(device)], capture_output=True, text=True, timeout=deadline.left
-        )
-    except subprocess.TimeoutExpired:
-        return f"{FAIL}: cut by the time limit"
-    said = done.stderr.strip().splitlines()
-    last = without_paths(said[-1])[:200] if said else "no word"
-    return f"{FAIL}: its process ended with status {done.returncode}: {last}"
-
-
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    p.add_argument(
-        "--workers",
-        type=int,
-        help="processes at a time (default: half the cores, at most 8; 1 on the CPU, and on a GPU that takes no more)",
-    )
-    p.add_argument(
-        "--rows", type=Path, help=argparse.SUPPRESS
-    )  # a process of run_apart: rows into this file, no report
+    p.add_argument("--worker", help=argparse.SUPPRESS)  # a process of _apart
     return p.parse_args(argv)
 
 
@@ -265,42 +169,35 @@ def main(argv=None) -> int:
     deadline = Deadline(args.time_limit)
     available = groups(device.type == "cuda")
     names = choose("--groups", args.groups, available)
-    if args.workers is not None and args.workers < 1:
-        raise ValueError(f"--workers must be at least 1: got {args.workers}.")
-    if device.type == "cuda" and (args.workers or 1) > 1 and exclusive():
-        raise ValueError(
-            f"--workers {args.workers}: the GPU takes one process at a time (nvidia-smi: compute mode Exclusive_Process). "
-            "Leave --workers out, which means --workers 1 here; or nvidia-smi -c DEFAULT."
-        )
-    if args.rows:
-        rows = []
 
-        def keep(kind, row):
-            rows.append((kind, row))
-            write_whole(args.rows, json.dumps(rows).encode())
+    def handle(case, emit):
+        group, i = case
+        emit(run_case(available[group][i], device))
+        require_healthy(
+            device, str(available[group][i])
+        )  # ends this process, whose GPU is lost; another takes the rest
 
-        for name in names:
-            run_group(name, available[name], device, keep)
-        return 0
-
+    if args.worker:
+        return _apart.serve(args.worker, handle)
     report = Report("check", args.output, device, {"groups": names})
-    results, alternative = [], []
+    results = []
     for kind in COLUMNS:
         report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
 
-    def add(kind, row):
-        (alternative if row.get("group") == GLUON else results).append(row["result"])
-        report.add(kind, row)
+    def add(case, rows, problem):
+        group, i = case
+        row = {"group": group, **(rows[0] if rows else _row(available[group][i]))}
+        if problem:
+            row["result"] = f"{FAIL}: {without_paths(problem)[:200]}"
+        results.append(row["result"])
+        report.add(available[group][i].kind, row)
 
-    jobs = args.workers or processes(device)
-    if device.type == "cuda" or jobs > 1:
-        run_apart(names, device, jobs, deadline, add)
+    jobs, left = [[(name, i) for i in range(len(available[name]))] for name in names], lambda: deadline.left
+    if device.type == "cuda":
+        command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--device", str(device), "--worker"]
+        _apart.run(command, jobs, add, left=left, workers=processes(), least=60)
     else:
-        for name in names:
-            if deadline.passed:
-                add(available[name][0].kind, {"case": name, "result": "FAIL: not run: time limit"})
-            else:
-                run_group(name, available[name], device, add)
+        _apart.inline(jobs, add, handle, left=left)
     code = status(results)
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
@@ -308,11 +205,8 @@ def main(argv=None) -> int:
         report.note(
             "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
         )
-    if status(alternative):
-        report.note(f"Do not use what is called gluon: {GLUON} is {STATUS[status(alternative)]}. Nothing else runs it.")
-    said = [f"{results.count('PASS')} of {len(results)} cases passed"]
-    said += [f"{results.count(BEYOND)} beyond the bound"] if BEYOND in results else []
-    report.finish(STATUS[code], ", ".join(said))
+    beyond = f", {results.count(BEYOND)} beyond the bound" if BEYOND in results else ""
+    report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed{beyond}")
     return code
 
 

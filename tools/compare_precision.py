@@ -8,15 +8,16 @@ import argparse
 import copy
 import statistics
 import sys
+from collections.abc import Iterator
 
 import torch
 
-from interdomain.data.documents import read_documents
+from interdomain.data.readers import read_documents
 from interdomain.model import CONDITIONS, SIZES, Execution, Transformer, build_config
 from interdomain.model.config import PRECISIONS
 from interdomain.model.initialize import clean_name
 
-from ._bench import Deadline, Report, add_arguments, choose_device
+from . import _bench
 from ._cli import argument_parser, user_errors
 
 GROUPS = {  # of parameters, by a part of the name; the first that fits
@@ -30,6 +31,7 @@ GROUPS = {  # of parameters, by a part of the name; the first that fits
     "head": "output.",
 }
 BYTES = 4_000_000  # of text
+BATCH, LENGTH, LR = 8, 256, 1e-3  # sequences, bytes of each
 COMPARED = PRECISIONS[:-1]  # with the last, float32
 
 
@@ -47,21 +49,21 @@ def read_text() -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8).long()
 
 
-def batches(text: torch.Tensor, batch: int, length: int, seed: int, device: torch.device):
-    """Without end, (tokens, labels), each [batch, length]."""
+def batches(text: torch.Tensor, seed: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Without end, (tokens, labels), each [BATCH, LENGTH]."""
     draw = torch.Generator().manual_seed(seed)
     while True:
-        starts = torch.randint(len(text) - length - 1, (batch, 1), generator=draw)
-        rows = text[starts + torch.arange(length + 1)].to(device)
+        starts = torch.randint(len(text) - LENGTH - 1, (BATCH, 1), generator=draw)
+        rows = text[starts + torch.arange(LENGTH + 1)].to(device)
         yield rows[:, :-1], rows[:, 1:]
 
 
-def train(model: Transformer, data, steps: int, lr: float) -> float:
+def train(model: Transformer, data: Iterator, steps: int) -> float:
     """AdamW in float32, warmed up over a tenth of the steps. Returns the last loss per token."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     loss = float("nan")
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / max(1, steps // 10))
+        optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / max(1, steps // 10))
         tokens, labels = next(data)
         mean = model(tokens, labels=labels) / labels.numel()
         optimizer.zero_grad()
@@ -98,45 +100,37 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    add_arguments(p)
-    p.add_argument(
-        "--size", choices=tuple(SIZES), default="debug", help="default %(default)s, of 256 bytes as vocabulary"
-    )
+    _bench.add_arguments(p)
+    p.add_argument("--size", choices=tuple(SIZES), default="debug", help="default %(default)s, of bytes as vocabulary")
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=["interdomain", "softmax"])
-    p.add_argument("--layers", type=int, help="default: the size's")
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
     p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
-    p.add_argument("--batch-size", type=int, default=8, help="sequences; default %(default)s")
-    p.add_argument("--length", type=int, default=256, help="bytes of a sequence; default %(default)s")
-    p.add_argument("--lr", type=float, default=1e-3, help="default %(default)s")
     return p.parse_args(argv)
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    for flag, least in (("layers", 1), ("steps", 0), ("batch-size", 1), ("length", 1)):
-        value = getattr(args, flag.replace("-", "_"))
-        if value is not None and value < least:
-            raise ValueError(f"--{flag} must be at least {least}: got {value}.")
-    device, deadline = choose_device(args.device), Deadline(args.time_limit)
+    if args.steps < 0:
+        raise ValueError(f"--steps must be at least 0: got {args.steps}.")
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     text = read_text()
-    names = ("size", "conditions", "layers", "seeds", "steps", "batch_size", "length", "lr")
+    options = {name: getattr(args, name) for name in ("size", "conditions", "seeds", "steps")}
+    options |= {"batch_size": BATCH, "length": LENGTH, "lr": LR}
     label = f"computed on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
-    report = Report("precision", args.output, device, {name: getattr(args, name) for name in names}, label)
+    report = _bench.Report("precision", args.output, device, options, label)
     report.note(
         "Error: norm of the difference to the float32 gradient over its norm, mean (least to most) over the seeds."
     )
     for condition in args.conditions:
-        sizes = {"vocab_size": 256, "max_seq_len": args.length, **({"n_layers": args.layers} if args.layers else {})}
-        config, seen, losses = build_config(args.size, condition, **sizes), {}, []
+        config, seen, losses = build_config(args.size, condition, vocab_size=256, max_seq_len=LENGTH), {}, []
         for seed in args.seeds:
             if deadline.passed:
                 break
             model = Transformer(config)
             model.init_weights(seed)
-            data = batches(text, args.batch_size, args.length, seed, device)
-            losses.append(train(model.to(device), data, args.steps, args.lr))
+            data = batches(text, seed, device)
+            losses.append(train(model.to(device), data, args.steps))
             batch = next(data)
             exact = gradients(in_precision(model, "float32"), *batch)
             for precision in COMPARED:
@@ -144,13 +138,11 @@ def main(argv=None) -> int:
                     seen.setdefault(group, {}).setdefault(precision, []).append(100 * error)
         table = f"{condition}: error of the gradient in %"
         report.table(table, ["parameters", *COMPARED])
-        for group in (*GROUPS, "all"):
-            if group in seen:
-                cells = {p: f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for p, x in seen[group].items()}
-                report.add(table, {"parameters": group, **cells, "each": seen[group]})
-        report.note(
-            f"{condition}: {len(losses)} seeds; loss before: {', '.join(f'{x:.3f}' for x in losses)} nats per byte."
-        )
+        for group in (group for group in (*GROUPS, "all") if group in seen):
+            cells = {p: f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for p, x in seen[group].items()}
+            report.add(table, {"parameters": group, **cells, "each": seen[group]})
+        shown = ", ".join(f"{x:.3f}" for x in losses)
+        report.note(f"{condition}: {len(losses)} seeds; loss before: {shown} nats per byte.")
     report.finish("unfinished" if deadline.passed else "complete")
     return 0
 

@@ -2,12 +2,10 @@
 
 Compare two runs step by step, and name the first that differs: exit status 0 if none does, 1 if one does or one run lacks what
 the other has. A run is its folder (read as one curve, whatever number of restarts wrote it) or a curve that --save-curve
-stored, as JSON or CSV.
+stored as JSON.
 """
 
 import argparse
-import csv
-import io
 import json
 import math
 import sys
@@ -43,9 +41,9 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """A run's folder, or a stored curve (.json, .csv). Raises: FileNotFoundError, ValueError."""
-    if path.suffix in (".json", ".csv"):
-        run = (_read_json if path.suffix == ".json" else _read_csv)(path)
+    """A run's folder, or a stored curve (.json). Raises: FileNotFoundError, ValueError."""
+    if path.suffix == ".json":
+        run = _read_curve(path)
     else:
         events = read_events(events_folder(path))  # seconds, for a run of a month
         every = curves_of(events)
@@ -57,49 +55,21 @@ def read_run(path: Path) -> Run:
 
 
 def save_curve(run: Run, path: Path) -> None:
-    """JSON keeps the configuration too; CSV is a table: step, loss, grad_norm, validation_loss."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".json":
-        stored = {"run": run.name, "configuration": run.configuration, "curves": run.curves}
-        text = json.dumps(stored, indent=1) + "\n"
-    else:
-        file = io.StringIO(newline="")
-        table = csv.writer(file)
-        table.writerow(["step", *run.curves])
-        for step in sorted(set().union(*run.curves.values())):
-            table.writerow([step, *(curve.get(step, "") for curve in run.curves.values())])
-        text = file.getvalue()
-    write_whole(path, text.encode())  # over an older curve, which a full disk leaves as it is
+    stored = {"run": run.name, "configuration": run.configuration, "curves": run.curves}
+    write_whole(path, (json.dumps(stored, indent=1) + "\n").encode())
 
 
-def _read_json(path: Path) -> Run:
+def _read_curve(path: Path) -> Run:
     try:
         stored = json.loads(path.read_text())
         curves = {
             column: {int(step): float(value) for step, value in curve.items()}
             for column, curve in stored["curves"].items()
         }
-        configuration = dict(stored.get("configuration", {}))
+        return Run(str(path), curves, dict(stored["configuration"]))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{path} is no stored curve ({type(e).__name__}: {e}). --save-curve {path} writes one.") from e
-    return Run(str(path), curves, configuration)
-
-
-def _read_csv(path: Path) -> Run:
-    curves: dict[str, dict[int, float]] = {}
-    with open(path, newline="") as file:
-        try:
-            for row in csv.DictReader(file):
-                step = int(row.pop("step"))
-                for column, value in row.items():
-                    if value:
-                        curves.setdefault(column, {})[step] = float(value)
-        except (ValueError, KeyError, TypeError, csv.Error) as e:
-            raise ValueError(
-                f"{path} is no stored curve ({type(e).__name__}: {e}): its columns must be step, loss and, if it "
-                "has them, grad_norm and validation_loss, all numbers."
-            ) from e
-    return Run(str(path), curves)
 
 
 def _flat(configuration: dict, prefix: str = "") -> dict[str, object]:
@@ -123,21 +93,21 @@ def relative(a: float, b: float) -> float:
 
 @dataclass
 class Comparison:
-    """Of the columns and steps that both runs have."""
+    """Of the columns and steps that both runs have. differing: relative difference by column at the first step that differs."""
 
     columns: list[str]
     steps: list[int]
-    first: int | None  # the first step that differs, or None
-    differing: dict[str, float]  # {column: relative difference} there
+    first: int | None
+    differing: dict[str, float]
 
 
 def compare(a: Run, b: Run, tolerance: float) -> Comparison:
     """Raises: ValueError where the runs share no step."""
     columns = [column for column in COLUMNS if column in a.curves and column in b.curves]
-    shared = {column: a.curves[column].keys() & b.curves[column].keys() for column in columns}
-    steps = sorted(shared["loss"])
+    steps = sorted(a.curves["loss"].keys() & b.curves["loss"].keys())
     if not steps:
         raise ValueError(f"no step is logged in both: {a.describe()}; {b.describe()}.")
+    shared = {column: a.curves[column].keys() & b.curves[column].keys() for column in columns}
     for step in sorted(set().union(*shared.values())):
         apart = {c: relative(a.curves[c][step], b.curves[c][step]) for c in columns if step in shared[c]}
         differing = {column: size for column, size in apart.items() if size > tolerance}
@@ -147,18 +117,10 @@ def compare(a: Run, b: Run, tolerance: float) -> Comparison:
 
 
 def settings_that_differ(a: Run, b: Run) -> str:
-    if not (a.configuration and b.configuration):
-        without = " and ".join(run.name for run in (a, b) if not run.configuration)
-        return f"configuration: not stored with {without}"
     names = sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED})
-    missing = "(not there)"
-    pairs = [(name, a.configuration.get(name, missing), b.configuration.get(name, missing)) for name in names]
-    rows = [(name, str(x), str(y)) for name, x, y in pairs if x != y]
-    if not rows:
-        return "configuration: the same"
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"configuration: {len(rows)} setting(s) differ", *(line.rstrip() for line in lines)])
+    pairs = [(name, *(run.configuration.get(name, "(not there)") for run in (a, b))) for name in names]
+    lines = [f"  {name}  {x}  {y}" for name, x, y in pairs if x != y]
+    return "\n".join([f"configuration: {len(lines)} setting(s) differ" if lines else "configuration: the same", *lines])
 
 
 def table(a: Run, b: Run, found: Comparison) -> str:
@@ -201,22 +163,18 @@ def _span(steps: Collection[int]) -> str:
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json, .csv)")
+    p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json)")
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
     p.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="relative difference up to which two values count as the same (default 0: to the bit, of a float32)",
+        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that counts as none (0)"
     )
     p.add_argument("--common", action="store_true", help="compare what both runs have, though one has more")
-    p.add_argument("--save-curve", type=Path, metavar="FILE", help="store RUN_A's curve, as .json or .csv")
+    p.add_argument("--save-curve", type=Path, metavar="FILE", help="store RUN_A's curve, as .json")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
-    if args.save_curve and args.save_curve.suffix not in (".json", ".csv"):
-        raise ValueError(f"--save-curve {args.save_curve}: the file's name must end in .json or .csv.")
+    if args.save_curve and args.save_curve.suffix != ".json":
+        raise ValueError(f"--save-curve {args.save_curve}: the file's name must end in .json.")
     if args.run_b is None and args.save_curve is None:
         raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.")
     return args

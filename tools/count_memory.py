@@ -7,6 +7,7 @@ training step instead: activations and loss, beside what the dry run estimates.
 
 import argparse
 import contextlib
+import re
 import sys
 import weakref
 from types import SimpleNamespace
@@ -35,10 +36,9 @@ from interdomain.model.config import PRECISIONS
 from interdomain.model.flops import memory_estimate
 from interdomain.model.generation import PREFILL_CHUNK, prefill
 
-from . import _inference_paper as paper
 from ._cli import argument_parser, user_errors
 from ._inference import model_bytes
-from .bench_inference import LONG_PROMPT
+from .bench_inference import GPU
 
 MODES = ("none", "selective", "full")  # of activation checkpointing
 BLOCK = 512  # bytes: PyTorch's allocator hands out multiples
@@ -202,50 +202,39 @@ def parse(argv) -> argparse.Namespace:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    prompts = [_prompt(p) for p in args.prompts] if args.prompts else [*paper.MEMORY, LONG_PROMPT]
+    prompts = [_prompt(p) for p in args.prompts] if args.prompts else [(8, 4096)] if args.training else GPU["prompts"]
     if args.prefill_chunk < 1:
         raise ValueError(f"--prefill-chunk must be at least 1: got {args.prefill_chunk}.")
-    if args.training:
-        return _training_table(args, prompts if args.prompts else [(8, 4096)])
-    ways = [f"{condition} {way}" for condition in args.conditions for way in ("whole", "chunked")]
-    print(f"{args.size}, {args.precision}: GiB at the peak of reading a prompt, counted, not measured\n")
-    print("| prompt | " + " | ".join(ways) + " |")
-    print("|" + "---|" * (1 + len(ways)))
+
+    def read(config, batch, length, way):
+        chunk = args.prefill_chunk if way == "chunked" else length
+        return f"{prefill_bytes(config, batch, length, chunk, args.precision) / 2**30:.2f}"
+
+    def step(config, batch, length, way):
+        how = dict(checkpointing=way, precision=args.precision)
+        parameters = count_parameters(meta_model(config))
+        parts = memory_estimate(config, parameters, shards=1, local_batch=batch, seq_len=length, **how)
+        counted, estimated = training_bytes(config, batch, length, **how), parts["activations"] + parts["loss"]
+        return f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})"
+
+    cell, ways = (step, MODES) if args.training else (read, ("whole", "chunked"))
+    what = (
+        "of activations and loss in a training step (estimated)" if args.training else "at the peak of reading a prompt"
+    )
+    print(f"{args.size}, {args.precision}: GiB {what}, counted, not measured\n")
+    columns = [(condition, way) for condition in args.conditions for way in ways]
+    print(f"| prompt | {' | '.join(map(' '.join, columns))} |\n{'|---' * (1 + len(columns))}|")
     for batch, length in prompts:
-        cells = [f"B={batch}, {length:,} tokens"]
-        for condition in args.conditions:
-            config = build_config(args.size, condition)
-            cells += [
-                f"{prefill_bytes(config, batch, length, piece, args.precision) / 2**30:.2f}"
-                for piece in (length, args.prefill_chunk)
-            ]
-        print(f"| {' | '.join(cells)} |", flush=True)
-    return 0
-
-
-def _training_table(args: argparse.Namespace, batches: list[tuple[int, int]]) -> int:
-    print(f"{args.size}, {args.precision}: GiB of activations and loss in a training step, counted (estimated)\n")
-    print(f"| batch | {' | '.join(f'{condition} {mode}' for condition in args.conditions for mode in MODES)} |")
-    print("|" + "---|" * (1 + len(args.conditions) * len(MODES)))
-    for batch, length in batches:
-        cells = [f"B={batch}, {length:,} tokens"]
-        for config in (build_config(args.size, condition) for condition in args.conditions):
-            n_params = count_parameters(meta_model(config))
-            for mode in MODES:
-                step = dict(checkpointing=mode, precision=args.precision)
-                counted = training_bytes(config, batch, length, **step)
-                parts = memory_estimate(config, n_params, shards=1, local_batch=batch, seq_len=length, **step)
-                estimated = parts["activations"] + parts["loss"]
-                cells.append(f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        cells = [cell(build_config(args.size, condition), batch, length, way) for condition, way in columns]
+        print(f"| B={batch}, {length:,} tokens | {' | '.join(cells)} |", flush=True)
     return 0
 
 
 def _prompt(text: str) -> tuple[int, int]:
-    batch, _, length = text.partition("x")
-    if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
         raise ValueError(f"--prompts: {text!r} is no BxT, sequences x tokens, such as 8x4096.")
-    return int(batch), int(length)
+    batch, length = map(int, text.split("x"))
+    return batch, length
 
 
 if __name__ == "__main__":

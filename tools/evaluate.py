@@ -23,14 +23,7 @@ import torch
 from interdomain.folders import write_whole
 from interdomain.model import Cell, ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.generation import PREFILL_CHUNK
-from interdomain.model.pretrained import (
-    CONFIG,
-    DTYPES,
-    check_weights,
-    load_checked_tokenizer,
-    load_model,
-    read_config,
-)
+from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 
 from . import _bench, _harness, _perplexity, _task_table
 from ._cli import add_device, argument_parser, user_errors
@@ -38,6 +31,7 @@ from ._plots import Curve, Panel, draw
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
 JSON, MARKDOWN, PLOT = "evaluation.json", "evaluation.md", "perplexity.png"
+RECORDED = ("batch_size", "dtype", "limit", "lengths", "packed", "prefill_chunk")  # of the options
 PACKAGES, ABSENT = ("lm_eval", "transformers", "accelerate", "datasets"), "not installed"
 
 
@@ -50,30 +44,16 @@ def parse(argv):
     p.add_argument("--batch-size", type=int, default=8, help="texts or windows at once (default %(default)s)")
     p.add_argument("--limit", type=int, help="only the first so many samples of a task and spans of a corpus: a trial")
     tasks = p.add_argument_group("lm-evaluation-harness")
-    tasks.add_argument(
-        "--tasks",
-        nargs="+",
-        help=f"suites ({', '.join(_task_table.SUITES)}) or the harness's own names; default: paper, unless --perplexity is "
-        "given",
-    )
+    suites = f"suites ({', '.join(_task_table.SUITES)}) or the harness's own names"
+    tasks.add_argument("--tasks", nargs="+", help=f"{suites}; default: paper, unless --perplexity is given")
     tasks.add_argument("--include-path", nargs="+", type=Path, default=[], help="folders with task files of yours")
-    tasks.add_argument(
-        "--max-length", type=int, help="tokens that a model sees (default: what the folders were trained at)"
-    )
+    tasks.add_argument("--max-length", type=int, help="tokens that a model sees (default: as the folders were trained)")
     tasks.add_argument("--fetch", action="store_true", help="fetch the tasks' data and stop; needs no FOLDER")
     text = p.add_argument_group("perplexity against context length")
-    text.add_argument(
-        "--perplexity",
-        nargs="+",
-        default=[],
-        metavar="CORPUS",
-        help="each a corpus: .txt, .jsonl or .parquet files (file, folder or quoted glob), a prepared corpus, or .bin/.idx "
-        "shards",
-    )
+    corpora = ".txt, .jsonl or .parquet files (file, folder or quoted glob), a prepared corpus, or .bin/.idx shards"
+    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=f"each a corpus: {corpora}")
     text.add_argument("--lengths", nargs="+", type=int, default=PAPER_LENGTHS, help="in tokens (default: the paper's)")
-    text.add_argument(
-        "--packed", action="store_true", help="join a corpus's documents: for such as are shorter than that"
-    )
+    text.add_argument("--packed", action="store_true", help="join a corpus's documents, which may be shorter than that")
     text.add_argument("--text-field", default="text", help="column or field with the text (default %(default)s)")
     text.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens per pass (default %(default)s)")
     return p.parse_args(argv)
@@ -290,16 +270,8 @@ def run_perplexity(args, folders: list[Folder], spans: dict, device, results: Re
         for corpus in labels(args.perplexity):
             used = spans[corpus, folder.tokenizer.sha256]
             for length in args.lengths:
-                name = f"{folder.label}, {corpus}"
-                row = _perplexity.measure(
-                    model,
-                    used,
-                    length,
-                    folder.tokenizer.eos_id,
-                    batch=args.batch_size,
-                    chunk=args.prefill_chunk,
-                    name=name,
-                )
+                how = dict(batch=args.batch_size, chunk=args.prefill_chunk, name=f"{folder.label}, {corpus}")
+                row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, **how)
                 row |= {"documents": used.documents, "too short": used.skipped}
                 results.contents["perplexity"].append({"folder": folder.label, "corpus": corpus, **row})
         del model
@@ -339,13 +311,9 @@ def main(argv=None) -> int:
     tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders if names}
     tasks = {sha256: _harness.load_tasks(args.tasks, args.include_path, x) for sha256, x in tokenizers.items()}
     spans = read_all(args, folders)
-    options = {
-        "tasks": names,
-        "max_length": args.max_length or min(folder.config.max_seq_len for folder in folders),
-        **{
-            name: getattr(args, name) for name in ("batch_size", "dtype", "limit", "lengths", "packed", "prefill_chunk")
-        },
-    }
+    options = {name: getattr(args, name) for name in RECORDED}
+    options["tasks"] = names
+    options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     results = Results(args.output, folders, device, options)
     if tasks:
         run_tasks(args, folders, tasks, device, results)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from interdomain.data import StreamDecoder
-from interdomain.folders import require_utf8
 from interdomain.model.generation import PREFILL_CHUNK, Sampling, continuation, read
 from interdomain.model.pretrained import DTYPES, load_pretrained
 from interdomain.model.saved_state import SavedState, load_state, save_state
@@ -24,26 +23,18 @@ from ._cli import add_device, argument_parser, choose_device, user_errors, visib
 def parse(argv):
     p = argument_parser(__doc__)
     p.add_argument("folder", help="standalone folder (made by interdomain.tools.convert)")
-    p.add_argument(
-        "--prompt", action="append", help="text to continue; repeat for several. Default: read standard input"
-    )
-    p.add_argument(
-        "--max-tokens", type=int, default=128, help="tokens to write per prompt (default 128); 0 with --save-state"
-    )
-    p.add_argument(
-        "--endless", action="store_true", help="write until Ctrl-C, whatever --max-tokens and the end of text"
-    )
-    p.add_argument("--temperature", type=float, default=0.8, help="0 for greedy (default 0.8)")
+    p.add_argument("--prompt", action="append", help="text to continue; may be repeated. Default: read standard input")
+    p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
+    p.add_argument("--max-tokens", type=int, default=128, help="per prompt (default %(default)s); 0 with --save-state")
+    p.add_argument("--endless", action="store_true", help="write until Ctrl-C")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 for greedy (default %(default)s)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all")
-    p.add_argument(
-        "--top-p", type=float, default=0.95, help="keep the most probable tokens up to this mass (default 0.95)"
-    )
+    p.add_argument("--top-p", type=float, default=0.95, help="keep the most probable up to this mass (%(default)s)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-stop", action="store_true", help="write on after the end-of-text token")
     add_device(p)
     p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
     p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a prompt per pass")
-    p.add_argument("--prompt-file", type=Path, help="a prompt from a file (UTF-8)")
     p.add_argument("--save-state", type=Path, help="file to write: the state after the prompts (it must not exist)")
     p.add_argument("--load-state", type=Path, help="file to go on from, saved with this folder's model")
     p.add_argument("--compile", action="store_true", help="compile the step: half a minute first, faster then")
@@ -60,8 +51,6 @@ def check(args) -> None:
         raise ValueError(f"--seed must fit into 64 bits: got {args.seed}.")
     if args.prompt and args.prompt_file:
         raise ValueError("--prompt and --prompt-file are both given; choose one.")
-    if args.save_state:
-        require_utf8(args.save_state)
     if args.save_state and args.save_state.exists():
         raise FileExistsError(
             f"{args.save_state} exists, and nothing is overwritten. Choose another name for the state."
@@ -127,74 +116,72 @@ def encode_after(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text)
 
 
+class Printer:
+    """One text as it is written; several, each when it ends."""
+
+    def __init__(self, tokenizer, ids: list[list[int]], given: list[str]) -> None:
+        self.streams = [StreamDecoder(tokenizer, after=row) for row in ids]
+        self.given, self.texts, self.unfinished = given, [""] * len(ids), set(range(len(ids)))
+        self.show = visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
+        self._emit(0, given[0] if len(ids) == 1 else "")
+
+    def push(self, i: int, token: int) -> None:
+        self._emit(i, self.streams[i].push(token))
+
+    def close(self, i: int) -> None:
+        self.unfinished.discard(i)
+        self._emit(i, self.streams[i].flush())
+        text = f"=== {i + 1}: {self.given[i]!r}\n{self.show(self.given[i] + self.texts[i])}\n"
+        print("" if len(self.texts) == 1 else text, flush=True)
+
+    def _emit(self, i: int, piece: str) -> None:
+        if len(self.texts) == 1:
+            print(self.show(piece), end="", flush=True)
+        else:
+            self.texts[i] += piece
+
+
 def run(args) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     prompts = prompts_of(args)
-    model, tokenizer = load_pretrained(
-        args.folder, device=args.device, dtype=DTYPES[args.dtype] if args.dtype else None
-    )
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    model, tokenizer = load_pretrained(args.folder, device=args.device, dtype=dtype)
     began = time.perf_counter()
     state, logits, ids = read_prompts(args, model, tokenizer, prompts)
     if args.save_state:
-        size = save_state(args.save_state, model, state, logits, ids)
-        seconds = time.perf_counter() - began
-        print(
-            f"[wrote {args.save_state}: {sum(map(len, ids))} tokens, {size / 1e6:.1f} MB, {seconds:.1f} s]",
-            file=sys.stderr,
-        )
+        size, seconds = save_state(args.save_state, model, state, logits, ids), time.perf_counter() - began
+        tokens = sum(map(len, ids))
+        print(f"[wrote {args.save_state}: {tokens} tokens, {size / 1e6:.1f} MB, {seconds:.1f} s]", file=sys.stderr)
         if not args.max_tokens:
             return 0
-    streams = [StreamDecoder(tokenizer, after=row) for row in ids]
-    single = len(ids) == 1
-    texts = [""] * len(ids)
-    given = prompts or [""] * len(ids)
-    show = visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
-    written, began, first = 0, time.perf_counter(), None
-
-    def emit(i: int, piece: str) -> None:
-        if single:
-            print(show(piece), end="", flush=True)
-        else:
-            texts[i] += piece
-
-    def close(i: int) -> None:
-        open_rows.discard(i)
-        emit(i, streams[i].flush())
-        if not single:
-            print(f"=== {i + 1}: {given[i]!r}\n{show(given[i] + texts[i])}\n", flush=True)
-
-    if single:
-        print(show(given[0]), end="", flush=True)
     stop = None if args.no_stop or args.endless else tokenizer.eos_id
-    open_rows, status = set(range(len(ids))), 0
+    steps = continuation(
+        model,
+        logits,
+        state,
+        max_tokens=None if args.endless else args.max_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+        graph=False if args.no_graph else None,
+        compiled=args.compile,
+    )
+    printer = Printer(tokenizer, ids, prompts or [""] * len(ids))
+    status, written, began, first = 0, 0, time.perf_counter(), None
     try:
-        for row in continuation(
-            model,
-            logits,
-            state,
-            max_tokens=None if args.endless else args.max_tokens,
-            sampling=sampling,
-            seed=args.seed,
-            stop=stop,
-            vocab_size=tokenizer.vocab_size,
-            graph=False if args.no_graph else None,
-            compiled=args.compile,
-        ):
+        for row in steps:
             first = first or time.perf_counter()  # after the step is compiled or captured
             for i, token in enumerate(row):
-                if token is None:
-                    continue
-                written += 1
-                if token != stop:
-                    emit(i, streams[i].push(token))
-                else:
-                    close(i)
+                written += token is not None
+                if token is not None and token == stop:
+                    printer.close(i)
+                elif token is not None:
+                    printer.push(i, token)
     except KeyboardInterrupt:
         status = 0 if args.endless else 130
-    for i in sorted(open_rows):
-        close(i)
-    if single:
-        print()
+    for i in sorted(printer.unfinished):
+        printer.close(i)
     now = time.perf_counter()
     rate = (written - len(ids)) / (now - first) if written > len(ids) else 0
     print(f"[{written} tokens in {now - began:.1f} s, {rate:.1f} tokens/s after the first]", file=sys.stderr)

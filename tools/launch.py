@@ -3,7 +3,8 @@
 Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
 inside a SLURM allocation (sbatch, salloc) on every GPU of every node of it, by srun.
 Every other flag is a setting (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
-and calls this.
+and calls this. A failed rank is started again by torchrun (--max-restarts), a lost node or a job at its time limit by the
+scheduler (tools/sites/requeue.sbatch, at exit status 75); nothing else starts a run again.
 """
 
 import argparse
@@ -11,15 +12,14 @@ import glob
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from . import _slurm
+from . import _slurm, _torchrun
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
-from ._supervise import CONTINUE, caches, keep_going, supervise
+from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, python_here, torchrun_command
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -27,7 +27,6 @@ CPU_RANKS = 2
 NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
 # TensorBoard shows 1,000 points of a curve, drawn at random: no spikes.
 SEE_ALL = ("--samples_per_plugin", "scalars=100000")
-# By one start of torchrun, which counts them all, progress or not; keep_going begins a new count after progress.
 MAX_RESTARTS = 3
 
 
@@ -55,8 +54,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         type=int,
         default=MAX_RESTARTS,
         metavar="N",
-        help="when one dies, start the ranks anew from the last whole checkpoint: N times, and N times more where there is a "
-        f"newer one by then (default {MAX_RESTARTS}; 0: never)",
+        help="when one fails, torchrun starts the ranks again from the last complete checkpoint, N times in all "
+        f"(default {MAX_RESTARTS})",
     )
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
@@ -87,39 +86,6 @@ def job_config(config: str, flags: list[str]):
     return read_job_config(["--job.config_file", config, *flags])
 
 
-def torchrun_command(
-    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ("--standalone",)
-) -> list[str]:
-    """Of one node; `rendezvous`: torchrun's flags by which nodes find each other."""
-    return [
-        python_here(),
-        *("-m", "torch.distributed.run"),
-        *rendezvous,
-        *("--nproc-per-node", str(ranks)),
-        *(("--max-restarts", str(restarts)) if restarts else ()),
-        *("--local-ranks-filter", "0"),  # one rank's lines on the console
-        *("-m", "interdomain.titan.entry"),
-        config,
-        *flags,
-    ]
-
-
-def python_here() -> str:
-    """This interpreter, by a path relative to the working folder where it lies inside."""
-    python = Path(sys.executable)
-    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
-
-
-def environment(ranks: int) -> dict[str, str]:
-    """The run's environment: what the user set wins."""
-    ours = {"PYTHONUNBUFFERED": "1", **caches()}
-    if torch.cuda.is_available():
-        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    else:
-        ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    return {**ours, **os.environ}
-
-
 def refuse_idle_gpus() -> None:
     """Raises: ValueError where there are GPUs that PyTorch cannot use: what was started would quietly be on the CPU."""
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
@@ -135,7 +101,7 @@ def refuse_idle_gpus() -> None:
 
 def check_data(job) -> str:
     """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
-    from interdomain.titan.corpora import open_dataset, open_tokenizer
+    from interdomain.titan.data_folders import open_dataset, open_tokenizer
 
     from . import prepare_data
 
@@ -183,7 +149,7 @@ def train_on(args: argparse.Namespace, flags: list[str], job, plan) -> dict[str,
     schedule, last = job.lr_scheduler, job.lr_scheduler.total_steps or plan.steps
     if schedule.decay_ratio == 0:
         rate, settings = "at the same learning rate", []
-    elif schedule.min_lr or schedule.min_lr_factor:
+    elif schedule.min_lr:
         rate, settings = "at the last learning rate", ["--lr_scheduler.total_steps", str(last)]
     else:
         rate = "with a learning rate that jumps back up, for it has no floor (lr_scheduler.min_lr)"
@@ -233,13 +199,19 @@ def main(argv=None) -> int:
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
 
-    def start() -> int:
-        return _slurm.run(command, nodes.site) if nodes else supervise(command, environment(ranks))
-
     from interdomain.model.distributed_checkpoint import finished_steps
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
-    code = keep_going(start, lambda: max(finished_steps(checkpoints), default=-1)) if args.max_restarts else start()
+    before = max(finished_steps(checkpoints), default=-1)
+    code = _slurm.run(command, nodes.site) if nodes else _torchrun.run(command, _torchrun.environment(ranks))
+    last = max(finished_steps(checkpoints), default=-1)
+    if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and last != before:
+        print(
+            f"\nthe run failed (exit status {code}) after it had saved step {last}: leaving with exit status {CONTINUE}, for "
+            "the same command continues it, on another machine if this one is broken.",
+            file=sys.stderr,
+        )
+        code = CONTINUE
     if code == CONTINUE:
         return code
     if code:

@@ -18,14 +18,11 @@ COMMANDS = {  # name: (module, what it does)
     "study": ("study", "one table and one plot of many runs, beside the paper's figures"),
     "compare": ("compare_runs", "find the first step at which two runs differ"),
     "compare-precision": ("compare_precision", "compare the gradients of each precision with float32's"),
-    "soak": ("soak", "kill a run at random moments and compare it with an undisturbed one"),
     "count-memory": ("count_memory", "count the memory of reading a prompt, without a GPU"),
     "check-kernels": ("check_kernels", "compare every kernel with float64 on this machine"),
     "bench kernels": ("bench_kernels", "time the mixer core, beside PyTorch's attention"),
     "bench training": ("bench_training", "time whole training steps"),
     "bench inference": ("bench_inference", "time whole models at inference"),
-    "bench decode": ("bench_decode", "time one token of one layer"),
-    "bench data": ("bench_data", "time the preparation and the reading of data"),
     "bench gpu": ("bench_gpu", "check and time everything on a GPU, in ten minutes"),
 }
 

@@ -4,14 +4,17 @@ Trains a sentencepiece BPE tokenizer in Llama 2's style: bytes stand in for what
 alone, text is not normalised, whitespace survives exactly. The same input gives the same file.
 """
 
+import argparse
 import io
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from tqdm import tqdm
 
-from interdomain.data.documents import left_out, list_files, read_documents, tally
+from interdomain.data.readers import READ, Document, find_inputs, read_documents, tally
 from interdomain.folders import write_whole
 
 from ._cli import argument_parser, user_errors
@@ -21,7 +24,7 @@ DEFAULT_VOCAB_SIZE = 2048
 SMALLEST_VOCAB_SIZE = 300
 
 
-def training_lines(documents):
+def training_lines(documents: Iterable[Document]) -> Iterator[str]:
     """Lines for the trainer, which puts a space before each; in running text only a document's first has one."""
     for document in documents:
         for line in document.text.splitlines():
@@ -29,8 +32,8 @@ def training_lines(documents):
             yield line[1:] if line.startswith(" ") else line
 
 
-def train_sentencepiece(documents, vocab_size):
-    """Bytes of a sentencepiece model file trained on the documents: a function of these and of vocab_size alone.
+def train_sentencepiece(documents: Iterable[Document], vocab_size: int) -> bytes:
+    """A sentencepiece model file trained on the documents: a function of these and of vocab_size alone.
 
     Raises: ValueError if the text does not fit the vocabulary size.
     """
@@ -70,40 +73,47 @@ def train_sentencepiece(documents, vocab_size):
     return model.getvalue()
 
 
-def parse(argv):
-    parser = argument_parser(__doc__)
-    parser.add_argument("--input", nargs="+", default=["stdlib"], help="as of prepare_data")
+def counted(documents: Iterable[Document], bar: Any) -> Iterator[Document]:
+    """The documents, moving a progress bar on."""
+    for document in documents:
+        yield document
+        bar.update(document.source_bytes)
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """--input, --text-field and --max-bytes."""
+    what = f"stdlib; files, folders and globs of {READ}; hf:NAME[@REVISION][:CONFIG[:SPLIT]]"
+    parser.add_argument("--input", nargs="+", default=["stdlib"], help=what)
+    parser.add_argument("--text-field", default="text", help="of rows, default %(default)s")
+    parser.add_argument("--max-bytes", type=int, help="of text to take, default all")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argument_parser(__doc__ or "")
+    add_input_arguments(parser)
     parser.add_argument("--output", required=True, type=Path, help="the .model file to write")
     parser.add_argument("--vocab-size", type=int, default=DEFAULT_VOCAB_SIZE, help="default %(default)s")
-    parser.add_argument("--text-field", default="text", help="of .jsonl rows, default %(default)s")
-    parser.add_argument("--max-bytes", type=int, default=None, help="of text to train on, default all")
     return parser.parse_args(argv)
 
 
 @user_errors
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.output.suffix != ".model":
         raise ValueError(f"--output is {args.output}, it must end in .model, as sentencepiece's files do.")
     if args.output.exists():
         raise ValueError(f"{args.output} exists already and is not overwritten; remove it or give another --output.")
-    size = sum(file.size for file in list_files(args.input))
-    if skipped := left_out(args.input):
-        print(f"left out {tally(skipped, names=3)}", flush=True)
+    inputs = find_inputs(args.input)
+    size = sum(file.size for file in inputs.files)
+    if inputs.left_out:
+        print(f"left out {tally(inputs.left_out, names=3)}", flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)  # before an hour's training
-    with tqdm(total=min(size, args.max_bytes or size), unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+    with tqdm(total=size, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
         documents = counted(read_documents(args.input, args.text_field, args.max_bytes), bar)
         model = train_sentencepiece(documents, args.vocab_size)
     write_whole(args.output, model)
     print(f"wrote {args.output} (vocabulary {args.vocab_size:,}, {len(model) / 1e3:.0f} KB)")
     return 0
-
-
-def counted(documents, bar):
-    """The documents, moving a progress bar on."""
-    for document in documents:
-        yield document
-        bar.update(document.source_bytes)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Input features: what stands between the projections and the scan, in one pass over memory. This file is its only door.
+"""Input features: what stands between the projections and the scan, in one pass over memory. Public API: import from here only.
+
+plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their `torch.library` ops,
+support.py says what the kernels can run. This package imports torch, triton and `interdomain.scan`; plugin/ may import it.
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
 Derivation, bytes and budget: kernels/README.md.
 """
 
-import functools
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
-from interdomain.scan.documents import check_numbers
-from interdomain.scan.library import call, log_once
+from interdomain.scan.library import log_once, no_forward_mode
+from interdomain.scan.packing import checked_documents
 
 from . import ops, plain, support
 
@@ -70,15 +70,7 @@ def input_features(
         if conv is None:
             raise ValueError("past is given without conv: only the convolution looks back")
         _check("past", (past,), ((B, W - 1, E),), x)
-    if documents is not None:
-        if tuple(documents.shape) != (B, T) or documents.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"documents is {documents.dtype} of shape {tuple(documents.shape)}; expected int32 or int64 of shape "
-                f"[B, T] = {(B, T)}: the number of each token's document"
-            )
-        _check("documents", (documents,), ((B, T),), x)
-        if check_documents:
-            check_numbers(documents)
+    documents = checked_documents(documents, x, check_documents)
     if rope is not None:
         if R % 2:
             raise ValueError(f"head_dim is {R}; RoPE rotates pairs, so it must be even")
@@ -91,7 +83,10 @@ def input_features(
         return x.unflatten(-1, (H, R))
     args = x, R, *(conv or (None, None)), past, documents, *(rope or (None, None)), silu, *(norm or (None, None)), eps
     with torch.autocast(x.device.type, enabled=False):
-        return call(ops.features, *args) if backend == "triton" else plain.features(*args)
+        if backend == "triton":
+            no_forward_mode(x, *(conv or ()), past, *(norm or ()))
+            return ops.features(*args)
+        return plain.features(*args)
 
 
 def input_features_step(
@@ -119,67 +114,41 @@ def input_features_step(
         backend: as there.
     Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
     """
-    given = x, past, *(conv or (None, None)), *(norm or (None, None)), *(rope or (None, None))
+    given = x, past, *(conv or ()), *(norm or ()), *(rope or ())
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         raise ValueError("a step records no gradient: use torch.no_grad(), or input_features for one token")
-    check = _check_step if torch.compiler.is_compiling() else _check_step_once
-    check(head_dim, rotated, silu, x.dtype, tuple([None if t is None else (t.shape, t.device) for t in given]))
+    _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
     W = 0 if conv is None else conv[0].shape[0]
-    fused = _choose(backend, x, head_dim, W, rope) == "triton"
-    args = (
-        x,
-        head_dim,
-        *(conv or (None, None)),
-        past,
-        *(rope or (None, None)),
-        rotated,
-        silu,
-        *(norm or (None, None)),
-        eps,
-    )
-    device = x.device.type
-    # Entering a context that changes nothing would cost a CPU as much as several of the operations.
-    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        return call(ops.features_step, *args) if fused else plain.step(*args)
+    tables = *(conv or (None, None)), past, *(rope or (None, None)), rotated, silu, *(norm or (None, None)), eps
+    with torch.autocast(x.device.type, enabled=False):
+        if _choose(backend, x, head_dim, W, rope) == "triton":
+            return ops.features_step(x, head_dim, *tables)
+        return plain.step(x, head_dim, *tables)
 
 
-def _check_step(R: int, rotated: int, silu: int, dtype: torch.dtype, given: tuple) -> None:
-    """given: (shape, device) of x, past, the convolution's weight and bias, the norm's scale and shift, cos, sin; or None."""
-    x, past, weight, bias, scale, shift, cos, sin = given
-    if len(x[0]) != 2 or x[0][1] % R:
-        raise ValueError(f"x has shape {tuple(x[0])}; expected [B, H R] with R = head_dim = {R}")
-    _check_dtype(dtype)
-    B, H = x[0][0], x[0][1] // R
-    if (weight is None) != (past is None):
-        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
+def _check_step(x: Tensor, R: int, conv, past: Tensor | None, rope, rotated: int, silu: int, norm) -> None:
+    if x.ndim != 2 or x.shape[1] % R:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, H R] with R = head_dim = {R}")
+    _check_dtype(x.dtype)
+    B, H = x.shape[0], x.shape[1] // R
     C = N = 0
-    expected = {}
-    if weight is not None:
-        W, C = weight[0]
-        expected["conv"] = (weight, (W, C)), (bias, (C,))
-        expected["past"] = ((past, (B, W - 1, C)),)
-    if scale is not None:
-        N = scale[0][0]
-        expected["norm"] = (scale, (N, R)), (shift, (N, R))
-    if cos is not None:
-        shape = *((B,) if len(cos[0]) == 4 else ()), 1, 1, R // 2
-        expected["rope"] = (cos, shape), (sin, shape)
-    for name, tensors in expected.items():
-        if any(got[0] != shape for got, shape in tensors):
-            got, wanted = tuple(tuple(t[0]) for t, _ in tensors), tuple(shape for _, shape in tensors)
-            raise ValueError(f"{name} has shapes {got}; expected {wanted} with x {tuple(x[0])}")
-        for got, _ in tensors:
-            if got[1] != x[1]:
-                raise ValueError(f"{name} is on {got[1]} and x on {x[1]}: move them to one device")
-    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (cos is not None) or (rotated and R % 2):
+    if (conv is None) != (past is None):
+        raise ValueError("conv and past are given together or not at all: a step without a past is no step")
+    if conv is not None:
+        W, C = conv[0].shape
+        _check("conv", conv, ((W, C), (C,)), x)
+        _check("past", (past,), ((B, W - 1, C),), x)
+    if norm is not None:
+        N = norm[0].shape[0]
+        _check("norm", norm, ((N, R), (N, R)), x)
+    if rope is not None:
+        rows = (B,) if rope[0].ndim == 4 else ()
+        _check("rope", rope, ((*rows, 1, 1, R // 2),) * 2, x)
+    if C % R or max(C // R, rotated, silu, N) > H or (rotated > 0) != (rope is not None) or (rotated and R % 2):
         raise ValueError(
             f"x holds {H} heads of {R}; asked for: convolution of {C} channels, RoPE (pairs) of {rotated} heads, SiLU of "
             f"{silu}, norm of {N}"
         )
-
-
-# What was in order is in order, and at one token on a CPU the look costs as much as several of the operations.
-_check_step_once = functools.lru_cache(256)(_check_step)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -187,7 +156,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"x is {dtype}; allowed: bfloat16, float16, float32 or float64")
 
 
-def _check(name: str, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
+def _check(name: str, tensors, shapes: tuple[tuple[int, ...], ...], x: Tensor) -> None:
     for tensor, shape in zip(tensors, shapes, strict=True):
         if tensor.shape != shape:
             got = tuple(tuple(t.shape) for t in tensors)

@@ -3,22 +3,22 @@
     torch.ops.interdomain.features.default            torch.ops.interdomain.features_backward.default
     torch.ops.interdomain.features_step.default       one token, without gradients
 
-Only the inputs are saved. The ops trust them; `interdomain.features` is the door. Triton is imported where it runs: a CPU box
-has none.
+Only the inputs are saved. The ops trust them; `interdomain.features` checks them. Triton is imported where it runs: a machine
+without a GPU has none.
 """
 
 import torch
+from torch import Tensor
 
-from interdomain.scan.library import differentiated_once, op_name, tag_caches
+from interdomain.scan.library import differentiated_once, tag_caches
 
 
-@torch.library.custom_op(
-    op_name(__name__, "features"),
-    mutates_args=(),
-    schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, Tensor? cos, Tensor? sin, "
-    "bool silu, Tensor? scale, Tensor? shift, float eps) -> Tensor",
-)
-def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps):
+@torch.library.custom_op("interdomain::features", mutates_args=())
+def features(
+    x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
+    documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
+    shift: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
     from . import triton_launch
 
     return triton_launch.forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps)
@@ -30,13 +30,12 @@ def _(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, 
     return x.new_empty(B, T, E // head_dim, head_dim)
 
 
-@torch.library.custom_op(
-    op_name(__name__, "features_backward"),
-    mutates_args=(),
-    schema="(Tensor dy, Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor? past, Tensor? documents, "
-    "Tensor? cos, Tensor? sin, bool silu, Tensor? scale, float eps, bool need_past) -> (Tensor, Tensor, Tensor)",
-)
-def features_backward(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past):
+@torch.library.custom_op("interdomain::features_backward", mutates_args=())
+def features_backward(
+    dy: Tensor, x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
+    documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
+    need_past: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or nothing."""
     from . import triton_launch
 
@@ -71,7 +70,7 @@ def _gradient(ctx, dy):
     if scale is not None:
         d_scale = sums[:, -2].sum(0).to(scale.dtype)
         d_shift = sums[:, -1].to(shift.dtype)
-    dpast = dpast.to(past.dtype) if need_past else None
+    dpast = dpast.to(past.dtype) if past is not None and need_past else None
     return dx, None, d_weight, d_bias, dpast, None, None, None, None, d_scale, d_shift, None
 
 
@@ -79,13 +78,11 @@ features.register_autograd(_gradient, setup_context=_setup)
 differentiated_once(features_backward)
 
 
-@torch.library.custom_op(
-    op_name(__name__, "features_step"),
-    mutates_args=("past",),
-    schema="(Tensor x, int head_dim, Tensor? weight, Tensor? bias, Tensor(a!)? past, Tensor? cos, Tensor? sin, int rotated, "
-    "int silu, Tensor? scale, Tensor? shift, float eps) -> Tensor",
-)
-def features_step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps):
+@torch.library.custom_op("interdomain::features_step", mutates_args=("past",))
+def features_step(
+    x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, rotated: int, silu: int, scale: Tensor | None, shift: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
     from . import triton_step
 
     return triton_step.step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps)

@@ -22,6 +22,8 @@ K = W + 1 with a convolution, and 2 more with the norm. At W = 4: forward at BT 
 """
 
 # ruff: noqa: RUF005 (Triton has tuples, and no starred expressions)
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -79,13 +81,13 @@ def _taps(p_weight, m, HALF: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr):
+def _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF: tl.constexpr, W: tl.constexpr):
     """(x_(t_0-1), ..., x_(t_0-W+1))."""
     history = ()
     for j in tl.static_range(1, W):
         t = t_0 - j
         x = _wide(_load(p_x + t * stride_xt, m & (t >= 0), HALF))
-        if PAST:
+        if p_past is not None:
             x = _add(x, _wide(_load(p_past + (t + W - 1) * stride_pt, m & (t < 0), HALF)))
         history = history + (x,)
     return history
@@ -140,54 +142,35 @@ def _norms(b_S, R: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BT"])
 def forward_kernel(
-    p_x,
-    p_past,
-    p_doc,
-    p_weight,
-    p_bias,
-    p_cos,
-    p_sin,
-    p_scale,
-    p_shift,
-    p_y,
-    T,
-    H,
-    N,
-    BT,
-    stride_xb,
-    stride_xt,
-    stride_pb,
-    stride_pt,
-    stride_rb,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    BN: tl.constexpr,
-    BH: tl.constexpr,
-    PAST: tl.constexpr,
-    DOCS: tl.constexpr,
-    ROPE: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
-    """Grid: ceil(T / BT) ceil(N / BN) programs. W = 0: no convolution. p_doc [B, T] int32, p_weight [E, W],
+    p_x, p_past, p_doc, p_weight, p_bias, p_cos, p_sin, p_scale, p_shift, p_y, T, H, N, BT,
+    stride_xb, stride_xt, stride_pb, stride_pt, stride_rb,
+    R: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
+    AHEAD: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Grid: ceil(T / BT) ceil(N / BN) programs. W = 0: no convolution; a pointer that is None: not asked for.
+    p_doc [B, T] int32, p_weight [E, W],
     p_y [B, T, H, R], rest as named."""
+    DOCS: tl.constexpr = p_doc is not None
+    ROPE: tl.constexpr = p_cos is not None
+    NORM: tl.constexpr = p_scale is not None
     HALF: tl.constexpr = R // 2
     _, t_0, t_1, o_n, o_r, m = _place(T, H, N, BT, R, BN, BH)
     i_b = o_n // H
     o_e = o_n % H * R + o_r
     p_x += i_b * stride_xb + o_e
     p_y += i_b * T * H * R + o_e
-    p_cos += i_b * stride_rb + o_r
-    p_sin += i_b * stride_rb + o_r
-    p_doc += i_b * T
+    if p_past is not None:
+        p_past += i_b * stride_pb + o_e
+    if ROPE:
+        p_cos += i_b * stride_rb + o_r
+        p_sin += i_b * stride_rb + o_r
+    if DOCS:
+        p_doc += i_b * T
     taps, bias, history, documents, scale, shift = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
         bias = _wide(_load(p_bias + o_e, m, HALF))
-        history = _history(p_x, p_past + i_b * stride_pb + o_e, t_0, stride_xt, stride_pt, m, HALF, W, PAST)
+        history = _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF, W)
         if DOCS:
             documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
@@ -225,24 +208,15 @@ def forward_kernel(
 
 @triton.jit
 def _cotangent(
-    u,
-    dy,
-    p_cos,
-    p_sin,
-    scale,
-    m,
-    R: tl.constexpr,
-    ROPE: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-):
+    u, dy, p_cos, p_sin, o_t, scale, m,
+    R: tl.constexpr, ROPE: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
     """-> du, and s g(S), with which dy gives the gradient of scale."""
     b_a, b_b = u
     b_da, b_db = dy
     if ROPE:
-        b_c = tl.load(p_cos, mask=m, other=0.0)
-        b_s = tl.load(p_sin, mask=m, other=0.0)
+        b_c = tl.load(p_cos + o_t, mask=m, other=0.0)
+        b_s = tl.load(p_sin + o_t, mask=m, other=0.0)
         b_a, b_b = b_a * b_c - b_b * b_s, b_b * b_c + b_a * b_s
     if SILU:
         b_ga = 1.0 / (1.0 + tl.exp(-b_a))
@@ -283,45 +257,15 @@ def _settled(owed, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BT"])
 def backward_kernel(
-    p_dy,
-    p_x,
-    p_past,
-    p_doc,
-    p_weight,
-    p_bias,
-    p_cos,
-    p_sin,
-    p_scale,
-    p_dx,
-    p_dpast,
-    p_sums,
-    T,
-    H,
-    N,
-    BT,
-    stride_db,
-    stride_dt,
-    stride_dh,
-    stride_xb,
-    stride_xt,
-    stride_pb,
-    stride_pt,
-    stride_rb,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    BN: tl.constexpr,
-    BH: tl.constexpr,
-    PAST: tl.constexpr,
-    DOCS: tl.constexpr,
-    DPAST: tl.constexpr,
-    ROPE: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+    p_dy, p_x, p_past, p_doc, p_weight, p_bias, p_cos, p_sin, p_scale, p_dx, p_dpast, p_sums, T, H, N, BT,
+    stride_db, stride_dt, stride_dh, stride_xb, stride_xt, stride_pb, stride_pt, stride_rb,
+    R: tl.constexpr, W: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr, SILU: tl.constexpr, EPS: tl.constexpr,
+    AHEAD: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
     """Grid as forward. p_dx [B, T, E], p_dpast [B, W - 1, E], p_sums [ceil(T / BT), N, K, R]: weight, bias; scale, shift."""
+    DOCS: tl.constexpr = p_doc is not None
+    ROPE: tl.constexpr = p_cos is not None
+    NORM: tl.constexpr = p_scale is not None
     HALF: tl.constexpr = R // 2
     LAG: tl.constexpr = W - 1 if W else 0
     K: tl.constexpr = (W + 1 if W else 0) + (2 if NORM else 0)
@@ -331,17 +275,22 @@ def backward_kernel(
     p_dy += i_b * stride_db + o_n % H * stride_dh + o_r
     p_x += i_b * stride_xb + o_e
     p_dx += i_b * T * H * R + o_e
-    p_dpast += i_b * LAG * H * R + o_e
-    p_cos += i_b * stride_rb + o_r
-    p_sin += i_b * stride_rb + o_r
+    if p_dpast is not None:
+        p_dpast += i_b * LAG * H * R + o_e
+    if p_past is not None:
+        p_past += i_b * stride_pb + o_e
+    if ROPE:
+        p_cos += i_b * stride_rb + o_r
+        p_sin += i_b * stride_rb + o_r
+    if DOCS:
+        p_doc += i_b * T
     b_zero = tl.zeros([BN, BH], dtype=tl.float32)
     zero = (b_zero, b_zero)
-    p_doc += i_b * T
     taps, bias, history, documents, owed, scale = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
         bias = _wide(_load(p_bias + o_e, m, HALF))
-        history = _history(p_x, p_past + i_b * stride_pb + o_e, t_0, stride_xt, stride_pt, m, HALF, W, PAST)
+        history = _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF, W)
         owed = (zero,) * LAG
         if DOCS:
             documents = _documents(p_doc, t_0, o_n < N, W)
@@ -368,7 +317,7 @@ def backward_kernel(
                 window = _own(window, near, W)
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
-        du, feature = _cotangent(u, dy, p_cos + t * HALF, p_sin + t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
+        du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
         dx = du
         added = ()
         if W:
@@ -381,7 +330,7 @@ def backward_kernel(
             added = added + (_add_product(sums[K - 2], dy, feature), _add(sums[K - 1], dy))
         sums = added
         _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
-        if DPAST:
+        if p_dpast is not None:
             _store(p_dpast + t * H * R, dx, m & (t < LAG), HALF)
 
     # The last tokens' dx lacks what the next W - 1 tokens owe it. Those are the next program's; past T, dy is zero.
@@ -400,11 +349,11 @@ def backward_kernel(
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
             m_t = m & (t < T)
-            du, feature = _cotangent(u, dy, p_cos + t * HALF, p_sin + t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS)
+            du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS)
             dx, owed = _settled(owed, du, taps, near, W, DOCS)
             history = window[:LAG]
             _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
-            if DPAST:
+            if p_dpast is not None:
                 _store(p_dpast + t * H * R, dx, m & (t < LAG), HALF)
 
     for i in tl.static_range(K):

@@ -2,8 +2,8 @@
 
 Shapes as in triton_kernels.py. A launcher allocates what it returns, and partial sums.
 """
-
-import contextlib
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -18,7 +18,11 @@ FORWARD = dict(AHEAD=2, UNROLL=4)
 BACKWARD = dict(AHEAD=1, UNROLL=2), dict(AHEAD=1, UNROLL=1)  # without and with documents
 
 
-def forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps) -> Tensor:
+def forward(
+    x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
+    documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
+    shift: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
     """Tensors that are not there are None. -> y [B, T, H, R], contiguous."""
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
@@ -26,9 +30,15 @@ def forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, s
     tensors, strides, constants = _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps)
     blocks = triton.cdiv(B * H, constants["BN"])
     BT = _tokens(T, blocks, 1024)
-    with _device(x):
+    with torch.cuda.device_of(x):
         forward_kernel[(triton.cdiv(T, BT) * blocks,)](
-            *(*tensors, y if shift is None else shift.contiguous(), y, T, H, B * H, BT),
+            *tensors,
+            None if shift is None else shift.contiguous(),
+            y,
+            T,
+            H,
+            B * H,
+            BT,
             *strides,
             **constants,
             **FORWARD,
@@ -37,8 +47,10 @@ def forward(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, s
 
 
 def backward(
-    dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past
-) -> tuple[Tensor, ...]:
+    dy: Tensor, x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None,
+    documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
+    need_past: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
     [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
     B, T, E = x.shape
@@ -53,41 +65,30 @@ def backward(
     dx = torch.empty(B, T, E, dtype=x.dtype, device=x.device)
     dpast = torch.empty((B, W - 1, E) if need_past else 0, dtype=x.dtype, device=x.device)
     sums = torch.empty(NT, B, H, K, R, dtype=torch.float32, device=x.device)
-    with _device(x):
+    with torch.cuda.device_of(x):
         backward_kernel[(NT * blocks,)](
-            *(dy, *tensors, dx, dpast, sums, T, H, B * H, BT),
-            *(*_strides(dy), *strides),
-            **constants,
-            **BACKWARD[constants["DOCS"]],
-            DPAST=need_past,
-        )
+            dy, *tensors, dx, dpast if need_past else None, sums, T, H, B * H, BT,
+            *_strides(dy), *strides, **constants, **BACKWARD[documents is not None and weight is not None],
+        )  # fmt: skip
     return dx, sums.sum((0, 1)), dpast
 
 
-def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps):
-    """What both kernels take: tensors up to scale, strides, constants. A stand-in pointer is compiled not to be touched."""
+def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) -> tuple[tuple, tuple, dict]:
+    """What both kernels take: tensors up to scale (None where there is none), strides, constants."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
     documents = None if documents is None or weight is None else documents.to(torch.int32)
     cos, sin = (None if t is None else t.float() for t in (cos, sin))  # float64 tables would widen what a loop carries
     tensors = x, past, *(None if t is None else t.contiguous() for t in (documents, weight, bias, cos, sin, scale))
     rows = cos is not None and cos.ndim == 4 and cos.shape[0] > 1  # angles that differ by row
-    strides = *_strides(x), *((0, 0) if past is None else _strides(past)), cos[0].numel() if rows else 0
-    BH = max(16, triton.next_power_of_2(R // 2))
-    constants = dict(
-        R=R,
-        W=0 if weight is None else weight.shape[-1],
-        BN=max(1, HALF_TILE // BH),
-        BH=BH,
-        PAST=past is not None,
-        DOCS=documents is not None,
-        ROPE=cos is not None,
-        SILU=silu,
-        NORM=scale is not None,
-        EPS=eps,
-        num_warps=4,
+    strides = (
+        *_strides(x),
+        *((0, 0) if past is None else _strides(past)),
+        cos[0].numel() if cos is not None and rows else 0,
     )
-    return [x if t is None else t for t in tensors], strides, constants
+    BH = max(16, triton.next_power_of_2(R // 2))
+    W = 0 if weight is None else weight.shape[-1]
+    return tensors, strides, dict(R=R, W=W, BN=max(1, HALF_TILE // BH), BH=BH, SILU=silu, EPS=eps, num_warps=4)
 
 
 def _tokens(T: int, blocks: int, programs: int) -> int:
@@ -101,11 +102,6 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
 def _strides(x: Tensor) -> tuple[int, ...]:
     """Without the last. That of a dimension of one may be anything: 0 keeps it from asking for another compilation."""
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))
-
-
-def _device(x: Tensor):
-    """Triton launches on the current device, PyTorch on that of the tensor."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def ptxas(capability: int) -> str:

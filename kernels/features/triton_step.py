@@ -6,8 +6,8 @@ has is a matter of where it stands: the first C / R are convolved, the first `ro
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has tuples, and no starred expressions; what a constant excludes is not compiled)
-
-import contextlib
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -21,31 +21,10 @@ HALF_TILE = 512  # numbers in half a tile, at most: 4 of each of 128 threads
 
 @triton.jit(do_not_specialize=["B"])
 def step_kernel(
-    p_x,
-    p_past,
-    p_weight,
-    p_bias,
-    p_cos,
-    p_sin,
-    p_scale,
-    p_shift,
-    p_y,
-    B,
-    stride_xb,
-    stride_pb,
-    stride_pt,
-    stride_rb,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SILU: tl.constexpr,
-    NORMED: tl.constexpr,
-    EPS: tl.constexpr,
-    BB: tl.constexpr,
-    BH: tl.constexpr,
-):
+    p_x, p_past, p_weight, p_bias, p_cos, p_sin, p_scale, p_shift, p_y, B, stride_xb, stride_pb, stride_pt, stride_rb,
+    H: tl.constexpr, R: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ROTATED: tl.constexpr, SILU: tl.constexpr,
+    NORMED: tl.constexpr, EPS: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
     """Grid: H ceil(B / BB) programs. Tiles: the halves of R, [BB, BH] each. p_weight [W, C], p_past [B, W - 1, C],
     p_scale and p_shift [NORMED, R], p_y [B, H, R]."""
     HALF: tl.constexpr = R // 2
@@ -99,34 +78,27 @@ def step_kernel(
     _store(p_y + o_b * (H * R) + o_e, (b_a, b_b), m, HALF)
 
 
-def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps) -> Tensor:
+def step(
+    x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, rotated: int, silu: int, scale: Tensor | None, shift: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
     """Arguments as in plain.py, tensors that are not there None. -> y [B, H, R], contiguous."""
     (B, E), R = x.shape, head_dim
     y = torch.empty(B, E // R, R, dtype=x.dtype, device=x.device)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    kept = past is None or past.stride(-1) == 1
-    window = past if kept else past.contiguous()
+    window = past if past is None or past.stride(-1) == 1 else past.contiguous()
     BH = max(16, triton.next_power_of_2(R // 2))
     BB = min(triton.next_power_of_2(B), max(1, HALF_TILE // BH))
     cos, sin = (None if t is None else t.float() for t in (cos, sin))
-    tensors = x, window, *(None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale, shift)), y
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    tables = (None if t is None else t.contiguous() for t in (weight, bias, cos, sin, scale, shift))
+    W, C = (0, 0) if weight is None else weight.shape
+    with torch.cuda.device_of(x):
         step_kernel[(E // R * triton.cdiv(B, BB),)](
-            *(x if t is None else t for t in tensors),  # a stand-in that the kernel is compiled not to touch
-            *(B, x.stride(0), *((0, 0) if window is None else window.stride()[:2])),
+            x, window, *tables, y, B, x.stride(0), *((0, 0) if window is None else window.stride()[:2]),
             R // 2 if cos is not None and cos.ndim == 4 and cos.shape[0] > 1 else 0,  # angles that differ by row
-            H=E // R,
-            R=R,
-            W=0 if weight is None else weight.shape[0],
-            C=0 if weight is None else weight.shape[1],
-            ROTATED=rotated,
-            SILU=silu,
-            NORMED=0 if scale is None else scale.shape[0],
-            EPS=eps,
-            BB=BB,
-            BH=BH,
-            num_warps=max(1, min(4, BB * BH // 64)),
-        )
-    if not kept:
+            H=E // R, R=R, W=W, C=C, ROTATED=rotated, SILU=silu, NORMED=0 if scale is None else scale.shape[0],
+            EPS=eps, BB=BB, BH=BH, num_warps=max(1, min(4, BB * BH // 64)),
+        )  # fmt: skip
+    if past is not None and window is not None and window is not past:
         past.copy_(window)
     return y

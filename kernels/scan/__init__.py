@@ -1,18 +1,23 @@
-"""The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. This file is its only door.
+"""The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
+
+reference.py is what judges all else; chunkwise.py and parallel.py are plain PyTorch, triton_*.py the kernels for CUDA (imported
+when they run), step.py one token, alternatives/ two backends for comparison. ops.py registers the `torch.library` ops and says
+which module runs a backend; tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
+This package imports torch and triton, nothing else; `interdomain.features` and all of plugin/ may import it.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
 functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated.
 Derivation, notation, backends and tolerances: kernels/README.md.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from . import ops, parallel, reference, step, triton_support
-from .documents import check_numbers
-from .library import call, log_once
+from .library import log_once, no_forward_mode
+from .packing import checked_documents
 from .step import decay_factor
 from .tables import (
     MAX_DECAY_PER_TOKEN,
@@ -43,7 +48,7 @@ __all__ = [
 
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
 
-# Backends that autograd records where the ops do not run them (`ops.implements`).
+# Backends that autograd records where no op runs them (`ops.implementation`).
 _RECORDED = {
     "parallel": (parallel.scan_parallel, parallel.linear_parallel),
     "reference": (reference.scan_reference, reference.linear_reference),
@@ -95,12 +100,8 @@ def interdomain_scan(
         wrong numbers of documents fail an asynchronous assertion); NotImplementedError for forward-mode differentiation of a
         backend other than `reference`.
     """
-    if k.ndim != 4:
-        raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, T, H, R]")
-    B, T, H, R = k.shape
-    if v.ndim != 4:
-        raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, T, H, D] = [{B}, {T}, {H}, D]")
-    D, M = v.shape[3], _basis_size(log_decay, H)
+    B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
+    D, M = v.shape[-1], _basis_size(log_decay, H)
     _check_sizes(T=T, B=B, H=H, R=R, D=D, M=M)
     _check_shape("v", v, (B, T, H, D))
     _check_query(q, (B, T), H, R)
@@ -108,12 +109,14 @@ def interdomain_scan(
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
-    documents = _numbers(documents, k, check_documents)
+    documents = checked_documents(documents, k, check_documents)
     backend = _choose(backend, chunk_size, (q, k, v), M)
-    if ops.implements(backend, k.device):
-        save = not recompute and torch.is_grad_enabled() and ops.saves(backend, k.device)
+    run = ops.implementation(backend, k.device)
+    if run is not None:
+        no_forward_mode(q, k, v, log_decay, mixing, initial_state)
+        save = not recompute and torch.is_grad_enabled() and run.saves
         args = q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents, final_state
-        o, final, _ = call(ops.scan, *args)
+        o, final, _ = ops.scan(*args)
     else:
         with torch.autocast(k.device.type, enabled=False):
             o, final = _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
@@ -141,20 +144,20 @@ def linear_scan(
             `interdomain_scan`.
     Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
     """
-    if z.ndim != 4:
-        raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, T, H, P]")
-    B, T, H, P = z.shape
+    B, T, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
     _check_sizes(T=T, B=B, H=H, P=P, M=M)
     _check_shape("readout", readout, (H, 2 * M))
     if initial_state is not None:
         _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
-    documents = _numbers(documents, z, check_documents)
+    documents = checked_documents(documents, z, check_documents)
     backend = _choose(backend, chunk_size, (z,), M)
-    if ops.implements(backend, z.device):
-        args = z, log_decay, readout, initial_state, chunk_size or 0, backend, documents, final_state
-        y, final = call(ops.linear_scan, *args)
+    if ops.implementation(backend, z.device) is not None:
+        no_forward_mode(z, log_decay, readout, initial_state)
+        y, final = ops.linear_scan(
+            z, log_decay, readout, initial_state, chunk_size or 0, backend, documents, final_state
+        )
     else:
         with torch.autocast(z.device.type, enabled=False):
             y, final = _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
@@ -182,65 +185,47 @@ def interdomain_step(
         inplace: write the new state over `state`, which must be contiguous, and return that; for CUDA graphs.
     Returns: (o [B, Hq, D] in v's dtype, new state; without `inplace` the one passed in is left as it was).
     """
-    if k.ndim != 3:
-        raise ValueError(f"k has shape {tuple(k.shape)}; expected [B, H, R]: a step has no time axis")
-    B, H, R = k.shape
-    if v.ndim != 3:
-        raise ValueError(f"v has shape {tuple(v.shape)}; expected [B, H, D] = [{B}, {H}, D]")
-    D, M = v.shape[2], _basis_size(log_decay, H)
+    B, H, R = _sizes("k", k, "B", "H", "R")
+    D, M = v.shape[-1], _basis_size(log_decay, H)
     _check_shape("v", v, (B, H, D))
     _check_query(q, (B,), H, R)
     if mixing.shape != (H, M, 2 * M):
         _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
-    return _step(step.INTERDOMAIN, (q, k, v), log_decay, decay, mixing, state, (B, H, M, R + D, 2), inplace)
+    tokens, tables = {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "decay": decay, "mixing": mixing}
+    return _step(step.scan_step, step.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace)
 
 
 def linear_step(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    state: Tensor,
-    *,
-    decay: Tensor | None = None,
-    inplace: bool = False,
+    z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor, *, decay: Tensor | None = None, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
     """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state); see the step above."""
-    if z.ndim != 3:
-        raise ValueError(f"z has shape {tuple(z.shape)}; expected [B, H, P]: a step has no time axis")
-    B, H, P = z.shape
+    B, H, P = _sizes("z", z, "B", "H", "P")
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
-    return _step(step.LINEAR, (z,), log_decay, decay, readout, state, (B, H, M, P, 2), inplace)
+    tables = {"log_decay": log_decay, "decay": decay, "readout": readout}
+    return _step(step.linear_one_step, step.linear_step_, {"z": z}, tables, state, (B, H, M, P, 2), inplace)
 
 
 def _step(
-    forms: step.Forms,
-    token: tuple[Tensor, ...],
-    log_decay: Tensor,
-    decay: Tensor | None,
-    table: Tensor,
-    state: Tensor,
-    shape: tuple[int, ...],
-    inplace: bool,
+    plain: Callable, fused: Callable, tokens: dict, tables: dict, state: Tensor, shape: tuple[int, ...], inplace: bool
 ) -> tuple[Tensor, Tensor]:
     if state is None:
         raise ValueError(f"a step has no state to go on from: give one, {list(shape)}; zeros where a sequence begins")
     _check_shape("state", state, shape)
-    tables = {"log_decay": log_decay, "decay": decay, forms.table: table, "state": state}
-    _check_tensors(dict(zip(forms.token, token, strict=True)), tables)
+    _check_tensors(tokens, {**tables, "state": state})
+    log_decay, decay, table = tables.values()
     if decay is not None:
         _check_shape("decay", decay, log_decay.shape)
-    if inplace:
-        _check_in_place(state)
-    device = state.device
-    # Entering a context that changes nothing would cost a CPU as much as one of the products.
-    aside = torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-    with aside:
-        args = *token, decay_factor(log_decay) if decay is None else decay, table, state
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in args)
-        if _fused(device) and not recorded:  # the kernels record no gradient
-            return (call(forms.fused_, *args), state) if inplace else call(forms.fused, *args)
-        out, new = forms.plain(*args)
+    if inplace and not state.is_contiguous():
+        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
+    with torch.autocast(state.device.type, enabled=False):
+        args = *tokens.values(), decay_factor(log_decay) if decay is None else decay, table
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
+        if _fused(state.device) and not recorded:  # the kernels record no gradient
+            no_forward_mode(*args, state)
+            new = state if inplace else state.clone(memory_format=torch.contiguous_format)
+            return fused(*args, new), new
+        out, new = plain(*args, state)
         return out, state.copy_(new) if inplace else new
 
 
@@ -276,32 +261,26 @@ def _fused(device: torch.device) -> bool:
 
 
 def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M: int) -> str:
+    """The backend that runs: `auto` resolved, an explicit one checked."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     if chunk_size is not None and not 1 <= chunk_size <= _MAX_CHUNK:
         raise ValueError(f"chunk_size is {chunk_size}; allowed: 1 to {_MAX_CHUNK}")
-    device = inputs[0].device.type
-    if backend == "sequential":
-        problem = triton_support.missing(inputs[0].device) if device == "cuda" else f"the inputs are on {device}"
-        if problem:
-            raise ValueError(
-                f"backend 'sequential' is Triton on CUDA and cannot run this: {problem}. backend='reference' is the same "
-                "loop in plain PyTorch"
-            )
-    if backend not in ("auto", "chunkwise", "parallel"):
-        return backend
+    device, on_cuda = inputs[0].device, inputs[0].device.type == "cuda"
     double = any(x.dtype == torch.float64 for x in inputs)
     dtype = torch.float64 if double else triton_support.operand_dtype(*inputs)
     width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
     if backend == "auto":
-        return resolve_backend(inputs[0].device, M, width, dtype=dtype, chunk_size=chunk_size)[0]
-    problem = None
-    if device == "cuda":
-        problem = triton_support.unsupported(inputs[0].device, dtype, M, width, chunk_size)
+        return resolve_backend(device, M, width, dtype=dtype, chunk_size=chunk_size)[0]
+    problem, other = None, "'chunkwise-torch' can, in plain PyTorch; 'auto' takes it by itself and says so"
+    if backend == "sequential":
+        problem = triton_support.missing(device) if on_cuda else f"it is Triton on CUDA, the inputs are on {device}"
+        other = "'reference' is the same loop in plain PyTorch"
+    elif backend in ops.TRITON and on_cuda:
+        problem = triton_support.unsupported(device, dtype, M, width, chunk_size)
     if problem:
         raise ValueError(
-            f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
-            "'auto' takes it by itself and says so"
+            f"backend {backend!r} cannot run this{' on CUDA' if on_cuda else ''}: {problem}. backend={other}"
         )
     return backend
 
@@ -315,19 +294,11 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
     return log_decay.shape[1]
 
 
-def _numbers(documents: Tensor | None, k: Tensor, check: bool) -> Tensor | None:
-    if documents is None:
-        return None
-    if tuple(documents.shape) != tuple(k.shape[:2]) or documents.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"documents is {documents.dtype} of shape {tuple(documents.shape)}; expected int32 or int64 of shape [B, T] = "
-            f"{tuple(k.shape[:2])}: the number of each token's document"
-        )
-    if documents.device != k.device:
-        raise ValueError(f"documents is on {documents.device} and k (or z) on {k.device}; move one of them")
-    if check:
-        check_numbers(documents)
-    return documents.to(torch.int32).contiguous()
+def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
+    if x.ndim != len(axes):
+        step = "" if "T" in axes else ": a step has no time axis"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{', '.join(axes)}]{step}")
+    return x.shape
 
 
 def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
@@ -351,16 +322,8 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"there is no {names.get(name, 'channel')} ({name} = 0); a scan needs at least one")
 
 
-def _check_in_place(state: Tensor) -> None:
-    if not state.is_contiguous():
-        raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
-
-
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
     """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
-    every = [x for x in (*inputs.values(), *tables.values()) if x is not None]
-    if {x.dtype for x in every} in ({torch.float32}, {torch.float64}) and len({x.device for x in every}) == 1:
-        return  # nearly all there is to do in a step on a CPU, where this counts
     double = any(x.dtype == torch.float64 for x in inputs.values())
     allowed = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     table_dtype = torch.float64 if double else torch.float32
@@ -368,12 +331,11 @@ def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) 
     for name, x in inputs.items():
         if x.dtype not in allowed:
             raise ValueError(f"{name} is {x.dtype}; allowed: bfloat16, float16 or float32, or float64 for every tensor")
-    for name, x in tables.items():
-        if x is not None and x.dtype != table_dtype:
+    for name, x in ((name, x) for name, x in (*inputs.items(), *tables.items()) if x is not None):
+        if name in tables and x.dtype != table_dtype:
             raise ValueError(
                 f"{name} is {x.dtype}; expected {table_dtype} with these inputs: "
                 "decays, W and states stay in full precision"
             )
-    for name, x in (*inputs.items(), *tables.items()):
-        if x is not None and x.device != device:
+        if x.device != device:
             raise ValueError(f"{name} is on {x.device}; the first input is on {device}: move them to one device")

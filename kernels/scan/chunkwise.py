@@ -19,39 +19,29 @@ Everything is recomputed in the backward: what survives the forward is its input
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, conj_physical
 
-from .documents import Masks
+from .packing import Masks
 from .tables import powers
+
+CHUNK = 64  # tokens, where the caller names no chunk_size
 
 
 def scan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None = None, *, documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
     `interdomain_scan`."""
     B, T, H, R = k.shape
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
-    X = _load_state(initial_state, B, R + v.shape[3], log_decay)
-    for segment in _segments(T, chunk_size):
-        tab = _tables(log_decay, segment.length)
-        z = _load_columns((k, v), segment, log_decay.dtype)
+    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, chunk_size, documents):  # noqa: B007
         rows = _load_rows(q, H, segment, log_decay.dtype)
-        docs = Masks.of(documents, segment, log_decay.dtype)
-        S, X = _states(z, X, tab, docs)
         a = _contract(_scores(rows, z[..., :R, :], docs), rows, S[..., :R, :], tab, docs)
         b = _scale(a @ weights.mT, conj_physical(tab.E))
         out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
@@ -60,21 +50,12 @@ def scan_forward(
 
 
 def scan_backward(
-    d_o: Tensor,
-    d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-    *,
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
+    initial_state: Tensor | None, chunk_size: int | None = None, need_decay: bool = True, *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
-    B, T, H, R = k.shape
+    B, _, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
     weights = _bilinear(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -82,16 +63,10 @@ def scan_backward(
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
     # The states before each segment, then the segments in reverse.
-    X, segments = _load_state(initial_state, B, P, log_decay), []
-    for segment in _segments(T, chunk_size):
-        tab = _tables(log_decay, segment.length)
-        z = _load_columns((k, v), segment, dtype)
-        docs = Masks.of(documents, segment, dtype)
-        S, X = _states(z, X, tab, docs)
-        segments.append((segment, tab, docs, z, S))
+    segments = list(_forward((k, v), log_decay, initial_state, chunk_size, documents))
     G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
     while segments:
-        segment, tab, docs, z, S = segments.pop()
+        segment, tab, docs, z, S, _ = segments.pop()
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
         rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
@@ -119,24 +94,12 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None = None, *,
+    documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
-    B, T, _, P = z.shape
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    X = _load_state(initial_state, B, P, log_decay)
-    for segment in _segments(T, chunk_size):
-        tab = _tables(log_decay, segment.length)
-        zT = _load_columns((z,), segment, log_decay.dtype)
-        docs = Masks.of(documents, segment, log_decay.dtype)
-        S, X = _states(zT, X, tab, docs)
+    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, chunk_size, documents):  # noqa: B007
         w, kernel = _linear_kernel(readout, tab)
         if docs is None:
             out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
@@ -148,41 +111,24 @@ def linear_forward(
 
 
 def linear_backward(
-    d_y: Tensor,
-    d_final: Tensor | None,
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int,
-    need_decay: bool = True,
-    *,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None = None, need_decay: bool = True, *, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """-> gradients of (z, log_decay or None, readout, initial_state)."""
-    B, T, _, P = z.shape
+    B, _, _, P = z.shape
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
-    X, segments = _load_state(initial_state, B, P, log_decay), []
-    for segment in _segments(T, chunk_size):
-        tab = _tables(log_decay, segment.length)
-        zT = _load_columns((z,), segment, dtype)
-        docs = Masks.of(documents, segment, dtype)
-        S, X = _states(zT, X, tab, docs)
-        segments.append((segment, tab, docs, zT, S))
+    segments = list(_forward((z,), log_decay, initial_state, chunk_size, documents))
     G = _load_state(d_final, B, P, log_decay)
     while segments:
-        segment, tab, docs, zT, S = segments.pop()
+        segment, tab, docs, zT, S, _ = segments.pop()
         w, kernel = _linear_kernel(readout, tab)
         dyT = _load_columns((d_y,), segment, dtype)
-        flat_z, flat_dy, E_conj = (
-            zT.flatten(1, 3),
-            dyT.flatten(1, 3),
-            _real(conj_physical(tab.E)),
-        )  # [H, B N P, L], [H, L, 2M]
+        flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
+        E_conj = _real(conj_physical(tab.E))  # [H, L, 2M]
 
         def per_chunk(x, like=S):
             return torch.view_as_complex(x.view(*like.shape, 2))
@@ -269,6 +215,21 @@ def _outer(rows: Tensor, b: Tensor) -> Tensor:
     return rows.mT @ b.view(*rows.shape[:4], -1)
 
 
+def _forward(
+    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, chunk_size: int | None,
+    documents: Tensor | None,
+) -> Iterator[tuple["_Segment", "_Tables", Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
+    B, T = parts[0].shape[:2]
+    X = _load_state(initial_state, B, sum(x.shape[3] for x in parts), log_decay)
+    for segment in _segments(T, chunk_size):
+        tab = _tables(log_decay, segment.length)
+        z = _load_columns(parts, segment, log_decay.dtype)
+        docs = Masks.of(documents, segment, log_decay.dtype)
+        S, X = _states(z, X, tab, docs)
+        yield segment, tab, docs, z, S, X
+
+
 def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
@@ -349,8 +310,9 @@ class _Segment(NamedTuple):
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
 
-def _segments(T: int, chunk_size: int) -> list[_Segment]:
+def _segments(T: int, chunk_size: int | None) -> list[_Segment]:
     """All full chunks at once, then the ragged tail as one shorter chunk."""
+    chunk_size = chunk_size or CHUNK
     full, tail = divmod(T, chunk_size)
     return [s for s in (_Segment(0, full, chunk_size), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
 
@@ -413,10 +375,10 @@ def _store_rows(out: Tensor, rows: Tensor, segment: _Segment) -> None:
 
 def _load_columns(parts: tuple[Tensor, ...], segment: _Segment, dtype: torch.dtype) -> Tensor:
     """[B, T, H, d] each -> [H, B, N, sum of d, L]"""
-    parts = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
-    widths = [x.shape[3] for x in parts]
-    out = torch.empty(*parts[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
-    for target, x in zip(out.split(widths, dim=3), parts, strict=True):
+    columns = [segment.of(x).permute(3, 0, 1, 4, 2) for x in parts]
+    widths = [x.shape[3] for x in columns]
+    out = torch.empty(*columns[0].shape[:3], sum(widths), segment.length, dtype=dtype, device=parts[0].device)
+    for target, x in zip(out.split(widths, dim=3), columns, strict=True):
         target.copy_(x)
     return out
 

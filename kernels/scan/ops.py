@@ -3,32 +3,27 @@
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
 
-`backend` names the implementation (`implementation`), so that further ones join the same ops: what is compiled, listed
-or checkpointed does not change with the backend. The ops trust their inputs; `interdomain.scan` is the door.
+`backend` names the implementation (`implementation`), so that further ones join the same ops: what is compiled, listed or
+checkpointed does not change with the backend. The ops trust their inputs; `interdomain.scan` checks them.
 A tensor that does not exist (no state asked for, frozen log_decay, nothing saved) is empty: an op returns a fixed number.
 """
 
-import functools
+import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import chunkwise, fft
-from .documents import backward_by_document, forward_by_document
-from .library import differentiated_once, op_name, tag_caches
+from .library import differentiated_once, tag_caches
 from .triton_support import operand_dtype
 
 
 class Implementation(NamedTuple):
     """Signatures as in chunkwise.py; every output newly allocated and contiguous.
 
-    need_final: the forwards' keyword, True if left out; without it the final state is None.
     saves: scan_forward returns a, [B, Hq, T, 2M] in the operands' dtype, after the state; scan_backward takes it, or
     None, as `a`.
-    chunk: chunk_size where the caller names none; None if that is for the implementation to choose.
-    documents: takes them by that keyword; one that does not runs every document by itself.
     """
 
     scan_forward: Callable
@@ -36,62 +31,39 @@ class Implementation(NamedTuple):
     linear_forward: Callable
     linear_backward: Callable
     saves: bool = False
-    chunk: int | None = 64
-    documents: bool = True
 
 
-_PLAIN = Implementation(
-    chunkwise.scan_forward, chunkwise.scan_backward, chunkwise.linear_forward, chunkwise.linear_backward
-)
+def _written_out(module: str, saves: bool = False, **options: Any) -> Implementation:
+    """The four functions of a module, which is imported when one of them runs: a machine without a GPU has no Triton."""
+
+    def function(name: str) -> Callable:
+        def run(*args, **kw):
+            return getattr(importlib.import_module(module, __package__), name)(*args, **kw, **options)
+
+        return run
+
+    return Implementation._make([*map(function, Implementation._fields[:4]), saves])
 
 
-def _sequential(name: str) -> Callable:
-    def call(*args, **kw):
-        # Imported where it runs: a CPU box has no triton.
-        from . import triton_sequential
-
-        return getattr(triton_sequential, name)(*args, **kw)
-
-    return call
-
-
+_PLAIN = _written_out(".chunkwise")
 IMPLEMENTATIONS = {
     "chunkwise": _PLAIN,
     "chunkwise-torch": _PLAIN,
-    "sequential": Implementation(*map(_sequential, Implementation._fields[:4])),
-    "fft": Implementation(
-        fft.scan_forward, fft.scan_backward, fft.linear_forward, fft.linear_backward, documents=False
-    ),
+    "sequential": _written_out(".alternatives.sequential"),
+    "fft": _written_out(".alternatives.fft"),
+}
+TRITON = {
+    "chunkwise": _written_out(".triton_chunkwise", saves=True),
+    "parallel": _written_out(".triton_chunkwise", saves=True, parallel=True),
 }
 
 
-def implementation(backend: str, device: torch.device) -> Implementation:
-    """`chunkwise` and `parallel` are Triton on CUDA."""
-    return _triton(backend) if _is_triton(backend, device) else IMPLEMENTATIONS[backend]
+def implementation(backend: str, device: torch.device) -> Implementation | None:
+    """What the ops run for a backend: `chunkwise` and `parallel` are Triton on CUDA. None: autograd records the backend.
 
-
-# torch.compile traces through these two.
-def implements(backend: str, device: torch.device) -> bool:
-    """Whether the ops run this backend on that device; what they do not, autograd records."""
-    return _is_triton(backend, device) or backend in IMPLEMENTATIONS
-
-
-def saves(backend: str, device: torch.device) -> bool:
-    return _is_triton(backend, device) or IMPLEMENTATIONS[backend].saves
-
-
-def _is_triton(backend: str, device: torch.device) -> bool:
-    return backend in ("chunkwise", "parallel") and device.type == "cuda"
-
-
-@functools.cache
-def _triton(backend: str) -> Implementation:
-    # Imported where it runs: a CPU box has no triton.
-    from . import triton_chunkwise as kernels
-
-    passes = kernels.scan_forward, kernels.scan_backward, kernels.linear_forward, kernels.linear_backward
-    parallel = backend == "parallel"
-    return Implementation(*(functools.partial(p, parallel=parallel) for p in passes), saves=True, chunk=None)
+    torch.compile traces through this.
+    """
+    return (TRITON.get(backend) if device.type == "cuda" else None) or IMPLEMENTATIONS.get(backend)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
@@ -99,47 +71,37 @@ def _without_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _chunk(chunk_size: int, run: Implementation) -> int | None:
-    return chunk_size or run.chunk
+def _forward(
+    backend: str, name: str, tokens: tuple[Tensor, ...], tables, initial_state, chunk_size: int, **kw
+) -> tuple:
+    """-> the output, the final state (empty without need_final), and what the implementation saves."""
+    forward = getattr(implementation(backend, tokens[0].device), name)
+    with _without_autocast(tokens[0]):
+        out, final, *saved = forward(*tokens, *tables, initial_state, chunk_size or None, **kw)
+    return out, tables[0].new_empty(0) if final is None else final, *saved
 
 
-def _forward(run, forward, tokens, tables, initial_state, chunk_size, documents, need_final):
-    forward = functools.partial(forward, need_final=need_final)
-    args = tokens, tables, initial_state, _chunk(chunk_size, run)
-    if documents is not None and not run.documents:
-        return forward_by_document(forward, *args, documents)
-    return forward(*tokens, *tables, *args[2:], **({} if documents is None else {"documents": documents}))
-
-
-def _backward(run, backward, d_out, d_final, tokens, tables, initial_state, chunk_size, need_decay, documents):
-    args = initial_state, _chunk(chunk_size, run), need_decay
-    if documents is not None and not run.documents:
-        return backward_by_document(backward, d_out, d_final, tokens, tables, *args, documents)
-    return backward(d_out, d_final, *tokens, *tables, *args, **({} if documents is None else {"documents": documents}))
-
-
-def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
+def _backward(backend: str, name: str, d_out: Tensor, d_final, tokens, tables, initial_state, chunk_size, need, **kw):
+    """-> gradients of tokens, tables and the initial state; empty ones where there are none."""
+    backward = getattr(implementation(backend, d_out.device), name)
+    with _without_autocast(d_out):
+        *grads, d_initial = backward(d_out, d_final, *tokens, *tables, initial_state, chunk_size or None, need, **kw)
+    d_initial = d_initial if initial_state is not None else None
+    return tuple(tables[0].new_empty(0) if x is None else x for x in (*grads, d_initial))
 
 
 # Query readout
 
 
-@torch.library.custom_op(
-    op_name(__name__, "scan"),
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, Tensor? initial_state, int chunk_size, "
-    "str backend, bool save=False, Tensor? documents=None, bool need_final=True) -> (Tensor, Tensor, Tensor)",
-)
-def scan(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False, documents=None, need_final=True):
+@torch.library.custom_op("interdomain::scan", mutates_args=())
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, chunk_size: int,
+    backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """-> o, final state, and what `save` keeps for the backward: a. chunk_size 0: the implementation's own."""
-    run = implementation(backend, q.device)
-    forward = functools.partial(run.scan_forward, save=save) if run.saves else run.scan_forward
-    with _without_autocast(q):
-        o, final, *kept = _forward(
-            run, forward, (q, k, v), (log_decay, mixing), initial_state, chunk_size, documents, need_final
-        )
-    return o, _or_empty(final, log_decay), kept[0] if save else log_decay.new_empty(0)
+    args = (q, k, v), (log_decay, mixing), initial_state, chunk_size
+    o, final, *saved = _forward(backend, "scan_forward", *args, documents=documents, need_final=need_final)
+    return o, final, saved[0] if save else log_decay.new_empty(0)
 
 
 @scan.register_fake
@@ -151,107 +113,38 @@ def _(q, k, v, log_decay, mixing, initial_state, chunk_size, backend, save=False
     return v.new_empty(B, T, Hq, D), log_decay.new_empty((B, H, M, R + D, 2) if need_final else 0), kept
 
 
-@torch.library.custom_op(
-    op_name(__name__, "scan_backward"),
-    mutates_args=(),
-    schema="(Tensor d_o, Tensor? d_final, Tensor q, Tensor k, Tensor v, Tensor log_decay, Tensor mixing, "
-    "Tensor? initial_state, int chunk_size, str backend, bool need_decay, Tensor? a=None, "
-    "Tensor? documents=None) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("interdomain::scan_backward", mutates_args=())
 def scan_backward(
-    d_o,
-    d_final,
-    q,
-    k,
-    v,
-    log_decay,
-    mixing,
-    initial_state,
-    chunk_size,
-    backend,
-    need_decay,
-    a=None,
-    documents=None,
-):
-    run = implementation(backend, q.device)
-    backward = functools.partial(run.scan_backward, a=a) if run.saves else run.scan_backward
-    tokens, tables = (q, k, v), (log_decay, mixing)
-    with _without_autocast(q):
-        dq, dk, dv, d_log_decay, d_mixing, d_initial = _backward(
-            run, backward, d_o, d_final, tokens, tables, initial_state, chunk_size, need_decay, documents
-        )
-    d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, _or_empty(d_log_decay, log_decay), d_mixing, _or_empty(d_initial, log_decay)
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
+    initial_state: Tensor | None, chunk_size: int, backend: str, need_decay: bool, a: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args = (q, k, v), (log_decay, mixing), initial_state, chunk_size, need_decay
+    saved = {} if a is None else {"a": a}
+    return _backward(backend, "scan_backward", d_o, d_final, *args, documents=documents, **saved)
 
 
 @scan_backward.register_fake
-def _(
-    d_o,
-    d_final,
-    q,
-    k,
-    v,
-    log_decay,
-    mixing,
-    initial_state,
-    chunk_size,
-    backend,
-    need_decay,
-    a=None,
-    documents=None,
-):
-    return (
-        *(x.new_empty(x.shape) for x in (q, k, v)),
-        log_decay.new_empty(log_decay.shape if need_decay else 0),
-        mixing.new_empty(mixing.shape),
-        log_decay.new_empty(0 if initial_state is None else initial_state.shape),
-    )
+def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, chunk_size, backend, need_decay, a=None, documents=None):
+    dq, dk, dv, d_mixing = (x.new_empty(x.shape) for x in (q, k, v, mixing))
+    return dq, dk, dv, *_fake_gradients(log_decay, need_decay, d_mixing, initial_state)
 
 
-def _setup_scan(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, save, documents, need_final = inputs
-    o, final, kept = output
-    ctx.save_for_backward(documents, *tensors, kept if save else None)
-    ctx.mark_non_differentiable(*((kept,) if need_final else (kept, final)))
-    ctx.set_materialize_grads(False)
-    ctx.output = o.shape, o.dtype
-
-
-def _scan_gradient(ctx, d_o, d_final, *_):
-    documents, q, k, v, log_decay, mixing, initial_state, a = ctx.saved_tensors
-    if d_o is None:  # only the state was used
-        d_o = v.new_zeros(ctx.output[0])
-    need_decay = ctx.needs_input_grad[3]
-    dq, dk, dv, d_log_decay, d_mixing, d_initial = scan_backward(
-        *(d_o, d_final, q, k, v, log_decay, mixing, initial_state, ctx.chunk_size, ctx.backend, need_decay),
-        a,
-        documents,
-    )
-    d_log_decay = d_log_decay if need_decay else None
-    d_initial = d_initial if initial_state is not None else None
-    return dq, dk, dv, d_log_decay, d_mixing, d_initial, None, None, None, None, None
-
-
-scan.register_autograd(_scan_gradient, setup_context=_setup_scan)
-differentiated_once(scan_backward)
+def _fake_gradients(log_decay, need_decay, d_table, initial_state):
+    d_log_decay = log_decay.new_empty(log_decay.shape if need_decay else 0)
+    return d_log_decay, d_table, log_decay.new_empty(0 if initial_state is None else initial_state.shape)
 
 
 # Linear readout
 
 
-@torch.library.custom_op(
-    op_name(__name__, "linear_scan"),
-    mutates_args=(),
-    schema="(Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, int chunk_size, str backend, "
-    "Tensor? documents=None, bool need_final=True) -> (Tensor, Tensor)",
-)
-def linear_scan(z, log_decay, readout, initial_state, chunk_size, backend, documents=None, need_final=True):
-    run = implementation(backend, z.device)
-    tables = log_decay, readout
-    with _without_autocast(z):
-        y, final = _forward(run, run.linear_forward, (z,), tables, initial_state, chunk_size, documents, need_final)
-    return y, _or_empty(final, log_decay)
+@torch.library.custom_op("interdomain::linear_scan", mutates_args=())
+def linear_scan(
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int, backend: str,
+    documents: Tensor | None = None, need_final: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    args = (z,), (log_decay, readout), initial_state, chunk_size
+    return _forward(backend, "linear_forward", *args, documents=documents, need_final=need_final)
 
 
 @linear_scan.register_fake
@@ -260,57 +153,51 @@ def _(z, log_decay, readout, initial_state, chunk_size, backend, documents=None,
     return z.new_empty(z.shape), log_decay.new_empty((B, H, log_decay.shape[1], P, 2) if need_final else 0)
 
 
-@torch.library.custom_op(
-    op_name(__name__, "linear_scan_backward"),
-    mutates_args=(),
-    schema="(Tensor d_y, Tensor? d_final, Tensor z, Tensor log_decay, Tensor readout, Tensor? initial_state, "
-    "int chunk_size, str backend, bool need_decay, Tensor? documents=None) -> (Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("interdomain::linear_scan_backward", mutates_args=())
 def linear_scan_backward(
-    d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay, documents=None
-):
-    run = implementation(backend, z.device)
-    tables = log_decay, readout
-    with _without_autocast(z):
-        dz, d_log_decay, d_readout, d_initial = _backward(
-            run, run.linear_backward, d_y, d_final, (z,), tables, initial_state, chunk_size, need_decay, documents
-        )
-    d_initial = d_initial if initial_state is not None else None
-    return dz, _or_empty(d_log_decay, log_decay), d_readout, _or_empty(d_initial, log_decay)
+    d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
+    chunk_size: int, backend: str, need_decay: bool, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args = (z,), (log_decay, readout), initial_state, chunk_size, need_decay
+    return _backward(backend, "linear_backward", d_y, d_final, *args, documents=documents)
 
 
 @linear_scan_backward.register_fake
 def _(d_y, d_final, z, log_decay, readout, initial_state, chunk_size, backend, need_decay, documents=None):
-    return (
-        z.new_empty(z.shape),
-        log_decay.new_empty(log_decay.shape if need_decay else 0),
-        readout.new_empty(readout.shape),
-        log_decay.new_empty(0 if initial_state is None else initial_state.shape),
+    return z.new_empty(z.shape), *_fake_gradients(
+        log_decay, need_decay, readout.new_empty(readout.shape), initial_state
     )
 
 
-def _setup_linear(ctx, inputs, output):
-    *tensors, ctx.chunk_size, ctx.backend, documents, need_final = inputs
-    ctx.save_for_backward(documents, *tensors)
-    if not need_final:
-        ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+# Gradients
 
 
-def _linear_gradient(ctx, d_y, d_final):
-    documents, z, log_decay, readout, initial_state = ctx.saved_tensors
-    if d_y is None:
-        d_y = torch.zeros_like(z)
-    need_decay = ctx.needs_input_grad[1]
-    dz, d_log_decay, d_readout, d_initial = linear_scan_backward(
-        d_y, d_final, z, log_decay, readout, initial_state, ctx.chunk_size, ctx.backend, need_decay, documents
-    )
-    d_log_decay = d_log_decay if need_decay else None
-    d_initial = d_initial if initial_state is not None else None
-    return dz, d_log_decay, d_readout, d_initial, None, None, None, None
+def _differentiable(op: Any, backward: Any, n: int) -> None:
+    """Register `backward` for `op`: n tensors of tokens, log_decay, a table, the initial state; then what is no tensor."""
+
+    def setup(ctx, inputs, output):
+        ctx.chunk_size, ctx.backend, *save, documents, need_final = inputs[n + 3 :]
+        out, final, *saved = output
+        ctx.save_for_backward(documents, *inputs[: n + 3], *(x if any(save) else None for x in saved))
+        ctx.mark_non_differentiable(*saved, *(() if need_final else (final,)))
+        ctx.set_materialize_grads(False)
+        ctx.output_shape = out.shape
+
+    def gradient(ctx, d_out, d_final, *_):
+        documents, *saved = ctx.saved_tensors
+        tensors, need = saved[: n + 3], ctx.needs_input_grad
+        if d_out is None:  # only the state was used
+            d_out = tensors[n - 1].new_zeros(ctx.output_shape)
+        run = ctx.chunk_size, ctx.backend, need[n], *saved[n + 3 :], documents
+        grads = list(backward(d_out, d_final, *tensors, *run))
+        grads[n] = grads[n] if need[n] else None
+        grads[-1] = grads[-1] if tensors[-1] is not None else None
+        return *grads, *(None,) * (len(need) - len(grads))
+
+    op.register_autograd(gradient, setup_context=setup)
+    differentiated_once(backward)
 
 
-linear_scan.register_autograd(_linear_gradient, setup_context=_setup_linear)
-differentiated_once(linear_scan_backward)
-
+_differentiable(scan, scan_backward, 3)
+_differentiable(linear_scan, linear_scan_backward, 1)
 tag_caches(__name__)

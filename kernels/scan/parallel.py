@@ -13,29 +13,24 @@ from .tables import powers
 
 
 def scan_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dtype = log_decay.dtype
     X, final = all_states(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, initial_state, documents)
     return query_readout(X, q.to(dtype), mixing).to(v.dtype), final
 
 
 def linear_parallel(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     X, final = all_states(z.to(log_decay.dtype), log_decay, initial_state, documents)
     return linear_readout(X, readout).to(z.dtype), final
 
 
 def all_states(
-    z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """z [B, T, H, P] -> every state [B, T, H, M, P] (complex), and the last one as real pairs [B, H, M, P, 2]."""
     T, M = z.shape[1], log_decay.shape[1]
     shifts = [1 << s for s in range(max(T - 1, 1).bit_length())]  # 1 is always there: the initial state uses it

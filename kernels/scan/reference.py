@@ -101,14 +101,9 @@ def paper_linear(
 
 
 def scan_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """backend="reference" of `interdomain_scan`: token by token, one state, no chunk."""
     dtype, R = log_decay.dtype, q.shape[-1]
     B, T, H = k.shape[:3]

@@ -3,17 +3,14 @@
 Shapes: B batch, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
 M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
 
-`scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, which inductor fuses. The ops
-further down are the fused kernels of triton_step.py, for CUDA and without gradients.
+`scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, which inductor fuses. The two ops
+are the fused kernels of triton_step.py: on CUDA, without gradients, and over the state itself.
 """
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .library import op_name, tag_caches
+from .library import tag_caches
 from .tables import powers
 
 
@@ -24,6 +21,7 @@ def decay_factor(log_decay: Tensor) -> Tensor:
 
 
 def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (o [B, Hq, D] in v's dtype, the new state [B, H, M, P, 2])."""
     dtype, R, M = decay.dtype, q.shape[-1], decay.shape[1]
     X_re, X_im = _advanced(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), decay, state)
     q = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, R]
@@ -36,6 +34,7 @@ def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, st
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (y [B, H, P] in z's dtype, the new state [B, H, M, P, 2])."""
     M = decay.shape[1]
     X_re, X_im = _advanced(z.to(decay.dtype), decay, state)
     y = (readout[:, :M, None] * X_re - readout[:, M:, None] * X_im).sum(-2)
@@ -49,85 +48,32 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
 
 
-# The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The names that end in an
-# underscore overwrite the state.
+# The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The underscore: they overwrite
+# the state, which must be contiguous.
 
 
-@torch.library.custom_op(
-    op_name(__name__, "scan_step"),
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor mixing, Tensor state) -> (Tensor, Tensor)",
-)
-def fused_scan_step(q, k, v, decay, mixing, state):
+@torch.library.custom_op("interdomain::scan_step_", mutates_args=("state",))
+def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
     from . import triton_step
 
     return triton_step.scan_step(q, k, v, decay, mixing, state)
 
 
-@torch.library.custom_op(
-    op_name(__name__, "scan_step_"),
-    mutates_args=("state",),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor mixing, Tensor(a!) state) -> Tensor",
-)
-def fused_scan_step_(q, k, v, decay, mixing, state):
-    from . import triton_step
-
-    return triton_step.scan_step(q, k, v, decay, mixing, state, inplace=True)[0]
-
-
-@torch.library.custom_op(
-    op_name(__name__, "linear_step"),
-    mutates_args=(),
-    schema="(Tensor z, Tensor decay, Tensor readout, Tensor state) -> (Tensor, Tensor)",
-)
-def fused_linear_step(z, decay, readout, state):
+@torch.library.custom_op("interdomain::linear_step_", mutates_args=("state",))
+def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
     from . import triton_step
 
     return triton_step.linear_one_step(z, decay, readout, state)
 
 
-@torch.library.custom_op(
-    op_name(__name__, "linear_step_"),
-    mutates_args=("state",),
-    schema="(Tensor z, Tensor decay, Tensor readout, Tensor(a!) state) -> Tensor",
-)
-def fused_linear_step_(z, decay, readout, state):
-    from . import triton_step
-
-    return triton_step.linear_one_step(z, decay, readout, state, inplace=True)[0]
-
-
-@fused_scan_step_.register_fake
+@scan_step_.register_fake
 def _(q, k, v, decay, mixing, state):
     return v.new_empty(*q.shape[:2], v.shape[2])
 
 
-@fused_scan_step.register_fake
-def _(q, k, v, decay, mixing, state):
-    return v.new_empty(*q.shape[:2], v.shape[2]), state.new_empty(state.shape)
-
-
-@fused_linear_step_.register_fake
+@linear_step_.register_fake
 def _(z, decay, readout, state):
     return z.new_empty(z.shape)
 
-
-@fused_linear_step.register_fake
-def _(z, decay, readout, state):
-    return z.new_empty(z.shape), state.new_empty(state.shape)
-
-
-class Forms(NamedTuple):
-    """The names of a step's inputs, and the ways to compute it: plain PyTorch and fused kernels, an underscore for in place."""
-
-    token: tuple[str, ...]
-    table: str
-    plain: Callable
-    fused: Callable
-    fused_: Callable
-
-
-INTERDOMAIN = Forms(("q", "k", "v"), "mixing", scan_step, fused_scan_step, fused_scan_step_)
-LINEAR = Forms(("z",), "readout", linear_one_step, fused_linear_step, fused_linear_step_)
 
 tag_caches(__name__)

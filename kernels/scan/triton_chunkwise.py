@@ -24,20 +24,10 @@ from .triton_support import operand_dtype
 
 
 def scan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-    parallel: bool = False,
-    save: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M] for the backward if `save`)."""
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None, *, documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M], which the backward takes)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
@@ -45,12 +35,6 @@ def scan_forward(
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2) if need_final else None
-        if plan.one_forward:
-            from . import gluon_launch
-
-            if gluon_launch.fits(plan, tab, span, q, k, v):
-                a = gluon_launch.forward(tab, span, q, k, v, mixing, states, o, final, save)
-                return o.contiguous(), final, a
         a = launch.contract(plan, tab, span, q, k, states, (0, R + D), final)
         if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
             launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)
@@ -60,21 +44,10 @@ def scan_forward(
 
 
 def scan_backward(
-    d_o: Tensor,
-    d_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-    need_decay: bool,
-    a: Tensor | None = None,
-    *,
-    documents: Tensor | None = None,
-    parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
+    initial_state: Tensor | None, chunk_size: int | None, need_decay: bool, a: Tensor | None = None, *,
+    documents: Tensor | None = None, parallel: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
 
     a: as the forward returned it, or None to compute it again.
@@ -96,28 +69,17 @@ def scan_backward(
         pairs = ((e, q, keys), (b, d_o, values))
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
-        if need_decay:
-            parts_k = launch.adjoint_decay(plan, tab, span, e, q, k, states, costates, keys, dk, d_initial)
-            parts_v = launch.adjoint_decay(plan, tab, span, b, d_o, v, states, costates, values, dv, d_initial)
-            d_log_decay = launch.conj_sum(parts_k, parts_v)
-        else:
-            d_log_decay = None
-            launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial)
-            launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial)
+        decay_k, decay_v = (dict(v=x, state=states) if need_decay else {} for x in (k, v))
+        parts_k = launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial, **decay_k)
+        parts_v = launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial, **decay_v)
+        d_log_decay = None if parts_k is None or parts_v is None else launch.conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
 
 def linear_forward(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-    *,
-    documents: Tensor | None = None,
-    need_final: bool = True,
-    parallel: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None, *,
+    documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
@@ -131,18 +93,9 @@ def linear_forward(
 
 
 def linear_backward(
-    d_y: Tensor,
-    d_final: Tensor | None,
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    initial_state: Tensor | None,
-    chunk_size: int | None,
-    need_decay: bool,
-    *,
-    documents: Tensor | None = None,
-    parallel: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
+    chunk_size: int | None, need_decay: bool, *, documents: Tensor | None = None, parallel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
@@ -150,27 +103,21 @@ def linear_backward(
         plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = tab.constant
+        assert b is not None
         dz = launch.padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
-        if need_decay:
-            parts = launch.adjoint_decay(plan, tab, span, b, d_y, z, states, costates, (0, P), dz, d_initial)
-            d_log_decay = launch.conj_sum(parts)
-        else:
-            d_log_decay = None
-            launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial)
+        decay = dict(v=z, state=states) if need_decay else {}
+        parts = launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial, **decay)
+        d_log_decay = None if parts is None else launch.conj_sum(parts)
         d_readout = launch.conj_sum(launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True), pairs=False)
         return dz.contiguous(), d_log_decay, d_readout, d_initial
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...],
-    log_decay: Tensor,
-    chunk_size: int | None,
-    documents: Tensor | None,
-    parallel: bool,
+    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, documents: Tensor | None, parallel: bool,
     readout: Tensor | None = None,
-) -> tuple[Plan, Tables, Span]:
+) -> tuple[Plan, Tables, Span]:  # fmt: skip
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
@@ -198,14 +145,9 @@ def _states(
 
 
 def _costates(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    pairs: tuple[tuple[Tensor | Constant, Tensor, tuple[int, int]], ...],
-    log_decay: Tensor,
-    d_final: Tensor | None,
-    H: int,
-) -> Tensor | None:
+    plan: Plan, tab: Tables, span: Span, pairs: tuple[tuple[Tensor | Constant, Tensor, tuple[int, int]], ...],
+    log_decay: Tensor, d_final: Tensor | None, H: int,
+) -> Tensor | None:  # fmt: skip
     """Gradients of the states after every segment, [B, H, S, M, P, 2]; None for one segment and no d_final."""
     if span.segments == 1:
         return None if d_final is None else launch.dense(d_final)

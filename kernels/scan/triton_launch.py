@@ -1,8 +1,10 @@
-"""How the Triton passes are launched: tables of powers, pointers, grids. Tile sizes are the plan's.
+"""How the Triton passes are launched: tables of powers, pointers, grids. Tile sizes come from triton_plan.py.
 
 Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all else contiguous
-(`dense`); every pointer is a multiple of 16 bytes. A launcher allocates what it returns and nothing else.
+(`dense`); every pointer is a multiple of 16 bytes, or None where there is no tensor. A launcher allocates what it returns.
 """
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from typing import NamedTuple
 
@@ -11,10 +13,9 @@ import triton
 from torch import Tensor
 
 from .triton_adjoint import adjoint_kernel
-from .triton_chain import chain_kernel
 from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_plan import Plan, segment_count
-from .triton_tables import sum_kernel, tables_kernel
+from .triton_tables import chain_kernel, sum_kernel, tables_kernel
 
 
 class Span(NamedTuple):
@@ -69,26 +70,16 @@ class Tables(NamedTuple):
             constant = Constant(torch.empty_like(t), t.new_empty(H, L, L))
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
-            dense(log_decay), t, t_conj, t_conj_T, E, step, step if segment is None else segment,
-            *((step, t, t) if readout is None else (dense(readout), *constant)), H, length, last,
-            M=M, L=L, BL=BL, SEGMENTS=segment is not None, LINEAR=readout is not None, num_warps=4,
+            dense(log_decay), t, t_conj, t_conj_T, E, step, segment, _dense(readout), *(constant or (None, None)),
+            H, length, last, M=M, L=L, BL=BL, num_warps=4,
         )  # fmt: skip
         return cls(t, t_conj, t_conj_T, E, step, segment, constant)
 
 
 def contract(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    q: Tensor,
-    k: Tensor,
-    state: Tensor | None,
-    channels: tuple[int, int],
-    final: Tensor | None = None,
-    *,
-    total: bool = False,
-    conj: bool = False,
-) -> Tensor:
+    plan: Plan, tab: Tables, span: Span, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int],
+    final: Tensor | None = None, *, total: bool = False, conj: bool = False,
+) -> Tensor:  # fmt: skip
     """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for `conj_sum`
     (Hq = H).
 
@@ -105,13 +96,10 @@ def contract(
     else:
         out = torch.empty(B, Hq, T, N, dtype=plan.dtype, device=q.device)
     contract_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
-        q, k, tab.t, tab.E, tab.step, _or_dummy(state, tab), out, _or_dummy(final, tab), _or_dummy(span.documents, tab),
-        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
-        *_strides(q), *_strides(k),
-        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision,
-        HAS_STATE=state is not None, STORE_STATE=final is not None, SUM=total, CONJ=conj,
-        DOCUMENTS=span.documents is not None, EVEN=span.even(plan.chunk),
-        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
+        q, k, tab.t, tab.E, tab.step, state, out, final, span.documents,
+        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(q), *_strides(k),
+        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision, SUM=total, CONJ=conj,
+        EVEN=span.even(plan.chunk), num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
     return out
 
@@ -126,150 +114,85 @@ def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) 
     chunks, M = triton.cdiv(a.shape[2], plan.chunk), a.shape[3] // 2
     sequences = a.shape[0] * a.shape[1] * (M // _mix_block(plan, M))
     # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
-    return _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
+    b, e, parts = _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
+    assert e is not None
+    assert parts is not None
+    return b, e, parts.sum((0, 2))
 
 
-def _mix(plan, tab, a, mixing, blocks, c=None):
+def _mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, blocks: int, c: Tensor | None = None):
     (B, Hq, T, N), H = a.shape, mixing.shape[0]
     _, warps, stages = plan.mix
     BM = _mix_block(plan, N // 2)
     spans = triton.cdiv(T, plan.chunk * blocks)
-    b = torch.empty_like(a)
-    e, gradient = (b, tab.E) if c is None else (torch.empty_like(c), tab.E.new_empty(B, H, Hq // H * spans, N, N))
+    b, e = torch.empty_like(a), None if c is None else torch.empty_like(c)
+    parts = None if c is None else tab.E.new_empty(B, H, Hq // H * spans, N, N)
     mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
-        a, a if c is None else c, _operand(mixing, plan), tab.E, b, e, gradient, T, blocks, Hq, Hq // H,
-        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, BACKWARD=c is not None, EVEN=T % plan.chunk == 0,
+        a, c, _operand(mixing, plan), tab.E, b, e, parts, T, blocks, Hq, Hq // H,
+        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, EVEN=T % plan.chunk == 0,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    return b, e, None if c is None else gradient.sum((0, 2))
+    return b, e, parts
 
 
 def expand(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    b: Tensor | Constant | None,
-    v: Tensor,
-    state: Tensor | None,
-    channels: tuple[int, int],
-    out: Tensor | None,
-    final: Tensor | None = None,
-    *,
-    mixing: Tensor | None = None,
-) -> None:
+    plan: Plan, tab: Tables, span: Span, b: Tensor | Constant | None, v: Tensor, state: Tensor | None,
+    channels: tuple[int, int], out: Tensor | None, final: Tensor | None = None, *, mixing: Tensor | None = None,
+) -> None:  # fmt: skip
     """Pass 2 of (b~, v) into out [B, T, Hq, D] and the last state into final [B, H, M, P, 2].
 
     b: [B, Hq, T, 2M], or Constant; with `mixing`, W [H, 2M, 2M], it is a and b~ = E (W a). Without `out` b is not used,
     and final is [B, H, S, M, P, 2] and takes the states after the segments, each started from zero.
     """
-    rows, scores, linear = _split(b, tab)
+    rows, scores = b if isinstance(b, Constant) else (b, None)
     B, T, H, D = v.shape
     Hq, N = (H if out is None else out.shape[2]), tab.E.shape[2]
-    weights = rows if mixing is None else _operand(mixing, plan)
-    numbers, warps, stages = plan.expand if mixing is None else plan.fused
+    numbers, warps, stages = plan.fused if mixing is not None and plan.fused else plan.expand
     BD = _block(min(_power_of_two(D), 64), numbers // N)
     expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
-        rows, v, scores, weights, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), v if out is None else out,
-        _or_dummy(final, tab), _or_dummy(span.documents, tab),
-        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0],
-        *_strides(v), *_strides(v if out is None else out),
-        D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision,
-        HAS_STATE=state is not None, STORE_STATE=0 if final is None else (2 if out is None else 1),
-        OUTPUT=out is not None, MIX=mixing is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
-        EVEN=span.even(plan.chunk),
+        rows, v, scores, None if mixing is None else _operand(mixing, plan), tab.t_conj_T, tab.E, tab.step,
+        state, out, final, span.documents,
+        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(v), *_strides(out, like=v),
+        D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
 
 
 def adjoint(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    b: Tensor | Constant,
-    d_o: Tensor,
-    costate: Tensor | None,
-    channels: tuple[int, int],
-    H: int,
-    out: Tensor | None,
-    initial: Tensor | None = None,
-) -> None:
-    """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2].
+    plan: Plan, tab: Tables, span: Span, b: Tensor | Constant, d_o: Tensor, costate: Tensor | None,
+    channels: tuple[int, int], H: int, out: Tensor | None = None, initial: Tensor | None = None, *,
+    v: Tensor | None = None, state: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2]. With `v`
+    -> the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
 
-    costate: gradients of the states after every segment, [B, H, S, M, P, 2]. Without `out`, initial is
-    [B, H, S, M, P, 2] and takes the gradients of the states before the segments, each from zero after it.
+    In one launch where the plan joins the two. costate: gradients of the states after every segment, [B, H, S, M, P, 2];
+    state: before every segment, likewise. With `initial` but without `out`, initial is [B, H, S, M, P, 2] and takes the
+    gradients of the states before the segments, each from zero after it.
     """
-    _reverse(plan, tab, span, b, d_o, None, H, None, costate, channels, out, initial, decay=False)
-
-
-def decay(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    b: Tensor | Constant,
-    d_o: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    costate: Tensor | None,
-    channels: tuple[int, int],
-) -> Tensor:
-    """The part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
-
-    state: before every segment, [B, H, S, M, P, 2].
-    """
-    return _reverse(plan, tab, span, b, d_o, v, v.shape[2], state, costate, channels, None, None, adjoint=False)
-
-
-def adjoint_decay(
-    plan: Plan,
-    tab: Tables,
-    span: Span,
-    b: Tensor | Constant,
-    d_o: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    costate: Tensor | None,
-    channels: tuple[int, int],
-    out: Tensor,
-    initial: Tensor | None = None,
-) -> Tensor:
-    """Both: what `adjoint` does, and the parts that `decay` returns. In one launch where the plan joins them."""
-    H = v.shape[2]
-    if plan.one_reverse and isinstance(b, Tensor):
-        from . import gluon_launch  # Triton's interpreter, and its versions before 3.6, do without
-
-        if gluon_launch.fits(plan, tab, span, d_o, v):
-            return gluon_launch.reverse(tab, span, b, d_o, v, state, costate, channels, out, initial)
-    if plan.joined:
-        return _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial)
-    adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
-    return decay(plan, tab, span, b, d_o, v, state, costate, channels)
-
-
-def _reverse(plan, tab, span, b, d_o, v, H, state, costate, channels, out, initial, *, adjoint=True, decay=True):
+    pass_3 = out is not None or initial is not None
+    if pass_3 and v is not None and not plan.joined:
+        adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
+        return adjoint(plan, tab, span, b, d_o, costate, channels, H, v=v, state=state)
     B, T, Hq, D = d_o.shape
     G, N = Hq // H, tab.E.shape[2]
-    rows, scores, linear = _split(b, tab)
-    _, warps, stages = plan.expand if adjoint else plan.decay
+    rows, scores = b if isinstance(b, Constant) else (b, None)
+    _, warps, stages = plan.expand if pass_3 else plan.decay
     BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)
     BK = min(_power_of_two(D), 64, plan.decay[0] // 32)
     BM = _block(N // 2, plan.decay[0] // (2 * BK))
     blocks = triton.cdiv(D, BK)
-    programs = (triton.cdiv(D, BD) if adjoint else 0) + (G * blocks * (N // 2 // BM) if decay else 0)
-    g = tab.E.new_empty(B, H, G * span.segments * blocks, N) if decay else None
-    dv, v = (d_o if x is None else x for x in (out, v))  # pointers that the kernel is compiled not to touch
+    programs = (triton.cdiv(D, BD) if pass_3 else 0) + (0 if v is None else G * blocks * (N // 2 // BM))
+    parts = None if v is None else tab.E.new_empty(B, H, G * span.segments * blocks, N)
     adjoint_kernel[(B * H * span.segments * programs,)](
-        rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, _or_dummy(state, tab), _or_dummy(costate, tab),
-        dv, _or_dummy(initial, tab), _or_dummy(g, tab), _or_dummy(span.documents, tab),
-        T, span.segments, span.chunks, H, channels[1], channels[0],
-        *_strides(d_o), *_strides(v), *_strides(dv),
+        rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, state, costate, out, initial, parts,
+        span.documents, T, span.segments, span.chunks, H, channels[1], channels[0],
+        *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
         D=D, G=G, M=N // 2, L=plan.chunk, BD=BD, BK=BK, BM=BM, PRECISION=plan.precision,
-        HAS_STATE=state is not None, HAS_COSTATE=costate is not None,
-        STORE_STATE=0 if initial is None else (2 if out is None else 1),
-        ADJOINT=adjoint, DECAY=decay, OUTPUT=out is not None, LINEAR=linear, DOCUMENTS=span.documents is not None,
         HELD=plan.held and span.documents is None, EVEN=span.even(plan.chunk),
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    return g
+    return parts
 
 
 def conj_sum(*parts: Tensor, pairs: bool = True) -> Tensor:
@@ -292,10 +215,8 @@ def chain(tab: Tables, local: Tensor, start: Tensor | None, span: Span, chunk: i
     out = torch.empty_like(local)
     BE = 32
     chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, out if start is None else dense(start), tab.segment, out, _or_dummy(span.documents, tab),
-        S, H, P, span.T, span.chunks * chunk,
-        M=M, BS=16, BE=BE, HAS_START=start is not None, REVERSE=reverse,
-        DOCUMENTS=span.documents is not None, num_warps=4,
+        local, _dense(start), tab.segment, out, span.documents, S, H, P, span.T, span.chunks * chunk,
+        M=M, BS=16, BE=BE, REVERSE=reverse, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -319,6 +240,10 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else dense(x)
+
+
 def padded_empty(x: Tensor) -> Tensor:
     """Uninitialised, in x's shape, rows padded to a multiple of 16."""
     width = x.shape[-1]
@@ -336,18 +261,12 @@ def _operand(mixing: Tensor, plan: Plan) -> Tensor:
     return torch.empty(mixing.shape, dtype=plan.dtype, device=mixing.device).copy_(mixing)
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    # That of a dimension of one is never used, and may be anything: 0 keeps it from asking for another compilation.
+def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
+    """Without the last. `like` stands in where there is no tensor: the same sizes, so no compilation of their own."""
+    x = like if x is None else x
+    assert x is not None
+    # The stride of a dimension of one is never used, and may be anything: 0 keeps it from asking for another compilation.
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
-
-
-def _split(b: Tensor | Constant | None, tab: Tables) -> tuple[Tensor, Tensor, bool]:
-    """Pointers to b~ and to the constant scores, and whether there are any."""
-    return (*b, True) if isinstance(b, Constant) else (_or_dummy(b, tab), tab.step, False)
-
-
-def _or_dummy(x: Tensor | None, tab: Tables) -> Tensor:
-    return tab.step if x is None else x  # a pointer that the kernel is compiled not to touch
 
 
 def _power_of_two(n: int) -> int:

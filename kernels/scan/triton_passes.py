@@ -1,5 +1,5 @@
-"""The passes of the chunkwise scan as Triton kernels: contract (pass 1), mix (W), expand (pass 2); pass 3 and the decay's
-gradient, which follow the same conventions, have files of their own.
+"""The passes of the chunkwise scan as Triton kernels: contract (pass 1), mix (W), expand (pass 2). Pass 3 and the gradient of
+the decay are in triton_adjoint.py.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
 P channels of a state row, M basis functions, L chunk length, S segments of time that run side by side.
@@ -14,8 +14,9 @@ Programs are numbered along one grid axis (the others end at 65,535). Notation a
     p_step    enter = Lambda^(r+1) and carry = Lambda^L, each as (Re | Im)           [H, 2, 2M]       fp32
     p_a, p_b  a (or c), and b~ = E b (or e~ = E e), rows (Re | Im)                   [B, Hq, T, 2M]   operand dtype
     p_x, p_g  states before, costates after each segment; real pairs, unit gain      [B, H, S, M, P, 2] fp32
-    p_n       numbers of packed documents, read if DOCUMENTS                         [B, T] int32
+    p_n       numbers of packed documents,                                          [B, T] int32
 
+A pointer that is None is compiled out: no state before (p_x), none asked for (p_y), no documents (p_n).
 Complex numbers are stacked (Re | Im) along one axis: a complex product is then one real matrix product, and the halves
 are split in registers where they meet E or a power of Lambda.
 A state enters a chunk as `step * what the last chunk left`, where step is enter for the first chunk and carry after it.
@@ -24,6 +25,8 @@ transposed is computed transposed; `tl.trans` is applied to tiles as they were l
 Operands are bf16 with fp32 accumulation, or fp32 with `PRECISION` (never plain TF32).
 EVEN: every chunk has L tokens. A mask that ends in `| EVEN` the compiler then knows to be true, and leaves out.
 """
+# Triton compiles these functions: their types are not what Python sees.
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -92,41 +95,11 @@ def scale_rows(b_x, b_re, b_im, BM: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
 def contract_kernel(
-    p_q,
-    p_k,
-    p_t,
-    p_e,
-    p_step,
-    p_x,
-    p_a,
-    p_y,
-    p_n,
-    T,
-    S,
-    chunks,
-    Hq,
-    G,
-    P,
-    first,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    BR: tl.constexpr,
-    BM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    STORE_STATE: tl.constexpr,
-    SUM: tl.constexpr,
-    CONJ: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    p_q, p_k, p_t, p_e, p_step, p_x, p_a, p_y, p_n,
+    T, S, chunks, Hq, G, P, first, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    R: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+    PRECISION: tl.constexpr, SUM: tl.constexpr, CONJ: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Pass 1: a_i = X^k_i q_i = E_i (sum_(j<=i) (q_i . k_j) T_j + S q_i), for (q, k) and, backwards, (do, v).
 
     Grid: B Hq S (M / BM) ceil(R / BR) programs; R <= BR unless SUM. Tiles: state [BR, 2 BM] fp32, q and k [L, BR],
@@ -134,7 +107,7 @@ def contract_kernel(
     SUM (linear readout): p_a is [programs of one (b, h), 2M] fp32 and takes sum_t a_t of a block of channels; the
     rows are added up chunk over chunk and meet E once at the end.
     CONJ: the conjugate of a goes to p_a.
-    STORE_STATE: p_y [B, H, M, P, 2] takes the last state in channels first .. first + R.
+    p_y [B, H, M, P, 2] takes the last state in channels first .. first + R.
     """
     DTYPE = p_t.dtype.element_ty
     NM: tl.constexpr = M // BM
@@ -157,7 +130,7 @@ def contract_kernel(
     b_er = tl.load(p_em)
     b_ei = tl.load(p_em + M)
     b_s = tl.zeros([BR, 2 * BM], dtype=tl.float32)
-    if HAS_STATE:
+    if p_x is not None:
         o_x = (o_n % M)[None, :] * (2 * P) + (o_n // M)[None, :] + 2 * (first + o_r)[:, None]
         b_s = tl.load(p_x + ((i_b * (Hq // G) + i_h) * S + i_s) * M * P * 2 + o_x, mask=m_r[:, None], other=0.0)
     if SUM:
@@ -179,7 +152,7 @@ def contract_kernel(
         b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         m_p = o_l[:, None] >= o_l[None, :]
         b_a = tl.dot(b_q, b_s.to(DTYPE), input_precision=PRECISION)
-        if DOCUMENTS:
+        if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
             m_p = m_p & (b_n[:, None] == b_n[None, :])
             b_a = tl.where((b_n == n_before)[:, None], b_a, 0.0)
@@ -192,7 +165,7 @@ def contract_kernel(
         if SUM:
             b_sum += b_a
         else:
-            if DOCUMENTS:
+            if p_n is not None:
                 # Always 0, which the compiler cannot know: E is read again, and its 64 registers are free until here.
                 b_er = tl.load(p_em + i_c // T)
                 b_ei = tl.load(p_em + i_c // T + M)
@@ -203,7 +176,7 @@ def contract_kernel(
     if SUM:
         b_sum = tl.sum(scale_columns(b_sum, b_er, b_ei, L, BM), axis=0)
         tl.store(p_a + (i_p // NM).to(tl.int64) * (2 * M) + o_n, b_sum)
-    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
+    if p_y is not None:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
         if (i_s == S - 1) & (i_q % G == 0):
             p_f = p_e + (i_h * L + T - 1 - (stop - 1) * L) * (2 * M) + o_m
             b_s = scale_columns(b_s, tl.load(p_f)[None, :], tl.load(p_f + M)[None, :], BR, BM)
@@ -213,27 +186,12 @@ def contract_kernel(
 
 @triton.jit(do_not_specialize=["T", "blocks", "Hq", "G"])
 def mix_kernel(
-    p_a,
-    p_c,
-    p_w,
-    p_e,
-    p_b,
-    p_y,
-    p_dw,
-    T,
-    blocks,
-    Hq,
-    G,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    BM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    p_a, p_c, p_w, p_e, p_b, p_y, p_dw, T, blocks, Hq, G,
+    M: tl.constexpr, L: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """b~ = E (W a) for every token, with p_w [H, 2M, 2M] W.
 
-    BACKWARD: besides e~ = E conj(W^T conj(c)) to p_y, and dW = sum_t conj(c_t) a_t^T, where p_c is conj(c).
+    With p_c, which is conj(c), besides e~ = E conj(W^T conj(c)) to p_y, and dW = sum_t conj(c_t) a_t^T to p_dw.
 
     Grid: B Hq ceil(T / (L blocks)) (M / BM) programs; each keeps its columns of W^T, and of W, on chip for `blocks`
     chunks. Tiles: a and c [L, 2M], W [2M, 2 BM], b~ and e~ [L, 2 BM], dW [2 BM, 2M] fp32. Bytes per token and query
@@ -261,7 +219,7 @@ def mix_kernel(
     base = i_q.to(tl.int64) * T * (2 * M)
     o_x = base + o_l[:, None] * (2 * M) + o_k[None, :]
     o_y = base + o_l[:, None] * (2 * M) + o_n[None, :]
-    if BACKWARD:
+    if p_c is not None:
         o_r = stacked_index(1 - i_m, M, BM) if HALVES else o_k
         b_wr = tl.load(p_wh + o_r[:, None] * (2 * M) + o_n[None, :])
         if HALVES:
@@ -274,7 +232,7 @@ def mix_kernel(
         b_a = tl.load(p_a + o_x + i_t, mask=m_t, other=0.0)
         b_b = scale_columns(tl.dot(b_a, b_wt, input_precision=PRECISION), b_er, b_ei, L, BM)
         tl.store(p_b + o_y + i_t, b_b.to(p_b.dtype.element_ty), mask=m_t)
-        if BACKWARD:
+        if p_c is not None:
             b_c = tl.load(p_c + o_y + i_t, mask=m_t, other=0.0)
             # Not the last product: Triton leaves one in flight over the loop's end if nothing but itself takes its result, and
             # ptxas then waits for every wgmma before the next.
@@ -285,61 +243,29 @@ def mix_kernel(
                 b_y = tl.dot(b_c, b_w, b_y, input_precision=PRECISION)
             b_y = scale_columns(b_y, b_er, b_ei, L, BM, 1)
             tl.store(p_y + o_y + i_t, b_y.to(p_y.dtype.element_ty), mask=m_t)
-    if BACKWARD:
+    if p_c is not None:
         p_dwt = p_dw + (i_p // NM).to(tl.int64) * (4 * M * M)
         tl.store(p_dwt + o_n[:, None] * (2 * M) + o_k[None, :], b_dw)
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks", "Hq", "G", "P", "first"])
 def expand_kernel(
-    p_b,
-    p_v,
-    p_d,
-    p_w,
-    p_tt,
-    p_e,
-    p_step,
-    p_x,
-    p_o,
-    p_y,
-    p_n,
-    T,
-    S,
-    chunks,
-    Hq,
-    G,
-    P,
-    first,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    L: tl.constexpr,
-    BD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    STORE_STATE: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    MIX: tl.constexpr,
-    LINEAR: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    p_b, p_v, p_d, p_w, p_tt, p_e, p_step, p_x, p_o, p_y, p_n,
+    T, S, chunks, Hq, G, P, first, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
+    D: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """Pass 2: o_i = Re(b_i^T X^v_i) = sum_(j<=i) Re(b~_i^T T_j) v_j + Re(b~_i^T S); dq likewise from (e~, k).
 
     Grid: B Hq S ceil(D / BD) programs. Tiles: state [2M, BD] fp32 as (Re ; -Im), b~ [L, 2M], v and o [L, BD],
     T [2M, L], scores [L, L]. Bytes per token and query head: b~ and the scores once per block of D, v and o once.
-    MIX: p_b is a, and b~ = E (W a) is made here, with p_w [H, 2M, 2M] W on chip.
-    LINEAR: b~ is the same for every chunk, p_b [H, L, 2M], and so are the scores, p_d [H, L, L].
-    OUTPUT off: only the state is wanted, p_b and p_o are unused.
-    STORE_STATE: 1, the state after the last token goes to p_y [B, H, M, P, 2], channels first .. first + D; 2, the
-    state after every segment, started from zero, to p_y [B, H, S, M, P, 2] (one query head per state head is launched).
+    With p_w, W [H, 2M, 2M], p_b is a, and b~ = E (W a) is made here, with W on chip.
+    With p_d (linear readout) b~ is the same for every chunk, p_b [H, L, 2M], and so are the scores, p_d [H, L, L].
+    With p_o, the state after the last token goes to p_y [B, H, M, P, 2], channels first .. first + D. Without it only states
+    are wanted: those after every segment, started from zero, go to p_y [B, H, S, M, P, 2] (G = 1, p_b is unused).
     """
     DTYPE = p_tt.dtype.element_ty
+    OUTPUT: tl.constexpr = p_o is not None
+    LINEAR: tl.constexpr = p_d is not None
     ND: tl.constexpr = (D + BD - 1) // BD
     i_p = tl.program_id(0)
     i_d = i_p % ND
@@ -362,14 +288,15 @@ def expand_kernel(
     b_ci = tl.load(p_f + 3 * M)
     b_sign = tl.where(o_n < M, 1.0, -1.0)[:, None]
     b_s = tl.zeros([2 * M, BD], dtype=tl.float32)
-    if HAS_STATE:
+    if p_x is not None:
         o_x = (o_n % M)[:, None] * (2 * P) + (o_n // M)[:, None] + 2 * (first + o_d)[None, :]
         b_s = b_sign * tl.load(p_x + (i_bh * S + i_s) * M * P * 2 + o_x, mask=m_d[None, :], other=0.0)
 
     p_vt = p_v + i_b * stride_vb + i_h.to(tl.int64) * stride_vh + o_l[:, None] * stride_vt + o_d[None, :]
-    p_ot = p_o + i_b * stride_ob + i_q.to(tl.int64) * stride_oh + o_l[:, None] * stride_ot + o_d[None, :]
-    p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
-    if MIX:
+    if OUTPUT:
+        p_ot = p_o + i_b * stride_ob + i_q.to(tl.int64) * stride_oh + o_l[:, None] * stride_ot + o_d[None, :]
+        p_bt = p_b + (i_b * Hq + i_q) * T * (2 * M) + o_l[:, None] * (2 * M) + o_n[None, :]
+    if p_w is not None:
         b_w = tl.load(p_w + i_h * (4 * M * M) + o_n[None, :] * (2 * M) + o_n[:, None])
         p_em = p_e + (i_h * L + o_l)[:, None] * (2 * M) + o_m[None, :]
         b_er = tl.load(p_em)
@@ -386,32 +313,32 @@ def expand_kernel(
         b_re = tl.where(i_c == start, b_fr, b_cr)[:, None]
         b_im = tl.where(i_c == start, b_fi, b_ci)[:, None]
         b_s = scale_rows(b_s, b_re, -b_im, M, BD)  # the rows hold the conjugate
-        if DOCUMENTS:
+        if p_n is not None:
             b_n, n_before, n_last = documents_of(p_n, i_b, i_c, T, L)
         if OUTPUT:
             if not LINEAR:
                 b_b = tl.load(p_bt + i_t * (2 * M), mask=m_t[:, None], other=0.0)
-                if MIX:
+                if p_w is not None:
                     b_b = tl.dot(b_b, b_w, input_precision=PRECISION)
                     b_b = scale_columns(b_b, b_er, b_ei, L, M).to(DTYPE)
                 b_p = tl.dot(b_b, b_tt, input_precision=PRECISION)
                 b_p = tl.where(o_l[:, None] >= o_l[None, :], b_p, 0.0).to(DTYPE)
             b_o = tl.dot(b_b, b_s.to(DTYPE), input_precision=PRECISION)
             b_d = b_p
-            if DOCUMENTS:
+            if p_n is not None:
                 b_d = tl.where(b_n[:, None] == b_n[None, :], b_p, 0.0)
                 b_o = tl.where((b_n == n_before)[:, None], b_o, 0.0)
             b_o = tl.dot(b_d, b_v, b_o, input_precision=PRECISION)
             tl.store(p_ot + i_t * stride_ot, b_o.to(p_o.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
-        if DOCUMENTS:
+        if p_n is not None:
             b_s = tl.where(n_before == n_last, b_s, 0.0)
             b_v = tl.where((b_n == n_last)[:, None], b_v, 0.0)
         b_s = tl.dot(b_tt, b_v, b_s, input_precision=PRECISION)
 
-    if STORE_STATE:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
-        if (STORE_STATE == 2) | ((i_s == S - 1) & (i_q % G == 0)):
+    if p_y is not None:  # noqa: SIM102 (decided when the kernel is compiled; the next line when it runs)
+        if (not OUTPUT) | ((i_s == S - 1) & (i_q % G == 0)):
             p_f = p_e + (i_h * L + tl.minimum(L, T - (stop - 1) * L) - 1) * (2 * M) + o_m
             b_s = b_sign * scale_rows(b_s, tl.load(p_f)[:, None], -tl.load(p_f + M)[:, None], M, BD)
-            i_y = i_bh * S + i_s if STORE_STATE == 2 else i_bh
+            i_y = i_bh if OUTPUT else i_bh * S + i_s
             p_yt = p_y + i_y * M * P * 2 + state_offsets(o_n[:, None], first + o_d[None, :], P, M)
             tl.store(p_yt, b_s, mask=m_d[None, :])

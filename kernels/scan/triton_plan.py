@@ -1,7 +1,6 @@
 """Tile sizes of the Triton passes by device and shape, and the number of segments of time. Shapes as in triton_passes.py."""
 
 import functools
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,6 @@ class Plan(NamedTuple):
     fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None  # that a thread may have; None: for ptxas to choose
     held: bool = False  # whether adjoint and decay keep first operands of several products in registers
-    one_forward: bool = False  # the forward in one program (gluon_forward.py), where it has the shape
-    one_reverse: bool = False  # pass 3 and the decay in one program (gluon_reverse.py), where it has the shape
 
     @property
     def joined(self) -> bool:
@@ -67,24 +64,7 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
         # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
         tiles = (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1)
         plan = Plan(16, dtype, "tf32x3", *tiles, None, 255)
-    if major == 9:
-        plan = plan._replace(**_alternatives)
     return plan if chunk_size is None else plan._replace(chunk=chunk_size)
-
-
-_alternatives = {}
-
-
-@contextmanager
-def alternatives(**fields):
-    """Plans that are made inside have these fields of `Plan`: for checks and benchmarks of what is no default."""
-    before = dict(_alternatives)
-    _alternatives.update(fields)
-    try:
-        yield
-    finally:
-        _alternatives.clear()
-        _alternatives.update(before)
 
 
 def capability(device: torch.device) -> tuple[int, int]:

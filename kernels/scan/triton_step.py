@@ -1,4 +1,4 @@
-"""One token as two kernels (the linear readout: as the second): every state is read once and written once, in place if asked.
+"""One token as two kernels (the linear readout: as the second): every state is read once and written once, in place.
 Semantics as in step.py.
 
 Shapes: B batch, H state heads, G query heads per state head, Hq = G H, R key features, D value width, P = R + D
@@ -15,8 +15,8 @@ flight on every multiprocessor. W is read once per batch row, mostly from the L2
 decided on the host: a step can be captured in a CUDA graph and replayed. There is no autotuning, which would run the update in
 place many times, and there are no atomics: results repeat bit for bit. These functions record no gradient.
 """
-
-import contextlib
+# Triton kernels are called with launch options, and with plain numbers for constexprs.
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 import torch
 import triton
@@ -27,9 +27,9 @@ TILE = 4096  # numbers of X in a tile: 32 registers of each of 128 threads
 
 
 @triton.jit
-def _advance(p_x, p_y, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """Lambda X + z^T of the channels o_c [2 BC] of modes o_m [BM], a channel being a pair of numbers, C numbers in all; read
-    from p_x, written to p_y. -> (Re, Im), each [BM, BC].
+def _advance(p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
+    """X = Lambda X + z^T, in memory, of the channels o_c [2 BC] of modes o_m [BM], a channel being a pair of numbers, C numbers
+    in all. -> (Re, Im), each [BM, BC].
 
     Loaded as rows of numbers, 16 bytes at a time: as pairs [BM, BC, 2] it would be 8.
     """
@@ -38,37 +38,20 @@ def _advance(p_x, p_y, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: t
     b_re, b_im = tl.split(tl.reshape(tl.load(p_x + o_x, mask=m_x, other=0.0), [BM, BC, 2]))
     b_xr = b_lr[:, None] * b_re - b_li[:, None] * b_im + b_z[None, :]
     b_xi = b_lr[:, None] * b_im + b_li[:, None] * b_re
-    tl.store(p_y + o_x, tl.reshape(tl.join(b_xr, b_xi), [BM, 2 * BC]), mask=m_x)
+    tl.store(p_x + o_x, tl.reshape(tl.join(b_xr, b_xi), [BM, 2 * BC]), mask=m_x)
     return b_xr, b_xi
 
 
 @triton.jit(do_not_specialize=["H"])
 def contract_step_kernel(
-    p_q,
-    p_k,
-    p_lam,
-    p_w,
-    p_x,
-    p_y,
-    p_b,
-    H,
-    stride_qb,
-    stride_qh,
-    stride_kb,
-    stride_kh,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    UPPER: tl.constexpr,
-    BM: tl.constexpr,
-    BC: tl.constexpr,
-    BN: tl.constexpr,
-):
+    p_q, p_k, p_lam, p_w, p_x, p_b, H, stride_qb, stride_qh, stride_kb, stride_kh,
+    G: tl.constexpr, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr, UPPER: tl.constexpr,
+    BM: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and two of W [BN, BM], or four; BC >= R, BN >= M.
 
-    p_lam [H, M, 2], p_w [H, 2M, 2M] or, UPPER, [H, M, 2M]; p_x and p_y [B, H, M, P, 2], which may be the same: a program
-    reads and writes no state but its own, each number before it writes it. p_b [B, H, G, S, 2M].
+    p_lam [H, M, 2], p_w [H, 2M, 2M] or, UPPER, [H, M, 2M]; p_x [B, H, M, P, 2]: a program reads and
+    writes no state but its own, each number before it writes it. p_b [B, H, G, S, 2M].
     """
     DTYPE = p_x.dtype.element_ty
     S: tl.constexpr = (M + BM - 1) // BM
@@ -78,7 +61,6 @@ def contract_step_kernel(
     i_b = i_bh // H
     i_h = i_bh % H
     p_x += i_bh * (M * P * 2)
-    p_y += i_bh * (M * P * 2)
     p_lam += i_h * (2 * M)
     p_w += i_h * ((1 if UPPER else 2) * M * 2 * M)
     p_q += i_b * stride_qb + i_h * G * stride_qh
@@ -93,7 +75,7 @@ def contract_step_kernel(
     b_lr = tl.load(p_lam + 2 * o_m, mask=m_m, other=0.0)
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_k = tl.load(p_k + i_b * stride_kb + i_h * stride_kh + o_c, mask=m_c, other=0.0).to(DTYPE)
-    b_xr, b_xi = _advance(p_x, p_y, o_m, tl.arange(0, 2 * BC), m_m, 2 * R, b_lr, b_li, b_k, P, BM, BC)
+    b_xr, b_xi = _advance(p_x, o_m, tl.arange(0, 2 * BC), m_m, 2 * R, b_lr, b_li, b_k, P, BM, BC)
     p_wt = p_w + o_n[:, None] * (2 * M) + o_m[None, :]
     m_w = m_n[:, None] & m_m[None, :]
     b_wrr = tl.load(p_wt, mask=m_w, other=0.0)
@@ -114,26 +96,10 @@ def contract_step_kernel(
 
 @triton.jit(do_not_specialize=["H"])
 def expand_step_kernel(
-    p_v,
-    p_lam,
-    p_b,
-    p_x,
-    p_y,
-    p_o,
-    H,
-    stride_vb,
-    stride_vh,
-    stride_bb,
-    stride_bh,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    R: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    BM: tl.constexpr,
-    BD: tl.constexpr,
-    BS: tl.constexpr,
-):
+    p_v, p_lam, p_b, p_x, p_o, H, stride_vb, stride_vh, stride_bb, stride_bh,
+    G: tl.constexpr, S: tl.constexpr, R: tl.constexpr, P: tl.constexpr, M: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
     """Grid: B H ceil(D / BD) programs, D = P - R. Tiles: X^v [BM, BD], b [BS, BM] twice; BM >= M, BS >= S.
 
     p_b [B, H, G, S, 2M] with strides of its first two; p_o [B, H, G, D]; the rest as above.
@@ -147,7 +113,6 @@ def expand_step_kernel(
     i_b = i_bh // H
     i_h = i_bh % H
     p_x += i_bh * (M * P * 2) + 2 * R
-    p_y += i_bh * (M * P * 2) + 2 * R
     p_lam += i_h * (2 * M)
     p_b += i_b * stride_bb + i_h * stride_bh
     o_m = tl.arange(0, BM)
@@ -160,7 +125,7 @@ def expand_step_kernel(
     b_li = tl.load(p_lam + 2 * o_m + 1, mask=m_m, other=0.0)
     b_v = tl.load(p_v + i_b * stride_vb + i_h * stride_vh + o_d, mask=m_d, other=0.0).to(DTYPE)
     o_c = i_d * (2 * BD) + tl.arange(0, 2 * BD)
-    b_xr, b_xi = _advance(p_x, p_y, o_m, o_c, m_m, 2 * D, b_lr, b_li, b_v, P, BM, BD)
+    b_xr, b_xi = _advance(p_x, o_m, o_c, m_m, 2 * D, b_lr, b_li, b_v, P, BM, BD)
     for i_g in range(G):
         p_bt = p_b + (i_g * S + o_s[:, None]) * (2 * M) + o_m[None, :]
         m_b = (o_s < S)[:, None] & m_m[None, :]
@@ -170,55 +135,42 @@ def expand_step_kernel(
         tl.store(p_o + (i_bh * G + i_g) * D + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
 
 
-def scan_step(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor, *, inplace: bool = False
-) -> tuple[Tensor, Tensor]:
-    """-> (o [B, Hq, D] in v's dtype, the new state: `state` itself if `inplace`, which must then be contiguous)."""
+def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+    """-> o [B, Hq, D] in v's dtype. state [B, H, M, P, 2], contiguous, is overwritten with the new one."""
     B, H, R = k.shape
     G, M, P = q.shape[1] // H, decay.shape[1], state.shape[3]
-    q, k = _rows(q), _rows(k)
-    before, after = _states(state, inplace)
-    decay = decay.contiguous()
+    q, k, decay = _rows(q), _rows(k), decay.contiguous()
     tiles = contract_tiles(R, M)
     S = triton.cdiv(M, tiles["BM"])
     b = torch.empty(B, H, G, S, 2 * M, dtype=state.dtype, device=state.device)
-    with _device(state):
+    with torch.cuda.device_of(state):
         contract_step_kernel[(B * H * S,)](
-            *(q, k, decay, mixing.contiguous(), before, after, b, H),
-            *(*q.stride()[:2], *k.stride()[:2]),
-            **dict(G=G, R=R, P=P, M=M, UPPER=mixing.shape[1] == M),
-            **tiles,
+            q, k, decay, mixing.contiguous(), state, b, H, *q.stride()[:2], *k.stride()[:2],
+            G=G, R=R, P=P, M=M, UPPER=mixing.shape[1] == M, **tiles,
             # Threads that hold the same sum must round it alike: fused, a product that is rounded meets one that is not.
             enable_fp_fusion=False,
-        )
-        o = _expand(v, decay, b, b.stride()[:2], before, after, R)
-    return o.flatten(1, 2), after
+        )  # fmt: skip
+        return _expand(v, decay, b, b.stride()[:2], state, R)
 
 
-def linear_one_step(
-    z: Tensor, decay: Tensor, readout: Tensor, state: Tensor, *, inplace: bool = False
-) -> tuple[Tensor, Tensor]:
-    """-> (y [B, H, P] in z's dtype, the new state as in `scan_step`)."""
-    before, after = _states(state, inplace)
+def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+    """-> y [B, H, P] in z's dtype; state as in `scan_step`."""
     b = readout.contiguous()[:, None, None]
-    with _device(state):
-        y = _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), before, after, 0)
-    return y.flatten(1, 2), after
+    with torch.cuda.device_of(state):
+        return _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), state, 0)
 
 
-def _expand(v, decay, b, strides, before, after, R) -> Tensor:
-    """-> o [B, H, G, D]; R is where the channels of v begin."""
-    (B, H, D), (G, S), (M, P) = v.shape, b.shape[2:4], before.shape[2:4]
+def _expand(v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int) -> Tensor:
+    """-> o [B, H G, D]; R is where the channels of v begin."""
+    (B, H, D), (G, S), (M, P) = v.shape, b.shape[2:4], state.shape[2:4]
     v = _rows(v)
     o = torch.empty(B, H, G, D, dtype=v.dtype, device=v.device)
     tiles = expand_tiles(B * H, D, M)
     expand_step_kernel[(B * H * triton.cdiv(D, tiles["BD"]),)](
-        *(v, decay, b, before, after, o, H),
-        *(*v.stride()[:2], *strides),
-        **dict(G=G, S=S, R=R, P=P, M=M, BS=triton.next_power_of_2(S)),
-        **tiles,
-    )
-    return o
+        v, decay, b, state, o, H, *v.stride()[:2], *strides,
+        G=G, S=S, R=R, P=P, M=M, BS=triton.next_power_of_2(S), **tiles,
+    )  # fmt: skip
+    return o.flatten(1, 2)
 
 
 def contract_tiles(R: int, M: int) -> dict[str, int]:
@@ -243,18 +195,5 @@ def _warps(numbers: int) -> int:
     return max(1, min(4, numbers // 32))
 
 
-def _states(state: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
-    if inplace:
-        if not state.is_contiguous():
-            raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
-        return state, state
-    return state.contiguous(), torch.empty(state.shape, dtype=state.dtype, device=state.device)
-
-
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _device(x: Tensor):
-    """Triton launches on the current device, PyTorch on that of the tensor."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

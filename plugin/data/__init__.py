@@ -1,19 +1,17 @@
 """Pretokenised text, packed to the context length, in an order that is a function of (seed, global index).
 
-numpy and sentencepiece only, but where a file needs another library; the training loader around it is in `interdomain.titan`.
+Here: readers of raw text, tokenizers, tokenising in processes, shards and corpora, samples and mixtures of them. Imports
+numpy, sentencepiece and interdomain.folders only, other libraries where a file needs them; never torch or TorchTitan.
+The training loader around it is in `interdomain.titan`. Public API: import from here only, but for tools.
 """
 
 from interdomain.data.corpus import TokenCorpus, read_manifest
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardInfo
 from interdomain.data.mixture import MixtureDataset
 from interdomain.data.sampling import FeistelPermutation, PackedDataset
-from interdomain.data.tokenizer import (
-    SentencePieceTokenizer,
-    StreamDecoder,
-    Tokenizer,
-    check_vocab,
-    load_tokenizer,
-)
+from interdomain.data.tokenizer import check_vocab, load_tokenizer
+from interdomain.data.tokenizer_base import StreamDecoder, Tokenizer
+from interdomain.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
 __all__ = [
     "FeistelPermutation",

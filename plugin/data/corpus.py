@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +30,16 @@ from interdomain.data.indexed import IndexedDataset, file_sha256
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
-SHARD_FIELDS = {"name": str, "documents": int, "tokens": int, "bin_bytes": int, "idx_bytes": int}
-SHARD_FIELDS |= {"bin_sha256": str, "idx_sha256": str}
+SHARD_FIELDS = {"name", "documents", "tokens", "bin_bytes", "idx_bytes", "bin_sha256", "idx_sha256"}
 
 
-def sealed(manifest):
+def sealed(manifest: dict) -> dict:
     """The manifest with a checksum of itself, which `read_manifest` compares."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
-def read_manifest(folder):
+def read_manifest(folder: Path | str) -> dict:
     """The checked manifest of a prepared corpus.
 
     Raises: FileNotFoundError if `folder` is no prepared corpus, ValueError if its manifest is damaged or of another
@@ -54,50 +54,37 @@ def read_manifest(folder):
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{path} is damaged, it is not JSON ({e}); prepare the corpus again.") from e
-    found = (manifest.get("format"), manifest.get("format_version")) if isinstance(manifest, dict) else None
-    if found != (FORMAT, FORMAT_VERSION):
-        raise ValueError(
-            f"{path} is not the manifest of a corpus that this version reads: format and version are {found}, expected "
-            f"{(FORMAT, FORMAT_VERSION)}; prepare the corpus again."
-        )
-    try:
-        names = [manifest["tokenizer"]["file"]]
-        for shards in manifest["splits"].values():
-            for shard in shards:
-                names.append(shard["name"])
-                whole = all(type(shard[field]) is kind for field, kind in SHARD_FIELDS.items())
-                if not whole or set(shard) != set(SHARD_FIELDS):
-                    raise ValueError(f"shard {shard['name']} has wrong fields")
+        found = (manifest["format"], manifest["format_version"])
+        if found != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"format and version are {found}, this version reads {(FORMAT, FORMAT_VERSION)}")
         if "sha256" in manifest and sealed(manifest) != manifest:
-            raise ValueError("it is not what its own checksum is of")
-        if not all(type(manifest[field]) is int for field in ("vocab_size", "eos_id")):
-            raise ValueError("vocab_size and eos_id must be integers")
-        if type(manifest["tokenizer"]["sha256"]) is not str or not manifest["splits"]["train"]:
-            raise ValueError("it must have the tokenizer's sha256 and shards to train on")
+            raise ValueError("it differs from its own checksum")
+        shards = [shard for split in manifest["splits"].values() for shard in split]
+        names = [manifest["tokenizer"]["file"], *(shard["name"] for shard in shards)]
         # Plain names: a manifest from elsewhere must not point outside its folder.
         if any(Path(name).name != name for name in names):
             raise ValueError("a file name has a folder in it")
+        complete = all(set(shard) == SHARD_FIELDS for shard in shards) and manifest["splits"]["train"]
+        if not complete or not all(type(manifest[field]) is int for field in ("vocab_size", "eos_id")):
+            raise ValueError("shards, vocab_size or eos_id are not complete")
     except (KeyError, TypeError, AttributeError, ValueError) as e:
-        raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}); prepare the corpus again.") from e
+        raise ValueError(f"{path} is damaged or of another version ({e}); prepare the corpus again.") from e
     return manifest
 
 
-def _prefixes(source):
+def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:
     """Shard prefixes in reading order: a list's own order, each glob sorted; `.bin` and `.idx` endings are dropped."""
     prefixes = []
     for item in [source] if isinstance(source, str | os.PathLike) else source:
-        text = os.fspath(item)
-        if glob.has_magic(text):
-            stem = text.removesuffix(".bin").removesuffix(".idx")
-            # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
-            found = {match[:-4] for ending in (".bin", ".idx") for match in glob.glob(stem + ending, recursive=True)}
-            if not found:
-                raise FileNotFoundError(f"No shard matches {text}; expected files like {stem}.bin and {stem}.idx.")
-            prefixes += sorted(found)
-        else:
-            prefixes.append(text.removesuffix(".bin").removesuffix(".idx"))
+        stem = os.fspath(item).removesuffix(".bin").removesuffix(".idx")
+        if not glob.has_magic(stem):
+            prefixes.append(stem)
+            continue
+        # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
+        found = {match[:-4] for ending in (".bin", ".idx") for match in glob.glob(stem + ending, recursive=True)}
+        if not found:
+            raise FileNotFoundError(f"No shard matches {item}; expected files like {stem}.bin and {stem}.idx.")
+        prefixes += sorted(found)
     if not prefixes:
         raise ValueError("A corpus needs at least one shard, got an empty list; give prefixes of .bin/.idx pairs.")
     return prefixes
@@ -116,25 +103,32 @@ class TokenCorpus:
     Raises: FileNotFoundError, ValueError: a missing, truncated or exchanged file.
     """
 
-    def __init__(self, source, split="train", *, vocab_size=None, verify=False):
-        self.split, self.vocab_size, self.eos_id, self.tokenizer_path = split, vocab_size, None, None
-        self.manifest = None
+    def __init__(
+        self,
+        source: str | os.PathLike | Iterable,
+        split: str = "train",
+        *,
+        vocab_size: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.split, self.vocab_size = split, vocab_size
+        self.eos_id: int | None = None
+        self.tokenizer_path: Path | None = None
         if isinstance(source, str | os.PathLike) and os.path.isdir(source):
-            self._open_folder(Path(source), verify)
+            self.shards = self._open_folder(Path(source), verify)
         else:
             self.shards = [IndexedDataset(prefix) for prefix in _prefixes(source)]
             self.fingerprint = self._bare_fingerprint()
-        if verify:
-            for shard in self.shards:
-                shard.verify()
         self._starts = [0]
         for shard in self.shards:
+            if verify:
+                shard.verify()
             self._starts.append(self._starts[-1] + shard.num_tokens)
         self.num_tokens = self._starts[-1]
         self.num_documents = sum(len(shard) for shard in self.shards)
 
-    def _open_folder(self, folder, verify):
-        self.manifest = manifest = read_manifest(folder)
+    def _open_folder(self, folder: Path, verify: bool) -> list[IndexedDataset]:
+        manifest = read_manifest(folder)
         self.fingerprint = file_sha256(folder / MANIFEST)
         if self.vocab_size not in (None, manifest["vocab_size"]):
             raise ValueError(
@@ -142,49 +136,35 @@ class TokenCorpus:
                 "vocab_size out for a prepared corpus."
             )
         self.vocab_size, self.eos_id = manifest["vocab_size"], manifest["eos_id"]
-        self.tokenizer_path = folder / manifest["tokenizer"]["file"]
-        if not self.tokenizer_path.is_file():
+        self.tokenizer_path = tokenizer = folder / manifest["tokenizer"]["file"]
+        if not tokenizer.is_file():
             raise FileNotFoundError(
-                f"{folder} lacks its tokenizer {self.tokenizer_path.name}; copy the whole folder again."
+                f"{folder} lacks its tokenizer {tokenizer.name}; copy all files of the folder again."
             )
-        found = file_sha256(self.tokenizer_path)
-        if found != manifest["tokenizer"]["sha256"]:
-            raise ValueError(
-                f"{self.tokenizer_path} is not the tokenizer that made this corpus: sha256 {found[:16]}..., the "
-                f"manifest has {manifest['tokenizer']['sha256'][:16]}...; put the right file back or prepare the "
-                "corpus again."
-            )
-        shards = manifest["splits"].get(self.split)
-        if not shards:
+        again = f"the manifest of {folder} has another: copy the folder again, or prepare the corpus again."
+        if file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
+            raise ValueError(f"{tokenizer} is not the tokenizer that made this corpus by its sha256, {again}")
+        if not manifest["splits"].get(self.split):
             raise ValueError(
                 f"{folder} has no split {self.split!r}, it has {', '.join(manifest['splits'])}. Name one of these, or "
                 "prepare the corpus with a larger --validation-fraction."
             )
-        self.shards = []
-        for record in shards:
+        shards = []
+        for record in manifest["splits"][self.split]:
             shard = IndexedDataset(folder / record["name"])
-            for field, path, size in (
-                ("bin", shard.bin_path, shard.bin_bytes),
-                ("idx", shard.idx_path, shard.idx_bytes),
-            ):
-                if size != record[f"{field}_bytes"]:
-                    raise ValueError(
-                        f"{path} has {size:,} bytes, the manifest of {folder} expects {record[f'{field}_bytes']:,}: it "
-                        "was exchanged or cut; copy the folder again or prepare it again."
-                    )
-                if verify and (found := file_sha256(path)) != record[f"{field}_sha256"]:
-                    raise ValueError(
-                        f"{path} is damaged: its sha256 is {found[:16]}..., the manifest of {folder} expects "
-                        f"{record[f'{field}_sha256'][:16]}...; copy the folder again or prepare it again."
-                    )
+            for kind, path in (("bin", shard.bin_path), ("idx", shard.idx_path)):
+                if path.stat().st_size != record[f"{kind}_bytes"]:
+                    raise ValueError(f"{path} was exchanged or cut: it has {path.stat().st_size:,} bytes, {again}")
+                if verify and (found := file_sha256(path)) != record[f"{kind}_sha256"]:
+                    raise ValueError(f"{path} is damaged: its sha256 is {found}, {again}")
             if (shard.num_tokens, len(shard)) != (record["tokens"], record["documents"]):
                 raise ValueError(
-                    f"{shard.prefix} holds {shard.num_tokens:,} tokens in {len(shard):,} documents, the manifest "
-                    f"expects {record['tokens']:,} in {record['documents']:,}; prepare the corpus again."
+                    f"{shard.prefix} was exchanged: it holds {shard.num_tokens:,} tokens in {len(shard):,} documents, {again}"
                 )
-            self.shards.append(shard)
+            shards.append(shard)
+        return shards
 
-    def _bare_fingerprint(self):
+    def _bare_fingerprint(self) -> str:
         digest = hashlib.sha256()
         for shard in self.shards:
             with open(shard.idx_path, "rb") as f:
@@ -192,7 +172,7 @@ class TokenCorpus:
             digest.update(f"{shard.prefix.name}:{shard.bin_bytes}:{shard.idx_bytes}:".encode() + head)
         return digest.hexdigest()
 
-    def _parts(self, start, stop):
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[IndexedDataset, int, int, int]]:
         """(shard, its place in the stream, start, stop within it) for every shard that [start, stop) touches."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens [{start}, {stop}) of a stream of {self.num_tokens}")
@@ -203,7 +183,7 @@ class TokenCorpus:
                 yield self.shards[i], base, start - base, end - base
             start, i = max(start, end), i + 1
 
-    def read(self, start, stop):
+    def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64, a copy. Raises ValueError at an id outside the vocabulary."""
         out = np.empty(stop - start, np.int64)
         for shard, base, a, b in self._parts(start, stop):
@@ -217,7 +197,7 @@ class TokenCorpus:
             )
         return out
 
-    def document_starts(self, start, stop):
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions p in [start, stop) of the stream at which a document begins: int64, ascending."""
         parts = [shard.document_starts(a, b) + base for shard, base, a, b in self._parts(start, stop)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -6,14 +6,17 @@ number n of samples each corpus has given n * weight of them, but for less than 
 
 import hashlib
 import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import numpy as np
 
+from interdomain.data.sampling import PackedDataset
+
 LONGEST_PATTERN = 1_000_000
 
 
-def exact_weights(weights):
+def exact_weights(weights: Sequence[float]) -> list[Fraction]:
     """Weights that sum to 1, as written: 0.1 is a tenth, not the nearest binary fraction. Raises ValueError."""
     try:
         exact = [Fraction(str(w)) for w in weights]
@@ -24,7 +27,7 @@ def exact_weights(weights):
     return [w / sum(exact) for w in exact]
 
 
-def fair_pattern(weights):
+def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
     """The shortest sequence of corpora with exactly these proportions (Fractions that sum to 1), uint16.
 
     In every prefix of n, corpus c stands floor(n w_c) or ceil(n w_c) times: its j-th place is due between the moments at
@@ -40,7 +43,7 @@ def fair_pattern(weights):
         )
     pattern = np.empty(length, np.uint16)
     waiting = [(0, c, 1) for c in range(len(weights))]  # (release, corpus, its how manyeth)
-    due = []
+    due: list[tuple[int, int, int]] = []
     heapq.heapify(waiting)
     for n in range(length):
         while waiting and waiting[0][0] <= n:
@@ -63,7 +66,7 @@ class MixtureDataset:
     Raises: ValueError for weights that are not positive or not one for each.
     """
 
-    def __init__(self, datasets, weights):
+    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
             raise ValueError(f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}.")
         self.datasets, self.weights = list(datasets), exact_weights(weights)
@@ -74,11 +77,10 @@ class MixtureDataset:
         self._per_pattern = np.bincount(self._pattern, minlength=len(self.datasets)).tolist()
         for c, count in enumerate(self._per_pattern):
             self._rank[self._pattern == c] = np.arange(count)
-        self.samples_per_epoch = min(
-            int(len(dataset) / weight) for dataset, weight in zip(self.datasets, self.weights, strict=True)
-        )
-        parts = [f"{d.fingerprint}*{w}" for d, w in zip(self.datasets, self.weights, strict=True)]
-        self.fingerprint = hashlib.sha256(f"mixture-1:{':'.join(parts)}".encode()).hexdigest()
+        pairs = list(zip(self.datasets, self.weights, strict=True))
+        self.samples_per_epoch = min(int(len(dataset) / weight) for dataset, weight in pairs)
+        parts = ":".join(f"{dataset.fingerprint}*{weight}" for dataset, weight in pairs)
+        self.fingerprint = hashlib.sha256(f"mixture-1:{parts}".encode()).hexdigest()
         self.made_of = {
             "corpora": [dataset.made_of["corpora"][0] for dataset in self.datasets],
             "weights": [str(w) for w in self.weights],
@@ -86,16 +88,16 @@ class MixtureDataset:
         }
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return sum(dataset.num_tokens for dataset in self.datasets)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.samples_per_epoch
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[np.ndarray]:
         return (self[g] for g in range(self.samples_per_epoch))
 
-    def locate(self, g):
+    def locate(self, g: int) -> tuple[int, int]:
         """(corpus, index in its own data set) of sample g."""
         if g < 0:
             raise IndexError(f"global sample index {g}: indices start at 0")
@@ -103,29 +105,26 @@ class MixtureDataset:
         c = int(self._pattern[r])
         return c, block * self._per_pattern[c] + int(self._rank[r])
 
-    def epochs(self, consumed):
-        """How often each corpus has been gone through after `consumed` samples, as floats."""
+    def epochs(self, consumed: int) -> list[float]:
+        """How often each corpus has been gone through after `consumed` samples."""
         block, r = divmod(consumed, len(self._pattern))
         head = np.bincount(self._pattern[:r], minlength=len(self.datasets)).tolist()
         counts = [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
         return [count / len(dataset) for count, dataset in zip(counts, self.datasets, strict=True)]
 
-    def __getitem__(self, g):
+    def __getitem__(self, g: int) -> np.ndarray:
         """Sample g: [seq_len + 1] int64."""
         c, i = self.locate(g)
         return self.datasets[c][i]
 
-    def read_batch(self, indices):
+    def read_batch(self, indices: Iterable[int]) -> np.ndarray:
         """Samples at these global indices: [len(indices), seq_len + 1] int64."""
-        out = np.empty((len(indices), self.seq_len + 1), np.int64)
-        for row, g in zip(out, indices, strict=True):
-            row[:] = self[g]
-        return out
+        return np.stack([self[g] for g in indices])
 
-    def document_starts(self, g):
+    def document_starts(self, g: int) -> np.ndarray:
         c, i = self.locate(g)
         return self.datasets[c].document_starts(i)
 
-    def positions(self, g):
+    def positions(self, g: int) -> np.ndarray:
         c, i = self.locate(g)
         return self.datasets[c].positions(i)

@@ -6,8 +6,11 @@ samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r mod
 """
 
 import hashlib
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+
+from interdomain.data.corpus import TokenCorpus
 
 MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 
@@ -20,7 +23,7 @@ class FeistelPermutation:
 
     ROUNDS = 8
 
-    def __init__(self, n, key):
+    def __init__(self, n: int, key: str) -> None:
         assert n > 0
         bits = max(4, (n - 1).bit_length())  # halves of one bit reach only some of the orders
         self.n, self.low_bits = n, bits // 2
@@ -29,7 +32,7 @@ class FeistelPermutation:
         keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8)]
         self.key_pairs = list(zip(keys[::2], keys[1::2], strict=True))
 
-    def __call__(self, i):
+    def __call__(self, i: int) -> int:
         assert 0 <= i < self.n
         low_bits, low_mask, high_mask = self.low_bits, self.low_mask, self.high_mask
         while True:
@@ -62,7 +65,7 @@ class PackedDataset:
     Raises: ValueError if the corpus is shorter than one window.
     """
 
-    def __init__(self, corpus, seq_len, seed, shuffle=True):
+    def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
@@ -77,54 +80,52 @@ class PackedDataset:
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
         self.made_of = {"corpora": [corpus.fingerprint], "weights": ["1"], "seq_len": seq_len, "order": order}
-        self._order = (None, None)  # (epoch, its permutation), one tuple: threads swap it whole
+        self._order: tuple[int, FeistelPermutation] | None = (
+            None  # of the last epoch; one tuple: threads swap it at once
+        )
 
     @property
-    def num_tokens(self):
+    def num_tokens(self) -> int:
         return self.corpus.num_tokens
 
-    def epochs(self, consumed):
+    def epochs(self, consumed: int) -> list[float]:
         """How often each corpus (here the one) has been gone through after `consumed` samples, as floats."""
         return [consumed / self.samples_per_epoch]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.samples_per_epoch
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[np.ndarray]:
         """One epoch, the first."""
         return (self[g] for g in range(self.samples_per_epoch))
 
-    def _start(self, g):
+    def _start(self, g: int) -> int:
         """Where sample g begins in the stream."""
         if g < 0:
             raise IndexError(f"global sample index {g}: indices start at 0")
         epoch, i = divmod(int(g), self.samples_per_epoch)
         if self.shuffle:
-            known, permutation = self._order
-            if known != epoch:
-                permutation = FeistelPermutation(self.samples_per_epoch, f"{self.seed}:{epoch}")
-                self._order = (epoch, permutation)
-            i = permutation(i)
+            order = self._order
+            if order is None or order[0] != epoch:
+                order = self._order = (epoch, FeistelPermutation(self.samples_per_epoch, f"{self.seed}:{epoch}"))
+            i = order[1](i)
         return i * self.seq_len
 
-    def __getitem__(self, g):
+    def __getitem__(self, g: int) -> np.ndarray:
         """Sample g: [seq_len + 1] int64."""
         start = self._start(g)
         return self.corpus.read(start, start + self.seq_len + 1)
 
-    def read_batch(self, indices):
+    def read_batch(self, indices: Iterable[int]) -> np.ndarray:
         """Samples at these global indices: [len(indices), seq_len + 1] int64."""
-        out = np.empty((len(indices), self.seq_len + 1), np.int64)
-        for row, g in zip(out, indices, strict=True):
-            row[:] = self[g]
-        return out
+        return np.stack([self[g] for g in indices])
 
-    def document_starts(self, g):
+    def document_starts(self, g: int) -> np.ndarray:
         """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
 
-    def positions(self, g):
+    def positions(self, g: int) -> np.ndarray:
         """Of each of sample g's inputs, how many tokens of its document come before it in the sample: [seq_len] int32.
 
         A document that began before the sample counts from the sample's start: nothing of it before that is seen.

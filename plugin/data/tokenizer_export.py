@@ -2,64 +2,50 @@
 
 The class is named PreTrainedTokenizerFast, which takes the file as it is; LlamaTokenizer would build another from it.
 Text that names control tokens stays text (split_special_tokens), and no BOS is added: the model was trained so.
+
+These are not transformers' converters: TikTokenConverter numbers control tokens anew (cl100k_base's <|endofprompt|> is
+100276, not 100261) and gives long numbers other ids, for it takes the pattern's {1,3}+ as it is; LlamaConverter wants one
+of transformers' classes, not a model file; and neither is there on a machine that has only what training needs.
 """
 
 import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
-from interdomain.data.tokenizer import SPACE, SentencePieceTokenizer
+from interdomain.data.tokenizer_base import Tokenizer
 from interdomain.data.tokenizer_json import CONFIG_FILE, SPECIALS, JsonTokenizer
+from interdomain.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from interdomain.data.tokenizer_tiktoken import TiktokenTokenizer
 from interdomain.folders import write_whole
 
+SPACE = "\u2581"  # sentencepiece's visible space
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # sentencepiece's types of pieces
 # What conversions go wrong at: spaces, control characters and tokens, digits, repeats, scripts, half characters' bytes.
 PROBES = (
-    *(
-        "",
-        " ",
-        "  a  b ",
-        "\n",
-        " \n\n x\r\n\ty",
-        "a b",
-        " a",
-        "\u2581",
-        "\ufeff\0\u00a0\u3000",
-        "1234567 3.14 0x0A",
-        "\ufffd",
-    ),
-    *(
-        "<s> </s> <unk> <0x0A> <|endoftext|>",
-        "don't WE'LL",
-        "🙂👩‍👩‍👧🇯🇵",
-        "漢字 ελληνικά עברית e\u0301",
-        "aaaaaaaaaaa     !!!!!!",
-    ),
-    "def f(x):\n    if x:\n        return  x[0]\n\n\n# ...",
+    *("", " ", "  a  b ", "\n", " \n\n x\r\n\ty", "a b", " a", "\u2581", "\ufeff\0\u00a0\u3000", "\ufffd"),
+    *("1234567 3.14 0x0A", "<s> </s> <unk> <0x0A> <|endoftext|>", "don't WE'LL", "🙂👩‍👩‍👧🇯🇵"),
+    *("漢字 ελληνικά עברית e\u0301", "aaaaaaaaaaa     !!!!!!", "def f(x):\n    if x:\n        return  x[0]\n\n\n# ..."),
 )
 
 
-def write_for_transformers(tokenizer, folder):
+def write_for_transformers(tokenizer: Tokenizer, folder: Path | str) -> None:
     """Writes both files into `folder`.
 
     Raises: NotImplementedError, having written nothing, if the tokenizer is of a kind that has no exact counterpart; the
         counterpart is compared with the original over a set of texts, and over every token.
     """
     try:
-        import tokenizers
+        made = _converted(tokenizer)
     except ImportError as e:
-        raise NotImplementedError("the tokenizers library is not installed") from e
-    kinds = {SentencePieceTokenizer: _from_sentencepiece, TiktokenTokenizer: _from_tiktoken, JsonTokenizer: _from_json}
-    described = kinds[type(tokenizer)](tokenizer)
-    made = tokenizers.Tokenizer.from_str(json.dumps(described))
-    _compare(tokenizer, made, described["added_tokens"])
+        raise NotImplementedError(f"the library {e.name} is not installed") from e
+    contents = json.loads(made.to_str())
+    _compare(tokenizer, made, contents["added_tokens"])
     ids = (tokenizer.bos_id, tokenizer.eos_id, padding_id(tokenizer), tokenizer.unk_id)
-    by_name = zip(SPECIALS, ids, strict=True)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name: made.id_to_token(token) for name, token in by_name if token is not None},
+        **{name: made.id_to_token(i) for name, i in zip(SPECIALS, ids, strict=True) if i is not None},
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
         "split_special_tokens": True,
@@ -67,11 +53,11 @@ def write_for_transformers(tokenizer, folder):
         "add_bos_token": False,
         "add_eos_token": False,
     }
-    for name, contents in (("tokenizer.json", described), (CONFIG_FILE, config)):
-        write_whole(Path(folder) / name, (json.dumps(contents, ensure_ascii=False, indent=1) + "\n").encode())
+    for name, described in (("tokenizer.json", contents), (CONFIG_FILE, config)):
+        write_whole(Path(folder) / name, (json.dumps(described, ensure_ascii=False, indent=1) + "\n").encode())
 
 
-def refuse_in_transformers(folder):
+def refuse_in_transformers(folder: Path | str) -> None:
     """Makes AutoTokenizer refuse `folder`: from a .model alone transformers 5 builds a tokenizer of its own, with other ids.
 
     The class that the configuration names is in no file; the error has the file's name.
@@ -80,68 +66,46 @@ def refuse_in_transformers(folder):
     write_whole(Path(folder) / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
 
 
-def padding_id(tokenizer):
-    """The token that stands for padding in transformers; where there is none, one that no text encodes to. None: none is left.
+def padding_id(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for padding in transformers; where there is none, one that no text encodes to.
 
     Not the end of text, if there is another: what fine-tunes a model leaves padding out of the loss.
     """
     return next((i for i in (tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) if i is not None), None)
 
 
-def _compare(tokenizer, made, added):
+def _converted(tokenizer: Tokenizer) -> Any:
+    import tokenizers
+
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _from_sentencepiece(tokenizer)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return _from_tiktoken(tokenizer)
+    assert isinstance(tokenizer, JsonTokenizer)
+    # The post-processor adds BOS in many files.
+    described = tokenizer.described | {"truncation": None, "padding": None, "post_processor": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(described))
+
+
+def _compare(tokenizer: Tokenizer, made: Any, added: list[dict]) -> None:
     made.encode_special_tokens = True
     tokens = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    pairs = map("".join, itertools.pairwise(tokens))
-    texts = [
-        *PROBES,
-        *(token["content"] for token in added),
-        *(" ".join(pair) for pair in itertools.pairwise(PROBES)),
-        *tokens,
-        *pairs,
-    ]
+    texts = [*PROBES, *(token["content"] for token in added), *tokens, *map("".join, itertools.pairwise(tokens))]
+    texts += [" ".join(pair) for pair in itertools.pairwise(PROBES)]
     # One thread: tiktoken's are five times as slow over so many short texts.
     ours = tokenizer.encode_batch(texts, num_threads=1)
     theirs = made.encode_batch_fast(texts, add_special_tokens=False)
-    decoded = made.decode_batch(ours)
-    for text, wanted, found, again in zip(texts, ours, theirs, decoded, strict=True):
+    for text, wanted, found, again in zip(texts, ours, theirs, made.decode_batch(ours), strict=True):
         if wanted != found.ids or again != tokenizer.decode(wanted):
             raise NotImplementedError(f"the conversion differs from the original, for one in the text {text[:40]!r}")
-    for token in added:
-        if made.token_to_id(token["content"]) != token["id"]:
-            raise NotImplementedError(
-                f"the conversion gives the token {token['content']!r} another id than {token['id']}"
-            )
 
 
-def _described(vocab, merges, **parts):
-    """A tokenizer.json around a BPE model."""
-    names = ("truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        **{name: parts.get(name) for name in ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")},
-        "vocab": vocab,
-        "merges": merges,
-    }
-    return {"version": "1.0", **{name: parts.get(name) for name in names}, "model": model}
+def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any:
+    import tokenizers
+    from sentencepiece import sentencepiece_model_pb2
+    from tokenizers import decoders, normalizers
 
-
-def _special(token_id, content):
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": content, **flags, "special": True}
-
-
-# sentencepiece
-
-
-def _from_sentencepiece(tokenizer):
-    try:
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as e:
-        raise NotImplementedError("the protobuf library, which reads a sentencepiece model, is not installed") from e
-    model = sentencepiece_model_pb2.ModelProto()
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     model.ParseFromString(tokenizer.data)
     normalizer = model.normalizer_spec
     if (
@@ -157,85 +121,52 @@ def _from_sentencepiece(tokenizer):
             "such) have an exact counterpart"
         )
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    normal = {piece.piece for piece in model.pieces if piece.type == NORMAL}
     # sentencepiece joins any two neighbours whose join is a piece, the best score first: every split of every piece is
     # a merge, in that order.
     merges = []
-    for i, piece in enumerate(model.pieces):
-        if piece.type == NORMAL:
-            text = piece.piece
-            splits = ((text[:n], text[n:]) for n in range(1, len(text)))
-            splits = [(vocab[a], vocab[b], a, b) for a, b in splits if _is_normal(model, vocab, a, b)]
-            merges += [(-piece.score, i, *split) for split in sorted(splits)]
-    prefix = [{"type": "Prepend", "prepend": SPACE}] if normalizer.add_dummy_prefix else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
-    control = [(i, piece.piece) for i, piece in enumerate(model.pieces) if piece.type in (UNKNOWN, CONTROL)]
-    return _described(
-        vocab,
-        [[a, b] for *_, a, b in sorted(merges, key=lambda merge: merge[0])],
-        unk_token=None if tokenizer.unk_id is None else model.pieces[tokenizer.unk_id].piece,
-        fuse_unk=True,
-        byte_fallback=True,
-        ignore_merges=False,
-        added_tokens=[_special(*token) for token in control],
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}],
-        },
-        decoder={
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *strip,
-            ],
-        },
+    for piece in sorted((p for p in model.pieces if p.type == NORMAL), key=lambda p: -p.score):
+        splits = ((piece.piece[:n], piece.piece[n:]) for n in range(1, len(piece.piece)))
+        merges += sorted((s for s in splits if normal.issuperset(s)), key=lambda s: (vocab[s[0]], vocab[s[1]]))
+    unknown = None if tokenizer.unk_id is None else model.pieces[tokenizer.unk_id].piece
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
+    prefix = [normalizers.Prepend(SPACE)] if normalizer.add_dummy_prefix else []
+    made.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    made.add_special_tokens(_special(p.piece for p in model.pieces if p.type in (UNKNOWN, CONTROL)))
+    return made
 
 
-def _is_normal(model, vocab, *texts):
-    return all(text in vocab and model.pieces[vocab[text]].type == NORMAL for text in texts)
+def _from_tiktoken(tokenizer: TiktokenTokenizer) -> Any:
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
 
-
-# tiktoken
-
-
-def _from_tiktoken(tokenizer):
-    characters = _byte_characters()
+    # The character that stands for each byte in byte-level vocabularies: itself where it can be seen, else from 256 on.
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    character = {b: chr(b) for b in seen} | {b: chr(256 + i) for i, b in enumerate(sorted({*range(256)} - {*seen}))}
     ranks = tokenizer.ranks
-    name = {token: "".join(characters[b] for b in token) for token in ranks}
+    name = {token: "".join(character[b] for b in token) for token in ranks}
     merges = []
     for token, rank in ranks.items():
         splits = ((token[:n], token[n:]) for n in range(1, len(token)))
         merges += [(rank, ranks[a], ranks[b], name[a], name[b]) for a, b in splits if a in ranks and b in ranks]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    # Control tokens too: to those that are not in this table the library gives ids from its size on, taken or not.
+    vocab = tokenizer.specials | {name[token]: rank for token, rank in ranks.items()}
+    pairs = [(a, b) for *_, a, b in sorted(merges)]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs, ignore_merges=True))
     # Another engine reads the pattern there: to it X{1,3}+ is (X{1,3})+ and not possessive. Elsewhere + is as here.
-    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", tokenizer.pattern)
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _described(
-        # Control tokens too: to those that are not in this table the library gives ids from its size on, taken or not.
-        {**tokenizer.specials, **{name[token]: rank for token, rank in ranks.items()}},
-        [[a, b] for *_, a, b in sorted(merges)],
-        fuse_unk=False,
-        byte_fallback=False,
-        ignore_merges=True,
-        added_tokens=[_special(i, text) for text, i in sorted(tokenizer.specials.items(), key=lambda item: item[1])],
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, byte_level]},
-        decoder=byte_level,
-    )
+    pattern = tokenizers.Regex(re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", tokenizer.pattern))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(_special(sorted(tokenizer.specials, key=lambda text: tokenizer.specials[text])))
+    return made
 
 
-def _byte_characters():
-    """The character that stands for each byte in byte-level vocabularies: itself where it can be seen, else from 256 on."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    unseen = (b for b in range(256) if b not in seen)
-    return {b: chr(b) for b in seen} | {b: chr(256 + i) for i, b in enumerate(unseen)}
+def _special(contents: Any) -> list:
+    import tokenizers
 
-
-# Hugging Face
-
-
-def _from_json(tokenizer):
-    described = tokenizer.described()
-    described |= {"truncation": None, "padding": None, "post_processor": None}  # which adds BOS in many files
-    return described
+    return [tokenizers.AddedToken(text, normalized=False, special=True) for text in contents]

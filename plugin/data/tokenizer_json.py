@@ -1,10 +1,10 @@
 """Hugging Face's `tokenizer.json`, through the tokenizers library."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from interdomain.data.streams import WindowStream
-from interdomain.data.tokenizer import TokenizerFile
+from interdomain.data.tokenizer_base import Tokenizer
 
 CONFIG_FILE = "tokenizer_config.json"
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -18,7 +18,7 @@ USUAL = {
 }
 
 
-class JsonTokenizer(TokenizerFile):
+class JsonTokenizer(Tokenizer):
     """A `tokenizer.json`. Which tokens are BOS and EOS stands in the `tokenizer_config.json` beside it, and is kept inside
     the file that goes into corpora and checkpoints, `hf_tokenizer.json` (the same and one key more).
 
@@ -29,11 +29,7 @@ class JsonTokenizer(TokenizerFile):
 
     file = "hf_tokenizer.json"
 
-    @classmethod
-    def reads(cls, path):
-        return True
-
-    def __init__(self, path):
+    def __init__(self, path: Path | str) -> None:
         try:
             import tokenizers
         except ImportError as e:
@@ -41,10 +37,10 @@ class JsonTokenizer(TokenizerFile):
         path = Path(path)
         data = path.read_bytes()
         try:
-            described = json.loads(data)
+            self.described = json.loads(data)
             # Taken out for the library, which refuses keys that it does not know.
-            specials = described.pop(SPECIALS_KEY, None)
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+            specials = self.described.pop(SPECIALS_KEY, None)
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self.described))
         # A file that the library cannot read is an Exception of no further kind.
         except Exception as e:
             raise ValueError(
@@ -53,25 +49,21 @@ class JsonTokenizer(TokenizerFile):
             ) from e
         if specials is None:
             specials = self._specials(path)
-            data = json.dumps({**described, SPECIALS_KEY: specials}, ensure_ascii=False, indent=1).encode()
+            data = json.dumps({**self.described, SPECIALS_KEY: specials}, ensure_ascii=False, indent=1).encode()
         super().__init__(path, data)
-        self.specials = specials
         self._tokenizer.encode_special_tokens = True  # text that names control tokens is text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        ids = {name: self._id(specials.get(name)) for name in SPECIALS}
-        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (ids[name] for name in SPECIALS)
+        self.bos_id, self.eos_id, self.pad_id, self.unk_id = (self._id(specials.get(name)) for name in SPECIALS)
 
-    def _id(self, token):
-        if token is None:
-            return None
-        found = self._tokenizer.token_to_id(token)
-        if found is None:
+    def _id(self, token: str | None) -> int | None:
+        found = None if token is None else self._tokenizer.token_to_id(token)
+        if token is not None and found is None:
             raise ValueError(f"{CONFIG_FILE} names the token {token!r}, which is not in the tokenizer beside it.")
         return found
 
-    def _specials(self, path):
+    def _specials(self, path: Path) -> dict[str, str | None]:
         config = path.with_name(CONFIG_FILE)
         if config.is_file():
             try:
@@ -84,26 +76,10 @@ class JsonTokenizer(TokenizerFile):
         found = {name: [token for token in usual if token in held] for name, usual in USUAL.items()}
         return {name: tokens[0] if len(tokens) == 1 else None for name, tokens in found.items()}
 
-    def encode(self, text, add_bos=False, add_eos=False):
-        self._check_specials(add_bos, add_eos)
-        return self._with_specials(self._tokenizer.encode(text, add_special_tokens=False).ids, add_bos, add_eos)
-
-    def encode_batch(self, texts, add_bos=False, add_eos=False, num_threads=-1):
-        """As `encode` of each. num_threads=1 encodes in this thread, anything else as the library likes."""
-        self._check_specials(add_bos, add_eos)
+    def _encode(self, texts: list[str], num_threads: int) -> list[list[int]]:
         if num_threads == 1:
-            return [self.encode(text, add_bos, add_eos) for text in texts]
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._with_specials(encoding.ids, add_bos, add_eos) for encoding in encoded]
+            return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def decode(self, ids):
+    def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def stream(self):
-        return WindowStream(self.decode)
-
-    def described(self):
-        """The tokenizer.json as an object, without what is ours."""
-        described = json.loads(self.data)
-        described.pop(SPECIALS_KEY)
-        return described

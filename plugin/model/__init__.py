@@ -1,4 +1,9 @@
-"""The model in pure PyTorch: configuration, mixers, decoder, and the standalone folder."""
+"""The model in plain PyTorch.
+
+Configurations and their tables (`config`); the mixers (`mixer`, `softmax`) and what each answers for (`interface`); the decoder
+(`transformer`), states, generation, initial values, FLOPs. On disk: standalone folders (`pretrained`), saved states, training's
+checkpoints (`distributed_checkpoint`). May import interdomain.scan, features, data and folders; no TorchTitan.
+"""
 
 from .config import CONDITIONS, SIZES, Cell, Execution, MixerConfig, ModelConfig, build_config, cell_of
 from .layer import InterdomainAttention

@@ -6,16 +6,18 @@ every field by name. Configurations are frozen: change one with `dataclasses.rep
 
 from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 FORMAT_VERSION = 1
 MOST, MOST_LAYERS, MOST_REAL = 100_000_000, 10_000, 1e18
 
-MIXERS = ("interdomain", "softmax")
-READOUTS = ("complex", "real", "hermitian")
-C_FORMS = ("full", "diagonal", "identity")
-FEATURE_MAPS = ("silu", "rff")
-A_INITS = ("s4d-inv", "s4d-lin", "s4d-real")
+CHOICES = {
+    "kind": ("interdomain", "softmax"),
+    "readout": ("complex", "real", "hermitian"),
+    "c_form": ("full", "diagonal", "identity"),
+    "feature_map": ("silu", "rff"),
+    "a_init": ("s4d-inv", "s4d-lin", "s4d-real"),
+}
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,8 @@ class MixerConfig:
 
     def __post_init__(self) -> None:
         _check_types("mixer.", self)
-        _one_of("mixer.kind", self.kind, MIXERS)
-        _one_of("mixer.readout", self.readout, READOUTS)
-        _one_of("mixer.c_form", self.c_form, C_FORMS)
-        _one_of("mixer.feature_map", self.feature_map, FEATURE_MAPS)
-        _one_of("mixer.a_init", self.a_init, A_INITS)
+        for name, allowed in CHOICES.items():
+            _one_of(f"mixer.{name}", getattr(self, name), allowed)
         for name in ("c_scale", "linear_scale", "dt_min", "dt_max"):
             if getattr(self, name) is not None:
                 _positive(f"mixer.{name}", getattr(self, name))
@@ -73,49 +72,29 @@ class MixerConfig:
             raise ValueError(
                 f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}. Set both."
             )
-        _at_least("mixer.n_basis", self.n_basis, 1)
-        _at_least("mixer.conv_width", self.conv_width, 2)
-        if self.n_kv_heads is not None:
-            _at_least("mixer.n_kv_heads", self.n_kv_heads, 1)
-        if self.kind == "softmax":
-            defaults = MixerConfig()
-            free = {"kind", "n_kv_heads", "n_basis"}  # n_basis belongs to the size; softmax does not read it
-            changed = {
-                f.name: getattr(self, f.name)
-                for f in fields(self)
-                if f.name not in free and getattr(self, f.name) != getattr(defaults, f.name)
-            }
-            if changed:
-                raise ValueError(
-                    f"the softmax condition has no such switch: got {changed}. "
-                    "Only mixer.n_kv_heads applies to softmax; drop the others or choose another condition."
-                )
-        elif self.c_scale is not None and self.c_form == "identity":
-            raise ValueError(
-                "mixer.c_scale needs a C: with mixer.c_form = 'identity' there is none. Drop one of the two."
-            )
-        elif self.linear_scale is not None and self.query_readout:
-            raise ValueError(
-                "mixer.linear_scale is of the linear readout's c, which the query readout does not have. Drop it, or set "
-                "mixer.query_readout = false."
-            )
-        elif not self.query_readout:
-            for name in ("normalize", "n_kv_heads"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"mixer.{name} = {getattr(self, name)} needs the query readout: the linear readout has no "
-                        f"query to share or normalise by. Set mixer.query_readout = true or drop mixer.{name}."
-                    )
-            if self.readout != "complex":
-                raise ValueError(
-                    f"mixer.readout = {self.readout!r} applies to the query readout only: the linear readout is "
-                    "Re(c^T C x). Drop mixer.readout or set mixer.query_readout = true."
-                )
-            if self.feature_map != "silu" and not self.dual_input:
-                raise ValueError(
-                    f"mixer.feature_map = {self.feature_map!r} needs keys or queries to map: this mixer has a single input "
-                    "and the linear readout. Drop mixer.feature_map, or set mixer.dual_input or mixer.query_readout = true."
-                )
+        for name, least in (("n_basis", 1), ("conv_width", 2), ("n_kv_heads", 1)):
+            if getattr(self, name) is not None:
+                _at_least(f"mixer.{name}", getattr(self, name), least)
+        for name, why in self._without_meaning().items():
+            if getattr(self, name) != getattr(MixerConfig, name):
+                raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")
+
+    def _without_meaning(self) -> dict[str, str]:
+        """The settings that this mixer cannot have other than their default, and what to do."""
+        if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
+            why = "the softmax condition has no such switch but mixer.n_kv_heads. Choose another condition"
+            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_kv_heads", "n_basis")}
+        found = {}
+        if self.c_form == "identity":
+            found["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
+        if self.query_readout:
+            found["linear_scale"] = "c belongs to the linear readout. Set mixer.query_readout = false"
+        else:
+            why = "it needs the query readout. Set mixer.query_readout = true"
+            found |= dict.fromkeys(("normalize", "n_kv_heads", "readout"), why)
+            if not self.dual_input:
+                found["feature_map"] = "there is no query or key to map. Set mixer.dual_input or query_readout = true"
+        return found
 
 
 PRECISIONS = ("bf16", "bf16-products", "float32")
@@ -280,18 +259,15 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
         size, row = name, build_config(name, condition)
         other = row.mixer
 
-    def differences(got: Any, expected: Any, *without: str) -> list[str]:
-        pairs = [
-            (f.name, getattr(got, f.name), getattr(expected, f.name)) for f in fields(got) if f.name not in without
-        ]
-        changed = [(name, value) for name, value, usual in pairs if value != usual]
-        return [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in changed]
+    def differences(got: Any, usual: Any, *without: str) -> list[str]:
+        values = {f.name: getattr(got, f.name) for f in fields(got) if f.name not in without}
+        changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
+        return [f"{n} {value:g}" if isinstance(value, float) else f"{n} {value}" for n, value in changed.items()]
 
     changed = ", ".join(differences(config, row, "mixer", "head_dim"))  # dim and n_heads say what head_dim is
     unread = ["n_basis"] if condition == "softmax" else []
-    return Cell(
-        f"{size} with {changed}" if changed else size, ", ".join([condition, *differences(mixer, other, *unread)])
-    )
+    settings = ", ".join([condition, *differences(mixer, other, *unread)])
+    return Cell(f"{size} with {changed}" if changed else size, settings)
 
 
 def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
@@ -299,7 +275,7 @@ def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
 
 
-def check_names(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> None:
+def check_names(where: str, got: Iterable[str], allowed: Iterable[str]) -> None:
     unknown = [name for name in got if name not in allowed]
     if unknown:
         raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
@@ -307,10 +283,11 @@ def check_names(where: str, got: Iterable[str], allowed: tuple[str, ...]) -> Non
 
 def _check_types(prefix: str, config: Any) -> None:
     for f in fields(config):
-        got = getattr(config, f.name)
-        allowed = f.type | int if isinstance(0.0, f.type) else f.type  # a JSON or TOML file may have 1 for 1.0
+        got, allowed = getattr(config, f.name), cast(Any, f.type)
+        if isinstance(0.0, allowed):
+            allowed = allowed | int  # a JSON or TOML file may have 1 for 1.0
         # A bool is an int to Python, but `dim = true` is no size.
-        if not isinstance(got, allowed) or (isinstance(got, bool) and f.type is not bool):
+        if not isinstance(got, allowed) or (isinstance(got, bool) and allowed is not bool):
             raise ValueError(f"{prefix}{f.name} must be {getattr(f.type, '__name__', f.type)}: got {got!r}.")
 
 
@@ -320,9 +297,7 @@ def _positive(name: str, got: float) -> None:
 
 
 def _at_least(name: str, got: int, least: int) -> None:
-    if got < least:
-        raise ValueError(f"{name} must be at least {least}: got {got}.")
     # Beyond these a model that a damaged file describes would not fail: its layers are made for days, its sizes overflow.
     most = MOST_LAYERS if name == "n_layers" else MOST
-    if got > most:
-        raise ValueError(f"{name} must be at most {most:,}: got {got:,}.")
+    if not least <= got <= most:
+        raise ValueError(f"{name} must be at least {least} and at most {most:,}: got {got:,}.")

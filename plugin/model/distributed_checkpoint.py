@@ -12,15 +12,19 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from enum import EnumType
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from .config import ModelConfig
 
@@ -35,7 +39,6 @@ SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # wh
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
 _ALLOWED = {
-    "torch": None,  # dtypes and Size; checked below
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -54,28 +57,24 @@ _ALLOWED = {
 }
 
 
-def _member(enum, name):
+def _member(enum: object, name: str) -> object:
     """What `getattr` may do in an index: Python 3.11.2 (Debian 12's) pickles a member of an enum as getattr(enum, name)."""
     if not isinstance(enum, EnumType):
-        raise pickle.UnpicklingError(
-            "builtins.getattr has no place in the index of a checkpoint but for an enum's member"
-        )
+        raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
     return enum[name]
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        found = super().find_class(module, name) if module in _ALLOWED else None
-        allowed = (
-            isinstance(found, torch.dtype) or found is torch.Size
-            if module == "torch"
-            else name in _ALLOWED.get(module, ())
-        )
-        if not allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
-        return found
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype) or found is torch.Size:
+                return found
+        elif name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
 
 class WrittenByNewerPyTorch(ValueError):
@@ -123,7 +122,8 @@ class SafeReader(FileSystemReader):
                     f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
                 )
             self.index = parse_index(path.read_bytes(), Path(self.path))
-        self.index.storage_meta.load_id = self.load_id
+        if self.index.storage_meta is not None:
+            self.index.storage_meta.load_id = self.load_id
         return self.index
 
 
@@ -155,7 +155,7 @@ def finished_steps(folder: Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(folder: Path | str) -> Path:
-    """`folder` itself if it is a checkpoint, else the newest whole `step-N` in it or in its `checkpoint/` subfolder."""
+    """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in its `checkpoint/` subfolder."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
@@ -167,8 +167,8 @@ def latest_checkpoint(folder: Path | str) -> Path:
     return steps[max(steps)]
 
 
-def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict]:
-    """(model configuration, the whole record) of a checkpoint. Raises FileNotFoundError, ValueError."""
+def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
     path = checkpoint / SIDECAR
     if not path.is_file():
         raise FileNotFoundError(
@@ -201,36 +201,51 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
         try:
             described = isinstance(entry.properties.dtype, torch.dtype)
             covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            whole = math.prod(entry.size)
+            values = math.prod(entry.size)
         except Exception as e:  # likewise: what came out may be anything
             raise ValueError(f"{checkpoint / METADATA} is damaged: {name} ({e}). Take another step.") from e
-        # dcp.load leaves what no shard holds as it finds it: uninitialised memory.
-        if not described or covered != whole:
+        # `load` leaves what no shard holds as it finds it: uninitialised memory.
+        if not described or covered != values:
             raise ValueError(
-                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {whole} values of {name}. "
+                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {values} values of {name}. "
                 "Take another step."
             )
     return tensors
 
 
 def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """Whole tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched."""
+    """Tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched. Raises: ValueError."""
     reader = SafeReader(checkpoint)
-    reader.read_metadata()  # for its words: dcp.load of PyTorch 2.11 keeps them to itself
+    reader.read_metadata()  # for its own error: `load` would put its own around it
+    tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
     try:
-        tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: no process group
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except (dcp.api.CheckpointException, RuntimeError) as e:
-        causes = _causes(e) if isinstance(e, dcp.api.CheckpointException) else e
-        raise _unreadable(checkpoint, causes) from e
+        with _without_process_group():
+            load(tensors, storage_reader=reader, no_dist=True)
+    except (OSError, RuntimeError) as e:
+        raise _unreadable(checkpoint, e) from e
     return tensors
 
 
-def _unreadable(checkpoint: Path, causes) -> ValueError:
+@contextmanager
+def _without_process_group() -> Iterator[None]:
+    """For `load` and `save` in one process. Raises: OSError with the system's message, or the first line of PyTorch's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+        try:
+            yield
+        except CheckpointException as e:  # a BaseException: it would pass every handler of errors
+            causes = []
+            for error, _ in e.failures.values():
+                link: BaseException | None = error
+                while link is not None and not isinstance(link, OSError):
+                    link = link.__cause__ or link.__context__
+                causes.append(str(link or f"{type(error).__name__}: {error}".splitlines()[0]))
+            raise OSError("; ".join(causes)) from e
+
+
+def _unreadable(checkpoint: Path, cause: object) -> ValueError:
     return ValueError(
-        f"{checkpoint} could not be read ({causes}): a shard is missing or damaged, or retention removed the step "
+        f"{checkpoint} could not be read ({cause}): a shard is missing or damaged, or retention removed the step "
         "meanwhile (checkpoint.keep_latest_k). Take another step."
     )
 
@@ -247,8 +262,10 @@ def check_lengths(folder: Path, index: Metadata) -> None:
             raise ValueError(f"{folder} is damaged: its shard {name} {found}.")
 
 
-def altered_entry(folder: Path, index: Metadata, part: int = 0, parts: int = 1, names=None) -> str | None:
-    """The first entry whose bytes are not those that were saved, in words; None if there is none.
+def altered_entry(
+    folder: Path, index: Metadata, part: int = 0, parts: int = 1, names: Collection[str] | None = None
+) -> str | None:
+    """What is wrong with the first entry whose bytes are not those that were saved; None if there is none.
 
     torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
     runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.
@@ -280,7 +297,7 @@ def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
         check_lengths(checkpoint, index)
         altered = altered_entry(checkpoint, index, names=names)
     except (OSError, ValueError) as e:
-        altered = str(e)
+        raise _unreadable(checkpoint, e) from e
     if altered:
         raise _unreadable(checkpoint, altered)
 
@@ -288,19 +305,7 @@ def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
     """A checkpoint of these tensors alone, as one process writes it; the index comes last. Raises OSError."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
-    except dcp.api.CheckpointException as e:  # a BaseException: it would pass every handler of errors
-        raise OSError(f"writing {checkpoint} failed ({_causes(e)}). Check the free space and the permissions.") from e
-
-
-def _causes(failed: dcp.api.CheckpointException) -> str:
-    """What went wrong per rank: the operating system's words where it has a part, else the first line of torch's."""
-    said = []
-    for error, _ in failed.failures.values():
-        link = error
-        while link is not None and not isinstance(link, OSError):
-            link = link.__cause__ or link.__context__
-        said.append(f"{type(error).__name__}: {error}".splitlines()[0] if link is None else str(link))
-    return "; ".join(said)
+        with _without_process_group():
+            save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
+    except OSError as e:
+        raise OSError(f"writing {checkpoint} failed ({e}). Check the free space and the permissions.") from e

@@ -14,14 +14,8 @@ class ShortConv(nn.Module):
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
-        self.width = width
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels))
-
-    def last_inputs(self, x: Tensor, past: Tensor) -> Tensor:
-        """What the tokens after x [B, T, E] need of it and of its own `past`: the last W - 1 inputs, [B, W - 1, E]."""
-        n = self.width - 1
-        return torch.cat([past.to(x.dtype), x[:, -n:]], dim=1)[:, -n:]
 
 
 def widened(x: Tensor) -> Tensor:
@@ -50,6 +44,7 @@ class RandomFourierFeatures(nn.Module):
 
     def __init__(self, n_kv_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
 
     def _apply(self, fn, recurse=True):

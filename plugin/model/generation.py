@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
-from .joined import JoinedProjections
-from .state import MixerState, ModelState
-from .transformer import Transformer, _checked
+from .state import ModelState
+from .transformer import Transformer, checked_padding
 
 # Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
 
@@ -83,11 +81,15 @@ def prefill(
             f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; expected int64 or int32 [B, T], one at least."
         )
     B, T = tokens.shape
-    if tokens.device.type == "cpu":
-        _within_vocabulary("tokens", [tokens.min().item(), tokens.max().item()], model.config.vocab_size)
+    if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size:
+        raise ValueError(
+            f"tokens are {tokens.min()} to {tokens.max()}; the vocabulary is 0 to {model.config.vocab_size - 1}. Encode the "
+            "text with the tokenizer of this model's folder."
+        )
+    tokens = tokens.to(model.tok_embeddings.weight.device)
     state = model.init_state(B, capacity=T) if state is None else state
     _one_row_each(B, state)
-    padding = _checked(padding, state, tokens)
+    padding = checked_padding(padding, state, tokens)
     for begin in range(0, T, chunk):
         piece = tokens[:, begin : begin + chunk]
         here = None if padding is None else (padding - begin).clamp(0, piece.shape[1])
@@ -113,8 +115,7 @@ class Decoder:
         graph: whether to capture; None for on CUDA alone.
         compiled: whether to compile the step with torch.compile: half a minute here, once per shape, on a CPU too, for fewer
             and faster kernels.
-    Attributes:
-        restarts: whether `restart` is possible: with a graph, of a model of nothing but its own modules.
+    Raises: ValueError for a graph without CUDA.
     """
 
     @torch.inference_mode(False)  # what is made here is written in every step, wherever that is taken
@@ -123,31 +124,29 @@ class Decoder:
         self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None, compiled: bool = False
     ) -> None:
         device = state.position.device
-        self.state, self.graph, self.model, self._at = state, None, model, None
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
-        state.leave_inference_mode()
+        made = [state.position, *(x for layer in state.layers for x in layer.tensors().values())]
+        # What an inference mode has made cannot be written outside of it.
+        self.state = state.clone() if any(x.is_inference() for x in made) else state
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         if captured or compiled:  # nothing in a step may depend on a number of the host's
-            state.reserve(max(1, room))
-            state.cursor = torch.full((1,), state.length, device=device)
+            self.state.reserve(max(1, room))
+            self.state.cursor = torch.full((1,), self.state.length, device=device)
             self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
-            before = state.snapshot()
             # All shapes share the one code of the model, of which torch.compile would keep eight versions.
-            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if compiled else contextlib.nullcontext():
+            limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if compiled else contextlib.nullcontext()
+            with limit, _restored(self.state):
                 if captured:
                     with torch.cuda.device(device):
                         self._capture(device)
                 else:
-                    self.forward(self.tokens, state)
-            state.restore(before)
+                    self.forward(self.tokens, self.state)
 
     def _capture(self, device: torch.device) -> None:
-        for layer in self.state.layers:
-            if isinstance(layer, MixerState):  # tables of its own: `restart` writes them
-                layer.step = tree_map_only(Tensor, Tensor.clone, layer.step)
-        self._at = _places(self.model, self.state)
+        assert self.state.cursor is not None
         current, aside = torch.cuda.current_stream(device), _stream(device, "warm-up")
         aside.wait_stream(current)
         cached = torch.is_autocast_cache_enabled()
@@ -163,8 +162,7 @@ class Decoder:
             current.wait_stream(aside)
             self.graph = torch.cuda.CUDAGraph()
             # Other threads may do as they like meanwhile, a server's or a process group's.
-            mode = dict(stream=_stream(device, "capture"), capture_error_mode="thread_local")
-            with torch.cuda.graph(self.graph, **mode):
+            with torch.cuda.graph(self.graph, stream=_stream(device, "capture"), capture_error_mode="thread_local"):
                 self.logits = self.forward(self.tokens, self.state)[:, -1]
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -172,7 +170,7 @@ class Decoder:
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> logits [B, V], which the next step overwrites."""
+        """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
         _one_token_each(tokens, self.state)
         if self.state.cursor is None:
             return self.forward(tokens[:, None], self.state)[:, -1]
@@ -189,51 +187,16 @@ class Decoder:
         self.state.length += 1
         return self.logits
 
-    @property
-    def restarts(self) -> bool:
-        return self._at is not None
 
-    def fits(self, state: ModelState, room: int = 0) -> bool:
-        """Whether `restart` can: rows, padding or none, dtype and room are as captured, and what the graph reads lies where
-        it lay. (Weights may have changed in place.)"""
-        return self.restarts and self.state.fits(state, room) and self._at == _places(self.model, self.state)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def restart(self, state: ModelState, room: int = 0) -> None:
-        """Go on from another state of the same model, which is copied: a capture takes as long as hundreds of steps.
-
-        Raises: ValueError where the graph is not one of this state's steps (`fits`).
-        """
-        if not self.fits(state, room):
-            raise ValueError("the captured graph is not of this state's steps: make another Decoder.")
-        self.state.become(state)
-
-
-def _places(model: Transformer, state: ModelState) -> list | None:
-    """What a captured step takes for granted beside its state: where each weight lies, and how it is computed with.
-
-    None where that is not all there is to it: modules of others (adapters, quantized or sharded weights) and hooks do what they
-    do by values of Python's.
-    """
-    device = state.position.device
-    found = [torch.cuda.current_stream(device), torch.backends.cuda.matmul.fp32_precision]
-    found += [torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)]
-    for name, module in model.named_modules():
-        ours = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
-        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        if hooked or not (ours or type(module) in (nn.Embedding, nn.ModuleDict)):
-            return None
-        tensors = module._parameters | module._buffers
-        if isinstance(module, JoinedProjections):
-            found.append(module.execution if hasattr(module, "execution") else None)
-            if module._is_joined():
-                tensors["joined"] = module.joined
-        for key, x in tensors.items():
-            if type(x) not in (Tensor, nn.Parameter, type(None)):
-                return None
-            found.append((name, key, x if x is None else (x.data_ptr(), x.dtype, x.device, x.shape, x.stride())))
-    return found
+@contextlib.contextmanager
+def _restored(state: ModelState) -> Iterator[None]:
+    """Undo the steps taken in this context; addresses stay. Copies wait on the host, for a GPU may have no room."""
+    before = [x.to("cpu", copy=True) for x in state.overwritten()]
+    yield
+    for x, old in zip(state.overwritten(), before, strict=True):
+        x.copy_(old)
+    if state.cursor is not None:
+        state.cursor.fill_(state.length)
 
 
 @functools.cache
@@ -303,7 +266,7 @@ def continuation(
         ids = tokens.tolist()
         yield [None if done else t for t, done in zip(ids, ended, strict=True)]
         ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]
-        if all(ended) or step == max_tokens:
+        if decoder is None or all(ended) or step == max_tokens:
             return
         logits = decoder.step(tokens)
 
@@ -319,9 +282,11 @@ def read(
 
     room: tokens that are to follow, for which softmax has room from the start.
     """
-    if not prompts:
-        raise ValueError("there is no prompt; give a list of at least one list of tokens.")
-    check_tokens(prompts, model.config.vocab_size)
+    if not prompts or not all(prompts):
+        raise ValueError(
+            f"there must be prompts, each of at least one token (the tokenizer's BOS, say): got {len(prompts)}, of "
+            f"{[len(p) for p in prompts]} tokens."
+        )
     if state is not None:
         _one_row_each(len(prompts), state)
     device = model.tok_embeddings.weight.device
@@ -330,12 +295,10 @@ def read(
     if any(missing) and state is not None:
         # Texts that have begun cannot be padded: each is read by itself.
         rows = [state.select(torch.tensor([i])) for i in range(len(prompts))]
-        found = [
-            prefill(model, torch.tensor([p], device=device), row, chunk) for p, row in zip(prompts, rows, strict=True)
-        ]
+        found = [prefill(model, torch.tensor([p]), row, chunk) for p, row in zip(prompts, rows, strict=True)]
         return torch.cat([logits for logits, _ in found]), ModelState.stack([row for _, row in found])
     state = state or model.init_state(len(prompts), capacity=longest + room)
-    tokens = torch.tensor([[0] * n + [*p] for p, n in zip(prompts, missing, strict=True)], device=device)
+    tokens = torch.tensor([[0] * n + [*p] for p, n in zip(prompts, missing, strict=True)])
     return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
 
 
@@ -343,23 +306,6 @@ def _at_least_one(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (value < 1 or value % 1):
             raise ValueError(f"{name} must be at least 1, a whole number: got {value}.")
-
-
-def check_tokens(prompts: list[list[int]], vocab_size: int) -> None:
-    """Raises ValueError unless every prompt has tokens, all of the vocabulary."""
-    for i, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompt {i} is empty; give it at least one token (the tokenizer's BOS, say).")
-        _within_vocabulary(f"prompt {i}", prompt, vocab_size)
-
-
-def _within_vocabulary(name: str, tokens: list[int], vocab_size: int) -> None:
-    outside = [t for t in tokens if not 0 <= t < vocab_size]
-    if outside:
-        raise ValueError(
-            f"{name}: the token {outside[0]} is outside the vocabulary of 0 to {vocab_size - 1}. Encode the text with the "
-            "tokenizer of this model's folder."
-        )
 
 
 def _one_token_each(tokens: Tensor, state: ModelState) -> None:

@@ -36,8 +36,8 @@ def initialize(
         parameters: False where a checkpoint replaces all of them: until then they are NaN. Buffers have their values anyway.
     """
     tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
-    if seed is None and tensors:
-        seed = int(torch.randint(2**62, (), device="cpu"))
+    if seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu")) if tensors else 0
     for wrapped_name, tensor in tensors:
         if isinstance(tensor, nn.Parameter) and not parameters:
             tensor.fill_(math.nan)
@@ -45,8 +45,9 @@ def initialize(
         name = prefix + clean_name(wrapped_name)
         full = initial_value(name, tensor.shape, config, seed)
         if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
-            from torch.distributed.tensor import distribute_tensor
+            from torch.distributed.tensor import DTensor, distribute_tensor
 
+            assert isinstance(tensor, DTensor)
             # src_data_rank=None: every rank holds the same full tensor and slices it, without communication.
             full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(full)

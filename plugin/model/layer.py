@@ -72,7 +72,8 @@ class InterdomainAttention(nn.Module):
             positions = torch.arange(T, device=x.device) if positions is None else positions
             return self.mixer(x, rope_tables(positions, self._frequencies(x.device), wide), packing=documents)
         positions = state.position[:, None] + torch.arange(T, device=x.device)
-        y = self.mixer(x, rope_tables(positions, state.frequencies, wide), state.dynamics[0], state.layers[0])
+        rope = rope_tables(positions, self._frequencies(x.device), wide)
+        y = self.mixer(x, rope, state.dynamics[0], state.layers[0])
         state.advance(T)
         return y
 
@@ -81,7 +82,7 @@ class InterdomainAttention(nn.Module):
         weight, dynamics = self.mixer.wo.weight, self.mixer.dynamics([self.mixer])
         layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return ModelState([layer], position, dynamics, self._frequencies(weight.device))
+        return ModelState([layer], position, [*dynamics], None)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)

@@ -1,11 +1,16 @@
 """The output head and the training loss, computed by pieces of the tokens: the logits of all tokens never exist at once."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .layers import Linear, autocast_dtype
+
+PieceLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
 
 # Shapes: N tokens, n tokens of a piece, E dim, V vocabulary.
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
@@ -21,7 +26,7 @@ class Head(Linear):
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size)
-        self.piece_loss = piece_loss
+        self.piece_loss: PieceLoss = piece_loss
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
@@ -40,7 +45,7 @@ def piece_tokens(vocab_size: int) -> int:
 
 def piece_loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """(summed cross-entropy, its gradient by the logits in their dtype) of logits [n, V]; float32 inside, or float64."""
-    log_p = F.log_softmax(logits.to(_wide(logits.dtype)), dim=1)
+    log_p = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
     loss = F.nll_loss(log_p, labels, reduction="sum", ignore_index=IGNORE_INDEX)
     if not gradient:
         return loss, None
@@ -50,7 +55,7 @@ def piece_loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, 
     return loss, by_logits.masked_fill_(ignored, 0).to(logits.dtype)
 
 
-def summed_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss=piece_loss) -> Tensor:
+def summed_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss = piece_loss) -> Tensor:
     """Sum over all tokens of -log softmax(hidden weight^T)[label]: a float32 scalar, float64 for float64.
 
     Where gradients are recorded, the forward pass computes those by hidden and weight as well, piece by piece, while a piece's
@@ -74,7 +79,7 @@ def summed_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, piece_l
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, piece_loss):
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss) -> Tensor:
         ctx.dtype = weight.dtype
         loss, *gradients = _by_pieces(hidden, weight, labels, piece_loss, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
@@ -82,7 +87,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, by_loss):
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         by_hidden, by_weight = ctx.saved_tensors
         by_hidden = None if by_hidden is None else by_hidden * by_loss
         by_weight = None if by_weight is None else (by_weight * by_loss).to(ctx.dtype)
@@ -90,11 +95,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _by_pieces(
-    hidden, weight, labels, piece_loss, needed: tuple[bool, bool]
+    hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss, needed: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, its gradients by hidden [N, E] and by weight [V, E] where `needed`)."""
     dtype = autocast_dtype(hidden) or hidden.dtype
-    W, wide = weight.to(dtype), _wide(dtype)
+    W, wide = weight.to(dtype), torch.promote_types(dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     by_hidden = torch.empty_like(hidden) if needed[0] else None
     by_weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
@@ -104,13 +109,9 @@ def _by_pieces(
         x = hidden[piece].to(dtype)
         piece_sum, by_logits = piece_loss(x @ W.t(), labels[piece], any(needed))
         loss = loss + piece_sum
-        if needed[0]:
+        if by_hidden is not None and by_logits is not None:
             by_hidden[piece] = by_logits @ W
-        if needed[1]:
+        if by_weight is not None and by_logits is not None:
             by_weight += by_logits.t() @ x
         del by_logits  # the next piece needs the room
     return loss, by_hidden, by_weight
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -1,6 +1,6 @@
 """The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,36 +11,22 @@ from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, l
 from .config import Execution, ModelConfig
 from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .initialize import initialize
-from .joined import JoinedProjections
+from .interface import Mixer
 from .layers import Linear
 from .ssm import SSMDynamics, fold
-from .state import MixerState, ModelState, writable
+from .state import MixerState, ModelState
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
 
-
-class StepTables(NamedTuple):
-    """What a step reads of a mixer's parameters, as it reads them (`input_features_step`, `interdomain_step`).
-
-    readout: W, its upper half where that is all of it, or w.
-    conv: ([W, E], [E]). norm: ([2 G, R], [2 G, R]), or None.
-    """
-
-    log_decay: Tensor
-    decay: Tensor
-    readout: Tensor
-    conv: tuple[Tensor, Tensor]
-    norm: tuple[Tensor, Tensor] | None
+CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
 
 
-class InterdomainMixer(JoinedProjections):
+class InterdomainMixer(Mixer):
     """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. 13), or the linear readout of s4d.
 
     With a single input, the projections a and b of the paper take the places (and names) of k and v.
     """
-
-    together = ("wq", "wk", "wv")
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -78,49 +64,6 @@ class InterdomainMixer(JoinedProjections):
         self.wo = Linear(out_dim, config.dim)
         initialize(self, config)
 
-    @staticmethod
-    def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
-        """Of each, (log_decay, mixing or readout), float32: constant over the sequence, so computed once per forward."""
-        return fold([mixer.ssm() for mixer in mixers], mixers[0].config.readout)
-
-    def init_state(
-        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
-    ) -> MixerState:
-        width = 2 * self.head_dim + self.config.normalize
-        shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
-        step = self._step_tables(*dynamics)
-        return MixerState(
-            conv=torch.zeros(batch, self.config.conv_width - 1, len(step.conv[1]), dtype=dtype, device=device),
-            ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
-            step=step,
-        )
-
-    def _convolutions(self) -> dict[str, ShortConv]:
-        """In the order of their channels in a state."""
-        return {name: self._modules[f"{name}_conv"] for name in "qkv" if f"{name}_conv" in self._modules}
-
-    @torch.no_grad()
-    def _step_tables(self, log_decay: Tensor, readout: Tensor) -> StepTables:
-        log_decay, readout = log_decay.detach(), readout.detach()
-        if self.config.query_readout and self.config.readout == "complex":
-            readout = readout[:, : self.config.n_basis].contiguous()
-        convs = self._convolutions().values()
-        norm = None
-        if self.k_norm is not None:
-            norms = self.k_norm, self.v_norm
-            scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
-            norm = scale, torch.cat([widened(n.bias) for n in norms])
-        return StepTables(
-            log_decay,
-            decay_factor(log_decay),
-            readout,
-            conv=(
-                torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
-                torch.cat([widened(c.bias) for c in convs]),
-            ),
-            norm=norm,
-        )
-
     def forward(
         self,
         x: Tensor,
@@ -129,129 +72,195 @@ class InterdomainMixer(JoinedProjections):
         state: MixerState | None = None,
         packing: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token."""
-        recorded = torch.is_grad_enabled() or state is None or not writable(state.ssm, state.ssm)
-        if x.shape[1] == 1 and packing is None and not recorded:
-            o = self._step(x[:, 0], rope, state)[:, None]
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
+
+        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2]; packing: [B, T], the number of each token's document.
+        """
+        names = "kvq" if self.config.query_readout else "kv"
+        projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
+        if state is not None and x.shape[1] == 1 and packing is None and state.in_place:
+            o = self._step(projected, rope, state)
         else:
-            o = self._whole(x, rope, self.dynamics([self])[0] if dynamics is None else dynamics, state, packing)
+            past, conv = self._convolved(projected, state)
+            # No projection lives longer than it is needed.
+            features = {n: self._features(n, projected.pop(n), rope, past.get(n), packing) for n in names}
+            o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, packing)
+            if state is not None:
+                state.advance(conv, final)
         if self.config.normalize:
             o = _divided(o).to(o.dtype)
-
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
         return self.wo(o)
 
-    def _step(self, x: Tensor, rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
-        """One token where nothing is recorded, x [B, dim] -> [B, H, D]: few operations, the state written in place."""
-        mixer, q_heads, heads = self.config, self.n_heads, self.n_kv_heads
-        mapped = q_heads + heads * mixer.dual_input
-        x, rope = self.project(x), rope if mixer.rope else None
-        chosen = dict(
-            conv=state.step.conv,
-            past=state.conv,
-            rotated=q_heads + heads if mixer.rope else 0,
-            silu=mapped if self.feature_map is None else 0,
-            norm=state.step.norm,
-            eps=1e-5 if self.k_norm is None else self.k_norm.eps,
-        )
-        y = input_features_step(x, self.head_dim, rope=rope, backend=self.execution.features, **chosen)
-        if self.feature_map is not None:
-            self._map(y, mapped)
-        q, k, v = y.split([q_heads, heads, heads], dim=1)
-        if mixer.normalize:
-            v = _with_ones(v)
-        token = (q, k, v) if mixer.query_readout else (torch.cat([k, v], dim=-1),)
-        run, step = interdomain_step if mixer.query_readout else linear_step, state.step
-        return run(*token, step.log_decay, step.readout, state.ssm, decay=step.decay, inplace=True)[0]
-
-    def _map(self, y: Tensor, mapped: int) -> None:
-        for part in (y[:, : self.n_heads], y[:, self.n_heads : mapped]):
-            part.copy_(self.feature_map(part[:, None])[:, 0])
-
-    def _whole(self, x, rope, dynamics, state, documents) -> Tensor:
-        """Any number of tokens, x [B, T, dim] -> [B, T, H, D]."""
-        past = {}
-        if state is not None:
-            convs = self._convolutions()
-            widths = [len(conv.bias) for conv in convs.values()]
-            past = dict(zip(convs, state.conv.split(widths, dim=2), strict=True))
-        k, v, conv = self._inputs(x, rope, past, documents)
-        q = None
-        if self.config.query_readout:
-            q = self._features("q", x, past, conv, documents, rope=rope, mapped=True)
-        o, final = self._scan(q, k, v, *dynamics, None if state is None else state.ssm, documents)
-        if state is not None:
-            state.advance(torch.cat([conv[name] for name in past], dim=2), final)
-        return o
-
-    @staticmethod
-    def packing(documents: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the mixer needs to know of packed documents: the number of each token's, [B, T] int32."""
-        return documents
-
-    @staticmethod
-    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The same for a piece that continues from a state: left padding is a document before the text's."""
-        if padding is None:
-            return None
-        after = torch.arange(tokens, device=padding.device) >= padding[:, None]
-        return (after & (padding[:, None] > 0)).int()
-
-    def _inputs(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], past: dict[str, Tensor], documents: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict]:
-        """The two halves of z, k and v (dual input) or the paper's a and b, each [B, T, G, R]; and their `conv` of a state."""
-        conv = {}
-        k = self._features("k", x, past, conv, documents, rope=rope, mapped=self.config.dual_input, norm=self.k_norm)
-        v = self._features("v", x, past, conv, documents, norm=self.v_norm)
-        if self.config.normalize:
-            v = _with_ones(v)
-        return k, v, conv
-
     def _features(
-        self,
-        name: str,
-        x: Tensor,
-        past: dict[str, Tensor],
-        conv: dict[str, Tensor],
-        documents: Tensor | None,
-        *,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mapped: bool = False,
-        norm: InputNorm | None = None,
+        self, name: str, x: Tensor, rope: tuple[Tensor, Tensor], past: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """Projection, convolution if `name` has one, RoPE, feature map if `mapped`, norm: [B, T, H, R].
-
-        With a past, its convolution's last inputs are written to `conv`.
-        """
-        x = getattr(self, f"w{name}")(x)
-        short, before = getattr(self, f"{name}_conv", None), past.get(name)
-        if before is not None:
-            conv[name] = short.last_inputs(x, before)
+        """Projection x [B, T, E] -> convolution, RoPE, feature map and norm, as far as q, k or v has them: [B, T, H, R]."""
+        conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
+        mapped = name == "q" or (name == "k" and self.config.dual_input)
         y = input_features(
             x,
             self.head_dim,
-            conv=None if short is None else (short.weight, short.bias),
-            past=before,
-            documents=None if short is None else documents,
-            check_documents=False,  # counted (`Transformer._packed`), or 0 and 1 (`continuing`)
-            rope=rope if self.config.rope else None,
+            conv=None if conv is None else (conv.weight, conv.bias),
+            past=past,
+            documents=None if conv is None else documents,
+            check_documents=False,  # counted (`Transformer.forward`), or 0 and 1 (`continuing`)
+            rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
             norm=None if norm is None else (norm.weight, norm.bias),
             eps=1e-5 if norm is None else norm.eps,
             backend=self.execution.features,
         )
-        return self.feature_map(y) if mapped and self.feature_map is not None else y
+        if mapped and self.feature_map is not None:
+            y = self.feature_map(y)
+        return _with_ones(y) if name == "v" and self.config.normalize else y
 
-    def _scan(self, q, k, v, log_decay, readout, initial, documents):
-        wanted = initial is not None  # in training no state goes on
-        run = dict(initial_state=initial, documents=documents, final_state=wanted, backend=self.execution.backend)
-        run["check_documents"] = False
-        if q is None:
-            return linear_scan(torch.cat([k, v], dim=-1), log_decay, readout, **run)
-        return interdomain_scan(q, k, v, log_decay, readout, recompute=self.execution.recompute is not False, **run)
+    def _scan(
+        self,
+        features: dict[str, Tensor],
+        dynamics: tuple[Tensor, Tensor],
+        state: MixerState | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """(o [B, T, H, D], the state after it where there was one before)."""
+        options: dict[str, Any] = dict(
+            initial_state=None if state is None else state.ssm,
+            final_state=state is not None,  # in training no state goes on
+            documents=documents,
+            check_documents=False,
+            backend=self.execution.backend,
+        )
+        if not self.config.query_readout:
+            return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
+        q, k, v = (features[name] for name in "qkv")
+        return interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute is not False, **options)
+
+    @staticmethod
+    def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
+        """Of each, (log_decay, mixing or readout), float32."""
+        return fold([mixer.ssm() for mixer in mixers], mixers[0].config.readout)
+
+    @staticmethod
+    def packing(documents: Tensor, dtype: torch.dtype) -> Tensor:
+        return documents
+
+    @staticmethod
+    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Left padding is a document before the text's."""
+        if padding is None:
+            return None
+        after = torch.arange(tokens, device=padding.device) >= padding[:, None]
+        return (after & (padding[:, None] > 0)).int()
+
+    # Decoding
+
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
+    ) -> MixerState:
+        prepared = self._prepare_step(*dynamics)
+        width = 2 * self.head_dim + self.config.normalize
+        shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
+        channels = sum(len(conv.bias) for conv in self._convolutions().values())
+        return MixerState(
+            conv=torch.zeros(batch, self.config.conv_width - 1, channels, dtype=dtype, device=device),
+            ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
+            prepared=prepared,
+        )
+
+    @torch.no_grad()
+    def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the two step functions read of the parameters: made once for all steps, in the forms that they want."""
+        mixer = self.config
+        convs = self._convolutions().values()
+        features: dict[str, Any] = dict(
+            conv=(
+                torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
+                torch.cat([widened(c.bias) for c in convs]),
+            ),
+            rotated=(self.n_heads + self.n_kv_heads) * mixer.rope,
+            silu=(self.n_heads + self.n_kv_heads * mixer.dual_input) * (self.feature_map is None),
+        )
+        if self.k_norm is not None and self.v_norm is not None:
+            norms = self.k_norm, self.v_norm
+            scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
+            features |= dict(norm=(scale, torch.cat([widened(n.bias) for n in norms])), eps=self.k_norm.eps)
+        log_decay, readout = log_decay.detach(), readout.detach()
+        if mixer.query_readout and mixer.readout == "complex":
+            readout = readout[:, : mixer.n_basis].contiguous()  # the other half holds the same numbers
+        table = {"mixing" if mixer.query_readout else "readout": readout}
+        return features, dict(log_decay=log_decay, decay=decay_factor(log_decay), **table)
+
+    def _step(self, projected: dict[str, Tensor], rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
+        """One token, each projection [B, 1, heads * R] -> [B, 1, H, D], by the kernels' two step functions."""
+        assert state.prepared is not None
+        features, tables = state.prepared
+        together = torch.cat([projected[name] for name in "qkv" if name in projected], dim=2)[:, 0]
+        y = input_features_step(
+            together,
+            self.head_dim,
+            past=state.conv,
+            rope=rope if self.config.rope else None,
+            backend=self.execution.features,
+            **features,
+        )
+        q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        if self.feature_map is not None:
+            q = self.feature_map(q) if self.config.query_readout else q
+            k = self.feature_map(k) if self.config.dual_input else k
+        if self.config.normalize:
+            v = _with_ones(v)
+        if self.config.query_readout:
+            return interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+        return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+
+    def _convolutions(self) -> dict[str, ShortConv]:
+        """In the order of their channels in a state."""
+        return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
+
+    def _convolved(self, projected: dict[str, Tensor], state: MixerState | None) -> tuple[dict[str, Tensor], Any]:
+        """Of a state's convolutions: the inputs before x, by projection; and the last W - 1 inputs after it, [B, W - 1, E]."""
+        if state is None:
+            return {}, None
+        convs, n = self._convolutions(), state.conv.shape[1]
+        new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
+        past = state.conv.split([len(conv.bias) for conv in convs.values()], dim=2)
+        return dict(zip(convs, past, strict=True)), torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
+
+    # Costs
+
+    @staticmethod
+    def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
+        """The core by the chunkwise passes of kernels/README.md."""
+        m, dim = config.mixer, config.dim
+        H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
+        D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
+        out_dim = dim if m.query_readout else 2 * dim
+        linear = dim * (m.query_readout * dim + 2 * G * R + out_dim * (1 + m.output_gate))
+        if m.feature_map == "rff":  # R / 2 frequencies of width R, per head of query and key features
+            linear += (H * m.query_readout + G * m.dual_input) * R * R // 2
+        conv = m.conv_width * (m.query_readout * dim + G * R * (1 if m.dual_input else 2))
+        if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
+            return {"linear": linear, "conv": conv, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
+        pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
+        pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
+        return {"linear": linear, "conv": conv, "mixer": pass1 + H * M2 * M2 + pass2}
+
+    @staticmethod
+    def state_size(config: ModelConfig) -> int:
+        m = config.mixer
+        return config.n_kv_heads * m.n_basis * (2 * config.head_dim + m.normalize) * 2
+
+    @staticmethod
+    def kept(config: ModelConfig) -> dict[str, int]:
+        """Without recomputation also a, 2M numbers per query head; tables: W, and what it was made of."""
+        query, M = config.mixer.query_readout, config.mixer.n_basis
+        return {
+            "token": (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim,
+            "scores": query * config.n_heads * 2 * M,
+            "tables": query * config.n_kv_heads * 14 * M**2,
+        }
 
 
 def _with_ones(v: Tensor) -> Tensor:

@@ -5,14 +5,14 @@
     tokenizer.model                   the tokenizer that the model was trained with (or tiktoken.json, hf_tokenizer.json)
     tokenizer.json, tokenizer_config.json   the same for transformers' AutoTokenizer
 
-Nothing in it is ever unpickled. A folder is written under another name and renamed when it is whole.
+Nothing in it is ever unpickled. A folder is written under another name and renamed when it is complete.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,8 +23,7 @@ from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.folders import require_utf8
 
-from .config import PRECISIONS, Execution, ModelConfig
-from .joined import join_projections
+from .config import Execution, ModelConfig
 from .transformer import Transformer, meta_model
 from .transformers_names import AUTO_MAP, BASE, from_transformers, stored_name, to_transformers
 
@@ -37,13 +36,9 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def is_dynamics(name: str) -> bool:
-    """Whether a parameter belongs to the dynamics, which stay float32 in every folder, and are no less on every device."""
-    return ".attention.ssm." in name
-
-
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    spared = is_dynamics(name) or name.endswith(".feature_map.frequencies")
+    """Of a tensor in a model of this dtype: the dynamics and random frequencies are never less than float32."""
+    spared = ".attention.ssm." in name or name.endswith(".feature_map.frequencies")
     return torch.promote_types(dtype, torch.float32) if spared else dtype
 
 
@@ -59,15 +54,22 @@ def shard_names(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, max_shard_bytes: int) -> int:
+def write_weights(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    read: Callable[[list[str]], dict[str, Tensor]],
+    max_shard_bytes: int,
+) -> int:
     """Write the model's tensors shard by shard; `read(names)` returns {name: tensor} for one shard at a time.
 
     Returns: the number of tensors. Raises: OSError where the disk does not take it.
     """
     expected = meta_model(config).state_dict()
     dtypes = {name: storage_dtype(name, dtype) for name in expected}
-    shards = shard_names({name: t.numel() * dtypes[name].itemsize for name, t in expected.items()}, max_shard_bytes)
-    weight_map = {}
+    sizes = {name: t.numel() * dtypes[name].itemsize for name, t in expected.items()}
+    shards = shard_names(sizes, max_shard_bytes)
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = WEIGHTS if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         tensors = {stored_name(name): tensor.to(dtypes[name]).contiguous() for name, tensor in read(names).items()}
@@ -80,8 +82,7 @@ def write_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, read, m
         (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        total = sum(t.numel() * dtypes[name].itemsize for name, t in expected.items())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return len(weight_map)
 
@@ -93,7 +94,7 @@ def checksums(files: Iterable[Path]) -> dict[str, str]:
         return dict(zip((f.name for f in files), pool.map(file_sha256, files), strict=True))
 
 
-def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
+def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, facts: dict[str, Any]) -> None:
     """config.json, for weights that are written."""
     record = {
         "model_type": "interdomain",
@@ -111,8 +112,8 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts
     (folder / CONFIG).write_text(json.dumps(record, indent=2) + "\n")
 
 
-def read_config(folder: Path | str) -> tuple[ModelConfig, dict]:
-    """(configuration, the whole record) of a standalone folder. Raises FileNotFoundError, ValueError."""
+def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
+    """(configuration, the record that it stands in) of a standalone folder. Raises: FileNotFoundError, ValueError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(
@@ -132,88 +133,59 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict]:
         raise ValueError(f"{path} lacks the setting {e}; convert the checkpoint again.") from e
 
 
-def weight_files(folder: Path | str) -> dict[str, Path]:
-    """{tensor name: file}, checked to exist; one whole file comes first, as in transformers.
-
-    Raises: FileNotFoundError, ValueError.
-    """
+def weight_files(folder: Path | str) -> list[Path]:
+    """model.safetensors, or without it the shards that the index names. Raises: FileNotFoundError, ValueError."""
     folder = Path(folder)
     require_utf8(folder)
+    names = {WEIGHTS}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-            files = {name.removeprefix(BASE): folder / Path(file).name for name, file in weight_map.items()}
+            names = {Path(name).name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise ValueError(
                 f"{folder / INDEX} is damaged ({type(e).__name__}: {e}); convert the checkpoint again."
             ) from e
-    else:
-        files = {"": folder / WEIGHTS}
-    for file in sorted(set(files.values())):
-        if not file.is_file():
-            raise FileNotFoundError(f"{folder} lacks {file.name}; copy the whole folder again or convert again.")
-    if "" in files:
-        with _open(folder / WEIGHTS) as f:
-            files = {name.removeprefix(BASE): folder / WEIGHTS for name in f.keys()}  # noqa: SIM118
-    return files
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} lacks {name}; copy the whole folder again or convert again.")
+    return [folder / name for name in sorted(names)]
 
 
-@contextmanager
-def _open(file: Path):
-    try:
-        with safe_open(file, framework="pt") as f:
-            yield f
-    except SafetensorError as e:
-        raise ValueError(f"{file} is truncated or damaged ({e}); copy the folder again or convert again.") from e
-
-
-def read_tensors(folder: Path | str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of a folder by name, on the CPU, as stored."""
-    files = weight_files(folder)
-    names = list(files) if names is None else list(names)
-    missing = [name for name in names if name not in files]
-    if missing:
-        raise ValueError(f"{folder} lacks the tensor {missing[0]} (and {len(missing) - 1} more); convert again.")
+def read_tensors(folder: Path | str) -> dict[str, Tensor]:
+    """The tensors of a folder by name, on the CPU, as stored. Raises: FileNotFoundError, ValueError."""
     tensors = {}
-    for file in sorted({files[name] for name in names}):
-        with _open(file) as f:
-            held = {name.removeprefix(BASE): name for name in f.keys()}  # noqa: SIM118
-            for name in (n for n in names if files[n] == file):
-                if name not in held:
-                    raise ValueError(f"{file} lacks the tensor {name} that the index puts there; convert again.")
-                tensors[name] = f.get_tensor(held[name])
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as f:
+                tensors |= {name.removeprefix(BASE): f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        except SafetensorError as e:
+            raise ValueError(f"{file} is truncated or damaged ({e}); copy the folder again or convert again.") from e
     return tensors
 
 
 def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tensor]) -> None:
     """Names and shapes must be exactly the model's, and the values floating point. Raises ValueError."""
     expected = meta_model(config).state_dict()
-    wrong = [f"{name} is missing" for name in expected if name not in found]
-    wrong += [f"{name} is unknown" for name in found if name not in expected]
-    wrong += [
-        f"{name} is {list(found[name].shape)}, the configuration says {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in found and found[name].shape != tensor.shape
-    ]
-    wrong += [
-        f"{name} is stored as {tensor.dtype}, which no parameter is"
-        for name, tensor in found.items()
-        if tensor.dtype not in DTYPES.values()
-    ]
+    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    wrong += [f"{name} is unknown" for name in found.keys() - expected.keys()]
+    for name in expected.keys() & found.keys():
+        shape, tensor = list(expected[name].shape), found[name]
+        if list(tensor.shape) != shape or tensor.dtype not in DTYPES.values():
+            wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, the configuration says float {shape}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
         raise ValueError(
-            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}. Convert the checkpoint again."
+            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(sorted(wrong)[:3])}{more}. Convert the "
+            "checkpoint again."
         )
 
 
-def check_weights(folder: Path | str, record: dict) -> None:
+def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
     """Raises ValueError unless every weight file is the one of `record`, byte for byte. Old folders have no checksums."""
     recorded = record.get("weights")
     if recorded is None:
         return
-    found = checksums(sorted(set(weight_files(folder).values())))
-    for file, checksum in found.items():
+    for file, checksum in checksums(weight_files(folder)).items():
         if not isinstance(recorded, dict) or recorded.get(file) != checksum:
             raise ValueError(
                 f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s. Copy the folder "
@@ -226,7 +198,6 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-    precision: str | None = None,
     backend: str = "auto",
     verify: bool = True,
 ) -> Transformer:
@@ -234,41 +205,31 @@ def load_model(
 
     Args:
         dtype: None keeps the stored one; the dynamics are float32, or float64 in a model of that.
-        precision: in place of dtype, as training has it: `bf16`, `bf16-products` or `float32` (`PRECISIONS`). What a run
-            trained in stands in config.json, facts.run.precision.
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """
     if dtype not in (None, torch.float64, *DTYPES.values()):
         raise ValueError(f"dtype is {dtype!r}: give torch.float32, float64, bfloat16 or float16.")
-    if precision is not None:
-        if precision not in PRECISIONS or dtype is not None:
-            raise ValueError(f"precision is {precision!r}: give {', '.join(PRECISIONS)}, and no dtype (got {dtype}).")
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     config, record = read_config(folder)
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)
     if verify:
         check_weights(folder, record)
     with torch.device("meta"):
-        model = Transformer(config, Execution(backend, bf16_products=precision == "bf16-products"))
-    placed = {
-        name: tensor.to(device=device, dtype=storage_dtype(name, dtype or tensor.dtype))
-        for name, tensor in tensors.items()
-    }
+        model = Transformer(config, Execution(backend))
+    placed = {name: x.to(device, storage_dtype(name, dtype or x.dtype)) for name, x in tensors.items()}
     model.load_state_dict(placed, assign=True)
-    join_projections(model)
     return model.requires_grad_(False).eval()
 
 
-def load_pretrained(folder: Path | str, **options):
+def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
     """(model, tokenizer) of a standalone folder. Options and errors: `load_model`."""
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record, CONFIG)
     return load_model(folder, **options), tokenizer
 
 
-def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict, source: str):
+def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any], source: str) -> Any:
     """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`, read from file `source`."""
     described = record.get("tokenizer")
     file = Path(str(described.get("file", TOKENIZER))).name if isinstance(described, dict) else TOKENIZER

@@ -7,7 +7,8 @@ whole and float32 on every rank; `fold` makes of them what the blocks are handed
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from interdomain.scan import tables
 
 
 class Dynamics(NamedTuple):
-    """The parameters of H heads; C [H, M, M, 2], [H, M, 2] or None; c for the linear readout, [H, M], else None."""
+    """The parameters of H heads: log_dt [H]; log_A_real, A_imag [H, M]; C [H, M, M, 2], [H, M, 2] or None; c for the linear
+    readout, [H, M], else None."""
 
-    log_dt: Tensor
-    log_A_real: Tensor
-    A_imag: Tensor
+    log_dt: Any
+    log_A_real: Any
+    A_imag: Any
     C: Tensor | None
     c: Tensor | None
 
@@ -79,7 +81,7 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     return list(zip(*by_layer, strict=True))
 
 
-def in_float32(fn):
+def in_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A function of `Module._apply` (to, half, bfloat16, cuda, ...) that moves tensors but rounds none to half precision."""
 
     def moved(t: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ def in_float32(fn):
 
 
 def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
-    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.A_INITS` (formulas there)."""
+    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.CHOICES` (formulas there)."""
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
     decay, frequency = {
         "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),

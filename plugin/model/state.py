@@ -3,12 +3,13 @@
 A model advances a state in place. Where no gradient is recorded its tensors keep their addresses, which CUDA graphs need.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 # Shapes: B batch, H heads of keys and state, M basis functions, P width of z, W convolution width, E channels, S slots.
 
@@ -16,11 +17,18 @@ from torch.utils._pytree import tree_leaves
 @dataclass
 class MixerState:
     """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
-    ssm: unit-gain X, [B, H, M, P, 2] float32; step: what a step reads of the parameters, the mixer's own."""
+    ssm: unit-gain X, [B, H, M, P, 2] float32; prepared: what a decode step reads of the parameters
+    (`InterdomainMixer._prepare_step`)."""
 
     conv: Tensor
     ssm: Tensor
-    step: tuple | None = None
+    prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
+    capacity: ClassVar[int | None] = None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a step may write over the state: no gradient is recorded."""
+        return not torch.is_grad_enabled() and writable(self.ssm, self.ssm)
 
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
@@ -32,11 +40,11 @@ class MixerState:
         conv = self.conv.where((back <= seen[:, None])[:, :, None], 0)
         self.advance(conv, self.ssm.where((seen > 0)[:, None, None, None, None], 0))
 
+    def aligned(self, used: int, length: int) -> "MixerState":
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         return {"ssm": self.ssm, "conv": self.conv}
-
-    def replaced(self, tensors: dict[str, Tensor]) -> "MixerState":
-        return MixerState(tensors["conv"], tensors["ssm"], self.step)
 
 
 @dataclass
@@ -45,6 +53,10 @@ class KVCache:
 
     k: Tensor
     v: Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[2]
 
     def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
         """Put k, v [B, H, T, head_dim] at slots `begin` on; returns all keys and values so far.
@@ -58,7 +70,7 @@ class KVCache:
         if not writable(self.k, k):
             self.k, self.v = torch.cat([self.k[:, :, :begin], k], 2), torch.cat([self.v[:, :, :begin], v], 2)
         else:
-            if end > self.k.shape[2]:
+            if end > self.capacity:
                 self.reserve(begin, max(end, 2 * begin))
             self.k[:, :, begin:end] = k
             self.v[:, :, begin:end] = v
@@ -71,11 +83,12 @@ class KVCache:
     def without_padding(self, seen: Tensor) -> None:
         """Slots of padding are masked, not emptied."""
 
+    def aligned(self, used: int, length: int) -> "KVCache":
+        """The first `used` slots as the last of `length`."""
+        return KVCache(*(F.pad(x[:, :, :used], (0, 0, length - used, 0)) for x in (self.k, self.v)))
+
     def tensors(self) -> dict[str, Tensor]:
         return {"k": self.k, "v": self.v}
-
-    def replaced(self, tensors: dict[str, Tensor]) -> "KVCache":
-        return KVCache(tensors["k"], tensors["v"])
 
 
 @dataclass
@@ -92,7 +105,7 @@ class ModelState:
             the model then advances it in place of `length`.
     """
 
-    layers: list[MixerState | KVCache]
+    layers: list[Any]  # MixerState or KVCache
     position: Tensor
     dynamics: list[tuple[Tensor, ...]]
     frequencies: Tensor | None
@@ -103,7 +116,7 @@ class ModelState:
     @property
     def capacity(self) -> int | None:
         """Tokens that there is room for; None where there is no limit."""
-        return self.layers[0].k.shape[2] if isinstance(self.layers[0], KVCache) else None
+        return self.layers[0].capacity
 
     def advance(self, tokens: int, padding: Tensor | None = None) -> None:
         """Count `tokens` of each row, `padding` [B] of which are none."""
@@ -126,68 +139,13 @@ class ModelState:
             for layer in self.layers:
                 layer.reserve(self.length, self.length + tokens)
 
-    def snapshot(self) -> list[Tensor]:
-        """Copies of what a step overwrites, on the host, for a GPU may have no room; of a cache nothing, to which it adds."""
-        return [x.to("cpu", copy=True) for x in self._overwritten()]
-
-    def restore(self, snapshot: list[Tensor]) -> None:
-        """Undo the steps since then; addresses stay."""
-        for x, old in zip(self._overwritten(), snapshot, strict=True):
-            x.copy_(old)
-        if self.cursor is not None:
-            self.cursor.fill_(self.length)
-
-    def take(self, rows: Tensor) -> None:
-        """Become `select(rows)`, as many rows as there are; addresses stay."""
-        for x, new in zip(self._tensors(), self.select(rows)._tensors(), strict=True):
-            x.copy_(new)
-
-    def fits(self, other: "ModelState", room: int) -> bool:
-        """Whether `become(other)` is possible, with room for so many more tokens; a cache of more than twice those needed, all
-        of which a step of fixed shape attends to, does not."""
-        if len(self.position) != len(other.position) or self.padded != other.padded:
-            return False
-        pairs = zip(self._tensors(), other._tensors(), strict=True)
-        if any((x.dtype, x.device) != (y.dtype, y.device) for x, y in pairs):
-            return False
-        needed = other.length + max(1, room)
-        return self.capacity is None or needed <= self.capacity <= 2 * needed
-
-    def become(self, other: "ModelState") -> None:
-        """A copy of `other`, a state of the same model, with what it reads of the parameters; addresses stay."""
-        for layer, new in zip(self.layers, other.layers, strict=True):
-            if isinstance(layer, KVCache):
-                for x, y in ((layer.k, new.k), (layer.v, new.v)):
-                    x[:, :, : other.length] = y[:, :, : other.length]
-                    x[:, :, other.length :] = 0  # under the mask: zero times an infinity would be NaN
-            else:
-                for x, y in zip(*(tree_leaves((s.conv, s.ssm, s.step)) for s in (layer, new)), strict=True):
-                    if x is not None:
-                        x.copy_(y)
-        self.position.copy_(other.position)
-        self.dynamics, self.length = other.dynamics, other.length
-        if self.cursor is not None:
-            self.cursor.fill_(self.length)
-
-    def leave_inference_mode(self) -> None:
-        """Copies in place of tensors that were made in an inference mode, and could not be written outside of it."""
-
-        def kept(x: Tensor) -> Tensor:
-            return x.clone() if x.is_inference() else x
-
-        if any(x.is_inference() for x in self._tensors()):
-            self.layers = [layer.replaced({n: kept(x) for n, x in layer.tensors().items()}) for layer in self.layers]
-            self.position = kept(self.position)
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.position, *(x for layer in self.layers for x in layer.tensors().values())]
-
-    def _overwritten(self) -> list[Tensor]:
-        recurrent = [layer for layer in self.layers if isinstance(layer, MixerState)]
-        return [self.position, *(x for layer in recurrent for x in layer.tensors().values())]
+    def overwritten(self) -> list[Tensor]:
+        """The tensors whose contents a step replaces: all but a cache, to which it adds."""
+        recurrent = [x for layer in self.layers if layer.capacity is None for x in layer.tensors().values()]
+        return [self.position, *recurrent]
 
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors().values())
+        return sum(t.nbytes for layer in self.layers for t in layer.tensors().values())
 
     def clone(self) -> "ModelState":
         """A state of its own, with the same future: to continue one text in several ways."""
@@ -197,8 +155,8 @@ class ModelState:
         """A state of these rows, [B'] integers, in this order; a row may be taken several times (beams)."""
         return self._map(lambda x: x.index_select(0, rows.to(x.device)))
 
-    def _map(self, function) -> "ModelState":
-        layers = [layer.replaced({n: function(t) for n, t in layer.tensors().items()}) for layer in self.layers]
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "ModelState":
+        layers = [replace(layer, **{n: function(t) for n, t in layer.tensors().items()}) for layer in self.layers]
         return replace(self, layers=layers, position=function(self.position), cursor=None)
 
     @classmethod
@@ -210,17 +168,12 @@ class ModelState:
         length = max(s.length for s in states)
         layers = []
         for rows in zip(*(s.layers for s in states), strict=True):
-            tensors = [layer.tensors() for layer in rows]
-            if isinstance(rows[0], KVCache):
-                tensors = [
-                    {n: F.pad(t[:, :, : s.length], (0, 0, length - s.length, 0)) for n, t in layer.items()}
-                    for layer, s in zip(tensors, states, strict=True)
-                ]
-            layers.append(rows[0].replaced({name: torch.cat([t[name] for t in tensors]) for name in tensors[0]}))
+            rows = [layer.aligned(s.length, length) for layer, s in zip(rows, states, strict=True)]
+            joined = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()}
+            layers.append(replace(rows[0], **joined))
         padded = any(s.padded or s.length < length for s in states)
-        first = states[0]
         position = torch.cat([s.position for s in states])
-        return cls(layers, position, first.dynamics, first.frequencies, length, padded)
+        return replace(states[0], layers=layers, position=position, length=length, padded=padded, cursor=None)
 
 
 def overwritten(old: Tensor, new: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Llama-style pre-norm decoder around a token mixer. Child names are TorchTitan's, so that its helpers apply as they are."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,18 +10,29 @@ from torch.nn import functional as F
 from .config import Execution, ModelConfig
 from .feature_map import rope_frequencies, rope_tables
 from .initialize import initialize
-from .joined import JoinedProjections
+from .interface import Mixer
 from .layers import Embedding, Linear, RMSNorm
 from .loss import Head
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
 from .state import ModelState
 
+MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
 
-class FeedForward(JoinedProjections):
+
+def mixer_class(config: ModelConfig) -> type[Mixer]:
+    """The mixer of a model: its function, and what it costs. Raises: ValueError for a kind that no class computes."""
+    kind = config.mixer.kind
+    if kind not in MIXER_CLASSES:
+        raise ValueError(
+            f"no mixer computes mixer.kind = {kind!r}: known are {', '.join(MIXER_CLASSES)}. A new one needs a class with "
+            "every method of interdomain.model.interface.Mixer, in MIXER_CLASSES."
+        )
+    return MIXER_CLASSES[kind]
+
+
+class FeedForward(nn.Module):
     """SwiGLU."""
-
-    together = ("w1", "w3")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -30,22 +42,18 @@ class FeedForward(JoinedProjections):
         initialize(self, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.joined is not None and x.shape[1] == 1 and not torch.is_grad_enabled():
-            gate, up = self.project(x).chunk(2, dim=-1)
-            return self.w2(F.silu(gate) * up)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
-        mixer = SoftmaxMixer if config.mixer.kind == "softmax" else InterdomainMixer
-        self.attention = mixer(config, execution)
+        self.attention = mixer_class(config)(config, execution)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope, dynamics, state=None, packing=None):
+    def forward(self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
         x = x + self.attention(self.attention_norm(x), rope, dynamics, state, packing)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -69,7 +77,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
-            initialize(self._modules[name], config, prefix=f"{name}.")
+            initialize(getattr(self, name), config, prefix=f"{name}.")
 
     def forward(
         self,
@@ -92,25 +100,29 @@ class Transformer(nn.Module):
                 once it has begun.
             last: logits of the last so many positions only, [B, last, V]; None for all.
             labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
-                over tokens, a float32 scalar. The logits are never whole (`summed_cross_entropy`).
+                over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`).
+        Raises: ValueError for padding without a state or that no text has, and for positions with a state.
         """
-        T, h = tokens.shape[1], self.tok_embeddings(tokens)
+        T, h, packing = tokens.shape[1], self.tok_embeddings(tokens), None
         if state is None:
             if padding is not None:
                 raise ValueError("padding needs a state to continue from: give model.init_state(batch).")
-            positions, packing = self._packed(tokens, positions, h.dtype)
+            if positions is None:
+                positions = torch.arange(T, device=tokens.device)
+            else:
+                packing = self._mixers[0].packing((positions == 0).cumsum(1, dtype=torch.int32), h.dtype)
         else:
             if positions is not None:
                 raise ValueError(
                     "positions are for whole sequences of packed documents; a state knows its own: leave one out."
                 )
-            padding = _checked(padding, state, tokens)
+            padding = checked_padding(padding, state, tokens)
             positions = state.position[:, None]
             if T > 1:
                 positions = positions + torch.arange(T, device=tokens.device)
             if padding is not None:
                 positions = (positions - padding[:, None]).clamp_min(0)
-            packing = self._mixer.continuing(state, T, padding, h.dtype)
+            packing = self._mixers[0].continuing(state, T, padding, h.dtype)
         frequencies = self._frequencies(tokens.device) if state is None else state.frequencies
         wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
         rope = None if frequencies is None else rope_tables(positions, frequencies, wide)
@@ -123,7 +135,7 @@ class Transformer(nn.Module):
             h = self.norm(h if last is None else h[:, -last:])
             return self.output(h) if labels is None else self.output(h, labels)
 
-    def _products(self, device: torch.device):
+    def _products(self, device: torch.device) -> contextlib.AbstractContextManager:
         """The context of the blocks and the head."""
         if not self.bf16_products:
             return contextlib.nullcontext()
@@ -131,8 +143,9 @@ class Transformer(nn.Module):
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
-    def _mixer(self) -> InterdomainMixer | SoftmaxMixer:
-        return next(iter(self.layers.values())).attention
+    def _mixers(self) -> list[Any]:
+        blocks: Any = self.layers.values()
+        return [block.attention for block in blocks]
 
     def _frequencies(self, device: torch.device) -> Tensor | None:
         """Of RoPE, where the mixers have it."""
@@ -140,18 +153,12 @@ class Transformer(nn.Module):
             return None
         return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
 
-    def _packed(self, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype):
-        """(positions, what the mixers need to know of packed documents)."""
-        if positions is None:
-            return torch.arange(tokens.shape[1], device=tokens.device), None
-        return positions, self._mixer.packing((positions == 0).cumsum(1, dtype=torch.int32), dtype)
-
     def dynamics(self) -> list[tuple[Tensor, ...]]:
         """Per layer what its scan reads of the parameters, float32; constant over the sequence.
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
-        return self._mixer.dynamics([layer.attention for layer in self.layers.values()])
+        return self._mixers[0].dynamics(self._mixers)
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.
@@ -160,9 +167,8 @@ class Transformer(nn.Module):
         """
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device
-        layers = zip(self.layers.values(), dynamics, strict=True)
         return ModelState(
-            [layer.attention.init_state(batch, *place, of_layer) for layer, of_layer in layers],
+            [mixer.init_state(batch, *place, own) for mixer, own in zip(self._mixers, dynamics, strict=True)],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             dynamics,
             self._frequencies(weight.device),
@@ -173,17 +179,13 @@ class Transformer(nn.Module):
         initialize(self, self.config, seed)
 
 
-def _checked(padding: Tensor | None, state: ModelState, tokens: Tensor) -> Tensor | None:
+def checked_padding(padding: Tensor | None, state: ModelState, tokens: Tensor) -> Tensor | None:
     """None where there is no padding. Raises ValueError for padding that no text has."""
     if padding is None:
         return None
     B, T = tokens.shape
-    if padding.shape != (B,) or padding.is_floating_point():
-        raise ValueError(
-            f"padding is {padding.dtype} of shape {list(padding.shape)}; expected integers [{B}], one a row."
-        )
-    if not ((padding >= 0) & (padding <= T)).all():
-        raise ValueError(f"padding must be 0 to {T}, the tokens of this piece: got {padding.tolist()}.")
+    if padding.shape != (B,) or padding.is_floating_point() or not ((padding >= 0) & (padding <= T)).all():
+        raise ValueError(f"padding must be integers from 0 to {T}, one a row of {B}: got {padding.tolist()}.")
     if ((padding > 0) & (state.position > 0)).any():
         raise ValueError("padding stands before a text: a row that has begun cannot have more of it.")
     return padding if padding.any() else None

@@ -34,7 +34,7 @@ def _renamed(name: str) -> str:
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
     """The settings as config.json has them."""
     settings: dict[str, Any] = config.to_dict()
-    mixer = settings.pop("mixer")
+    mixer: dict[str, Any] = settings.pop("mixer")
     mixer.pop("n_kv_heads")
     return {
         **{_renamed(name): value for name, value in (settings | mixer).items()},

@@ -1,6 +1,4 @@
-"""TorchTitan on a machine without a GPU: gloo, torch.cpu with the calls that an accelerator module has, and clear refusals; the
-last also for a GPU that nothing can be compiled for.
-"""
+"""The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
 
 import os
 import types
@@ -11,32 +9,32 @@ import torch
 from interdomain.scan.triton_support import cannot_launch
 
 from .host import replace_device
+from .schema import JobConfig
 
 PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
 
 
-def cpu_module() -> types.ModuleType:
-    """torch.cpu, with the rest of what TorchTitan asks of a device module."""
-    module = types.ModuleType("interdomain_cpu_device")
-    module.__dict__.update({k: v for k, v in vars(torch.cpu).items() if not k.startswith("__")})
-    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    module.set_device = lambda device: None
-    module.current_device = lambda: 0  # torch.cpu says "cpu"; a barrier wants an index
-    module.get_device_name = lambda device=None: "CPU"
-    module.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=pages * page_size)
-    module.memory_stats = lambda device=None: _resident_memory()
-    module.reset_peak_memory_stats = lambda device=None: None
-    module.empty_cache = lambda: None
-    return module
+def _cpu_module() -> types.SimpleNamespace:
+    """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ours = {
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,  # torch.cpu says "cpu"; a barrier wants an index
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory),
+        "memory_stats": lambda device=None: _resident_memory(),
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    return types.SimpleNamespace(**vars(torch.cpu) | ours)
 
 
 def _resident_memory() -> dict[str, int]:
-    """This process's resident memory, under the names of the CUDA allocator's statistics."""
-    try:
-        with open("/proc/self/statm") as f:
-            resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
+    """This process's resident memory, under the names of the CUDA allocator's statistics; {} where it is not Linux."""
+    if not os.path.exists("/proc/self/statm"):
         return {}
+    with open("/proc/self/statm") as f:
+        resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
 
 
@@ -44,8 +42,8 @@ def use_cpu_if_alone() -> None:
     """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
     if torch.accelerator.is_available():
         return
-    replace_device("cpu", cpu_module())
-    # Its DTensors draw no random numbers here: initial values are drawn whole (interdomain.model.initialize).
+    replace_device("cpu", _cpu_module())
+    # Its DTensors draw no random numbers here: initial values are drawn before they are sharded (interdomain.model.initialize).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
 
@@ -59,7 +57,7 @@ def gpu_memory() -> int:
     return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
 
 
-def refuse_for_device(job_config) -> None:
+def refuse_for_device(job_config: JobConfig) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
     if torch.accelerator.is_available():

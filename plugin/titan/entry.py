@@ -1,6 +1,8 @@
 """What every rank runs: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml --mixer.condition s4d"""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from .errors import one_paragraph
 
@@ -11,8 +13,9 @@ def arguments_of(argv: list[str]) -> list[str]:
 
 
 @one_paragraph
-def read(argv: list[str]):
+def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
     """(what trains, its configuration)"""
+    # Imported in here: another version of TorchTitan is refused in a paragraph, too.
     from .settings import read_job_config
     from .trainer import run
 

@@ -1,6 +1,6 @@
 """The gradients of a step, between the backward pass and the optimizer: summed over ranks, measured, clipped.
 
-Most parameters are sharded by FSDP2 (DTensors), which sums their gradients itself. The dynamics are plain tensors, whole and
+Most parameters are sharded by FSDP2 (DTensors), which sums their gradients itself. The dynamics are plain tensors, complete and
 equal on every rank (`parallelize`): each rank has the gradients of its own samples, and `reduce_replicated` adds them up.
 
 Why plain tensors and not a group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
@@ -25,7 +25,7 @@ def reduce_replicated(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     replicated = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     if not replicated or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([p.grad.flatten() for p in replicated])
+    flat = torch.cat([p.grad.flatten() for p in replicated if p.grad is not None])
     dist.all_reduce(flat, group=group)
     for p, summed in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
         p.grad = summed.view_as(p)
@@ -65,7 +65,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     Returns: the norm before, a float32 scalar on the device, the same on every rank.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    (total,) = norms([[p.grad for p in parameters]])
+    (total,) = norms([[p.grad for p in parameters if p.grad is not None]])
     for sharded in (True, False):  # PyTorch's multi-tensor functions take no mixture of DTensors and plain tensors
         part = [p for p in parameters if isinstance(p, DTensor) is sharded]
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)

@@ -52,8 +52,7 @@ class Guard:
         if row >= limit:
             stop(
                 f"the last {row} steps up to step {step} were skipped: loss {loss:g}, gradient norm {grad_norm:g} "
-                f"(training.max_skipped_steps = {limit}). The weights are those of step {step - row}. Try a lower "
-                "optimizer.lr, a longer warmup or a smaller training.max_norm from an earlier checkpoint "
-                "(checkpoint.load_step), other data (debug.seed with --checkpoint.exclude_from_loading dataloader), and "
-                "python -m interdomain.tools.check_kernels for the kernels."
+                f"(training.max_skipped_steps = {limit}). The weights are those of step {step - row}. From an earlier "
+                "checkpoint (checkpoint.load_step), try a lower optimizer.lr, a longer warmup, a smaller training.max_norm "
+                "or other data (debug.seed with --checkpoint.exclude_from_loading dataloader)."
             )

@@ -1,14 +1,8 @@
-"""One run at a time in a folder: `run.lock` names the one that trains there, which touches the file as long as it lives.
+"""One run at a time in a folder: `run.lock` names the run that trains there, which touches the file as long as it lives.
 
-Whoever finds a lock takes it over at once where its process is gone from this machine, and watches it otherwise. One that
-nobody touches belongs to the dead, however they died; so nothing that is left behind keeps a run waiting for longer than a
-minute. A run that was taken for dead (suspended, cut off from the file system), or that took an unheld folder at the same
-moment as another, finds the other's name in the file and ends before it writes a checkpoint. So does an earlier start of the
-same SLURM job, which SLURM had given up (its node was cut off, say) before it put the job back in the queue: it may live, and
-wait for the ranks of nodes that are gone, but the folder is the later start's.
-
-Files alone, because kernel locks hold within one node only on some shared file systems, do not exist on others, and outlive a
-node that went down on a few. Nobody's clock is compared with anybody else's.
+A start takes a lock over at once if its process is gone from this machine, and otherwise after a minute in which nobody touched
+it, or if an earlier start of the same SLURM job holds it (its node may be cut off). A run whose lock was taken over ends before
+it writes a checkpoint. No kernel lock: on shared file systems those hold within one node only, do not exist, or outlive a node.
 """
 
 import atexit
@@ -34,14 +28,10 @@ PATIENCE = 60  # looks, after which a beat means that the holder is not about to
 
 
 class FolderLock:
-    """Holds `folder` from `acquire` to `release`. Attributes: lost, why it is another run's now; None while it is ours.
+    """Holds `folder` from `acquire` to `release`. Attributes: lost, why it is another run's now; None while it is ours."""
 
-    Args:
-        setting: which names the folder.
-    """
-
-    def __init__(self, folder, setting: str = "job.dump_folder") -> None:
-        self.folder, self.setting, self.path = folder, setting, Path(folder) / NAME
+    def __init__(self, folder: Path | str) -> None:
+        self.folder, self.path = folder, Path(folder) / NAME
         self.lost: str | None = None
         self.ended = threading.Event()
         self.beats = threading.Thread(target=self._keep_beating, name="lock", daemon=True)
@@ -49,21 +39,18 @@ class FolderLock:
         self.record = {
             **{"token": secrets.token_hex(8), "pid": pid, "began": _began(pid), "machine": _machine()},
             **{"host": os.uname().nodename, "slurm_job": os.environ.get("SLURM_JOB_ID", "")},
-            # How often the job had been put back in the queue.
-            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),  # how often it was requeued
             "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         }
 
     def acquire(self) -> None:
-        """Raises: ValueError that names the holder, if it lives on; or what is wrong with the folder."""
+        """Raises: ValueError that names a holder that lives on, or says why the folder cannot be written to."""
         try:
             self._wait_for_holder()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._write()
         except OSError as e:
-            raise ValueError(
-                f"{self.setting} = {self.folder} cannot be written to ({e}): give a folder in which a run can save."
-            ) from e
+            raise ValueError(f"{self.folder} cannot be written to ({e}): give a folder in which a run can save.") from e
         self.beats.start()
         atexit.register(self.release)
 
@@ -76,21 +63,14 @@ class FolderLock:
             before, found = found, self._look()
             looks, silence = looks + 1, silence + 1 if found == before else 0
             if found is not None and silence == 0 and looks >= PATIENCE:
-                if self._is_given_up(found[0]):
+                job, restarts = (self.record[name] for name in ("slurm_job", "slurm_restarts"))
+                if job and found[0].get("slurm_job") == job and found[0].get("slurm_restarts", 0) < restarts:
                     logger.warning("taking %s over from an earlier start of this SLURM job.", self.folder)
                     return
                 raise ValueError(
-                    f"{self.setting} = {self.folder} is held by another run that is alive: {_named(found[0])}. Two in one "
-                    "folder would write over each other's checkpoints. End that one, or wait for its end, or give this one "
-                    f"a folder of its own with --{self.setting}."
+                    f"{self.folder} is held by another run that is alive: {_named(found[0])}. Two runs would overwrite each "
+                    "other's checkpoints. Wait for its end, or give this one a folder of its own with --job.dump_folder."
                 )
-
-    def _is_given_up(self, record: dict) -> bool:
-        """Whether the holder is an earlier start of our own SLURM job."""
-        ours = self.record
-        return bool(ours["slurm_job"]) and (
-            record.get("slurm_job") == ours["slurm_job"] and record.get("slurm_restarts", 0) < ours["slurm_restarts"]
-        )
 
     def _look(self) -> tuple[dict, int] | None:
         """(the holder's record, when it was last touched); None where there is no holder."""
@@ -119,13 +99,12 @@ class FolderLock:
             found = self._look()
             if found is None:  # removed by hand
                 self._write()
-            elif self._is_ours(found[0]):
+            elif found[0].get("token") == self.record["token"]:
                 os.utime(self.path)
             else:
                 self.lost = (
-                    f"{self.setting} = {self.folder} was taken over by another run, {_named(found[0])}: this one had given no "
-                    "sign of life for a minute (was it suspended, or cut off from the file system?), or both began "
-                    "together. It ends here and writes nothing more."
+                    f"{self.folder} was taken over by another run, {_named(found[0])}: this one gave no sign of life for a "
+                    "minute, or both began together. It ends here and writes nothing more."
                 )
 
     def require(self) -> None:
@@ -133,39 +112,34 @@ class FolderLock:
         if self.lost is not None:
             raise ValueError(self.lost)
 
+    def release(self) -> None:
+        self.ended.set()
+        if self.beats.is_alive():
+            self.beats.join()
+        with contextlib.suppress(OSError):
+            if self._holder() == self.record["token"]:
+                self.path.unlink()
+
+    def _holder(self) -> str | None:
+        found = self._look()
+        return found and found[0].get("token")
+
     def is_seen(self, token: str) -> bool:
-        """Whether the file here is the one of this token; it may take a network a moment."""
+        """Whether the lock of this token is in the folder; it may take a network a moment."""
         for _ in range(10):
-            found = self._look()
-            if found is not None and found[0].get("token") == token:
+            if self._holder() == token:
                 return True
             time.sleep(LOOK_SECONDS)
         return False
 
-    def _is_ours(self, record: dict) -> bool:
-        return record.get("token") == self.record["token"]
-
-    def release(self) -> None:
-        self.ended.set()
-        with contextlib.suppress(RuntimeError):  # it never began
-            self.beats.join()
-        with contextlib.suppress(OSError):
-            found = self._look()
-            if found is not None and self._is_ours(found[0]):
-                self.path.unlink()
-
 
 @one_paragraph
 def hold_folder(job_config) -> FolderLock | None:
-    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there.
-
-    Where checkpoints lie outside of job.dump_folder (an absolute checkpoint.folder, a link), both are held: the lock is theirs.
-    """
+    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
     if not (_saves(job_config) or job_config.metrics.enable_tensorboard) or int(os.environ["RANK"]):
         return None
-    for place in dict.fromkeys(((job_config.job.dump_folder, "job.dump_folder"), _place(job_config))):
-        lock = FolderLock(*place)
-        lock.acquire()
+    lock = FolderLock(_folder(job_config))
+    lock.acquire()
     return lock
 
 
@@ -173,13 +147,12 @@ def _saves(job_config) -> bool:
     return job_config.checkpoint.enable and not job_config.checkpoint.load_only
 
 
-def _place(job_config) -> tuple[str, str]:
-    """(the folder whose lock counts, the setting that names it)"""
+def _folder(job_config) -> str:
+    """job.dump_folder, or that of the checkpoints where it lies elsewhere (an absolute checkpoint.folder, a link)."""
     dump = job_config.job.dump_folder
     checkpoints = os.path.join(dump, job_config.checkpoint.folder)
-    if not _saves(job_config) or Path(os.path.realpath(checkpoints)).is_relative_to(os.path.realpath(dump)):
-        return dump, "job.dump_folder"
-    return checkpoints, "checkpoint.folder"
+    inside = Path(os.path.realpath(checkpoints)).is_relative_to(os.path.realpath(dump))
+    return dump if inside or not _saves(job_config) else checkpoints
 
 
 @one_paragraph
@@ -191,15 +164,15 @@ def require_shared(job_config, lock: FolderLock | None) -> None:
     dist.broadcast_object_list(token)
     if token[0] is None:
         return
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # one of each node
-    folder, setting = _place(job_config)
-    sees = not speaks or FolderLock(folder).is_seen(token[0])
-    blind = [None] * dist.get_world_size()
+    folder, blind = _folder(job_config), [None] * dist.get_world_size()
+    sees = os.environ.get("LOCAL_RANK", "0") != "0" or FolderLock(folder).is_seen(
+        token[0]
+    )  # one rank of each node looks
     dist.all_gather_object(blind, None if sees else os.uname().nodename)
     if hosts := ", ".join(filter(None, blind)):
         raise ValueError(
-            f"{setting} = {folder} is not the same folder on all nodes: {hosts} cannot see what the "
-            "first node wrote there. Give one on a file system that they share."
+            f"{folder} is not the same folder on all nodes: {hosts} cannot see what the first node wrote there. Give one on a "
+            "file system that they share."
         )
 
 
@@ -218,7 +191,7 @@ def _is_gone(record: dict) -> bool:
 
 
 def _machine() -> str:
-    """One boot of one machine, and within it what has process numbers of its own (a container); "" where Linux does not say."""
+    """One boot of one machine, and the container in it that has process numbers of its own; "" where Linux does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,20 +1,25 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
-import copy
-import logging
 import math
 import re
+import statistics
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from interdomain.model import Transformer
 from interdomain.model.initialize import clean_name
 from interdomain.scan.tables import decay_exponent
 
 from .device import device_here
 from .gradients import norms
-from .host import LoggerContainer, MetricsProcessor, logger
+from .host import LoggerContainer, MetricsProcessor, ParallelDims, logger
+from .optimizer import GroupedOptimizers
 from .plan import RunPlan, tokens_at
 from .run_log import RunLog
 
@@ -29,98 +34,80 @@ GROUPS = {
 
 
 class InterdomainMetrics(MetricsProcessor):
-    def __init__(self, job_config, parallel_dims, plan: RunPlan) -> None:
+    job_config: Any
+    model_parts: list[Any]
+    optimizers: GroupedOptimizers
+
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan) -> None:
+        config = job_config.metrics
         # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
-        without_tensorboard = copy.copy(job_config)
-        without_tensorboard.metrics = copy.copy(job_config.metrics)
-        without_tensorboard.metrics.enable_tensorboard = False
-        super().__init__(without_tensorboard, parallel_dims)
-        self.job_config, self.plan = job_config, plan
-        self.num_flops_per_token = plan.flops_per_token
+        wanted, config.enable_tensorboard = config.enable_tensorboard, False
+        super().__init__(job_config, parallel_dims)
+        config.enable_tensorboard = wanted
+        self.plan, self.num_flops_per_token = plan, plan.flops_per_token
         self.resumed = (0, 0)  # (step, tokens) that this process continues from; a checkpoint that is loaded sets it
-        self.run_log = _run_log(job_config, self.plan)
-        if self.run_log:
+        self.run_log: RunLog | None = None
+        if wanted and dist.get_rank() == 0:
+            self.run_log = RunLog(Path(job_config.job.dump_folder) / config.save_tb_folder, plan, job_config)
             if not isinstance(self.logger, LoggerContainer):
                 self.logger = LoggerContainer()
             self.logger.add_logger(self.run_log)
         self.spikes = SpikeSign()
-        self.first_step: int | None = None  # of this start
+        self.began = False
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
-        self.last_logged: int | None = None
-        self.clock_since: int | None = None  # the step after which TorchTitan's clock began
         self.life_signs_at: int | None = None
-        if math.isinf(self.gpu_peak_flops):  # no figure of this device to compare with
-            logger.addFilter(_without_utilisation)
 
     def should_log(self, step: int) -> bool:
         self._begin(step)  # the trainer asks after every step: here the checkpoint has been loaded
         return super().should_log(step)
 
     def _begin(self, first_step: int) -> None:
-        if self.first_step is None:
-            self.first_step, self.clock_since = first_step, first_step - 1
-            if self.run_log:
-                self.run_log.begin(first_step, self.tokens_at)
+        if self.run_log and not self.began:
+            self.run_log.begin(first_step, self.tokens_at)
+        self.began = True
 
-    def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None) -> None:
-        config = self.job_config.metrics
-        model = self.model_parts[0]
-        extra = dict(extra_metrics or {})
-        extra["n_tokens_seen"] = self.tokens_at(step)
-        extra["loss_metrics/perplexity"] = perplexity(global_avg_loss)
-        extra["loss_metrics/spike"] = self.spikes(global_avg_loss)
-        extra |= {f"lr/{name}": rate for name, rate in self.optimizers.rates.items()}
-        extra |= gradient_norms(model, grad_norm, self.job_config.training.max_norm)
-        extra |= self.optimizers.guard.scalars()
-        extra["machine/data_wait_percent"] = self._data_wait_percent()
-        # TorchTitan divides by log_freq, whatever number of steps it was.
-        seconds = time.perf_counter() - self.time_last_log
-        extra["time_metrics/end_to_end(s)"] = seconds / (step - self.clock_since)
+    def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
+        """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
+        config, model = self.job_config.metrics, self.model_parts[0]
+        seconds, waited = time.perf_counter() - self.time_last_log, _slowest(sum(self.data_loading_times))
+        steps = len(self.data_loading_times) / self.plan.accumulation  # since that time
+        extra = {
+            "n_tokens_seen": self.tokens_at(step),
+            "loss_metrics/perplexity": perplexity(loss),
+            "loss_metrics/spike": self.spikes(loss),
+            "lr": self.optimizers.rates["main"],
+            **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
+            **gradient_norms(model, grad_norm, self.job_config.training.max_norm),
+            **self.optimizers.guard.scalars(),
+            "machine/data_wait_percent": 100 * waited / seconds,
+            "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq
+        }
         if self._due(step, config.mixer_freq):
             extra |= life_signs(model)
             self.life_signs_at = step
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
-        if self._due(step, config.histogram_freq):
-            self._log_histograms(step)
-        self.last_logged = self.clock_since = step
+        if self.run_log and self._due(step, config.histogram_freq):
+            for tag, values in histograms(model).items():
+                self.run_log.histogram(tag, values, step)
+        self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
-        if self.run_log:
-            self.run_log.flush()
         limit = self.job_config.training.max_skipped_steps
-        self.optimizers.guard.stop_if_repeated(limit, step, global_avg_loss, grad_norm)
+        self.optimizers.guard.stop_if_repeated(limit, step, loss, grad_norm)
 
-    def log_validation(self, loss, step, extra_metrics=None) -> None:
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         self._begin(step + 1)  # a start may begin with a missed validation
-        extra = {
-            "validation_metrics/perplexity": perplexity(loss),
-            **(extra_metrics or {}),
-        }
+        extra = {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})}
         if self.life_signs_at != step:  # not twice
             extra |= life_signs(self.model_parts[0])
         super().log_validation(loss, step, extra)
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
-        self.clock_since = step
         logger.info("validation perplexity: %.3f", extra["validation_metrics/perplexity"])
-        if self.run_log:
-            self.run_log.flush()
 
     def tokens_at(self, step: int) -> int:
         return tokens_at(step, self.resumed, self.plan.tokens_per_step)
 
-    def _data_wait_percent(self) -> float:
-        """Of the time since the last log, on the rank that waited longest: the others wait for it in their collectives.
-
-        Collective.
-        """
-        seconds = torch.tensor(sum(self.data_loading_times), dtype=torch.float32, device=device_here())
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX)
-        return 100 * seconds.item() / (time.perf_counter() - self.time_last_log)
-
     def _due(self, step: int, freq: int) -> bool:
-        """Whether a multiple of `freq` has come since the last logged step, or this is the first. The same on every rank."""
-        if not freq:
-            return False
-        return self.last_logged is None or step // freq > self.last_logged // freq
+        """Whether a multiple of `freq` has come since the last logged step, or this is the first."""
+        return bool(freq) and (step == 1 or step // freq > (step - self.job_config.metrics.log_freq) // freq)
 
     def _log_progress(self, step: int) -> None:
         now = time.monotonic()
@@ -138,55 +125,34 @@ class InterdomainMetrics(MetricsProcessor):
             f"{int(left // 3600)}:{int(left % 3600 // 60):02d}:{int(left % 60):02d}",
         )
 
-    def _log_histograms(self, step: int) -> None:
-        if not self.run_log:
-            return
-        names, log_decay, dt = dynamics(self.model_parts[0])
-        timescales, dts = -torch.log10(-log_decay[..., 0]), torch.log10(dt)
-        for name, timescale, of_heads in zip(names, timescales, dts, strict=True):
-            self.run_log.histogram(f"{name}/log10_timescale_tokens", timescale, step)
-            self.run_log.histogram(f"{name}/log10_dt", of_heads, step)
-
-
-def _run_log(job_config, plan) -> RunLog | None:
-    """The TensorBoard log of this rank: rank 0's, or every rank's in a folder of its own."""
-    config, rank = job_config.metrics, torch.distributed.get_rank()
-    if not config.enable_tensorboard or (rank and not config.save_for_all_ranks):
-        return None
-    folder = Path(job_config.job.dump_folder) / config.save_tb_folder
-    return RunLog(folder / f"rank_{rank}" if config.save_for_all_ranks else folder, plan, job_config)
-
 
 class SpikeSign:
-    """How many standard deviations the loss rose further, from one log to the next, than it has lately."""
-
-    MEMORY = 50  # logged losses
-    FIRST = 10  # the mean and deviation of fewer say little: 0 until then
+    """How many standard deviations the loss rose further, from one log to the next, than in the last 50; 0 for the first 10."""
 
     def __init__(self) -> None:
-        self.last, self.n, self.mean, self.variance = None, 0, 0.0, 0.0
+        self.last: float | None = None
+        self.rises: deque[float] = deque(maxlen=50)
 
     def __call__(self, loss: float) -> float:
-        deviation = 0.0 if self.last is None else loss - self.last - self.mean
-        sign = deviation / math.sqrt(self.variance) if self.n >= self.FIRST and self.variance else 0.0
         if not math.isfinite(loss):
-            return loss - loss  # not a number
-        if self.last is not None:
-            self.n += 1
-            weight = 1 / min(self.n, self.MEMORY)
-            self.mean += weight * deviation
-            self.variance = (1 - weight) * (self.variance + weight * deviation**2)
-        self.last = loss
+            return math.nan
+        last, self.last = self.last, loss
+        if last is None:
+            return 0.0
+        sign = 0.0
+        if len(self.rises) >= 10 and (deviation := statistics.pstdev(self.rises)):
+            sign = (loss - last - statistics.fmean(self.rises)) / deviation
+        self.rises.append(loss - last)
         return sign
 
 
 @torch.no_grad()
-def gradient_norms(model, total: float, max_norm: float) -> dict[str, float]:
+def gradient_norms(model: Transformer, total: float, max_norm: float) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
     total: the norm of all, before clipping.
     """
-    groups: dict[str, list] = {}
+    groups: dict[str, list[Tensor]] = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
             group = next(group for group, pattern in GROUPS.items() if pattern.search(clean_name(name)))
@@ -201,10 +167,10 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def dynamics(model) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+def dynamics(model: Transformer) -> tuple[list[str], Tensor, Tensor]:
     """(names, log_decay [layers, H, M, 2], dt [layers, H]) of the layers with a recurrence, on the CPU.
 
-    The parameters are whole on every rank (`gradients`): no collective. One read of the device for all layers.
+    The parameters are complete on every rank (`gradients`): no collective. One read of the device for all layers.
     """
     layers = {f"mixer/layer_{i:02d}": getattr(x.attention, "ssm", None) for i, x in enumerate(model.layers.values())}
     layers = {name: ssm for name, ssm in layers.items() if ssm is not None}
@@ -216,10 +182,10 @@ def dynamics(model) -> tuple[list[str], torch.Tensor, torch.Tensor]:
     log_dt, log_A_real, A_imag = joined.split([1, n_basis, n_basis], dim=1)
     dt = log_dt.flatten().exp()
     log_decay = decay_exponent(dt, log_A_real, A_imag)
-    return list(layers), *(x.unflatten(0, (len(layers), -1)) for x in (log_decay, dt))
+    return list(layers), log_decay.unflatten(0, (len(layers), -1)), dt.unflatten(0, (len(layers), -1))
 
 
-def life_signs(model) -> dict[str, float]:
+def life_signs(model: Transformer) -> dict[str, float]:
     """Per layer: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, quantiles of Delta, aliased modes."""
     names, log_decay, dt = dynamics(model)
     if not names:
@@ -235,12 +201,27 @@ def life_signs(model) -> dict[str, float]:
         **{f"dt_q{q}": values for q, values in zip((10, 50, 90), deciles, strict=True)},
         "aliased_fraction": (imag.abs() > math.pi).float().mean(1),
     }
-    table = torch.stack(list(signs.values()), dim=1).tolist()
+    table = torch.stack(list(signs.values())).tolist()
     return {
-        f"{name}/{sign}": value
-        for name, row in zip(names, table, strict=True)
-        for sign, value in zip(signs, row, strict=True)
+        f"{name}/{sign}": x for sign, row in zip(signs, table, strict=True) for name, x in zip(names, row, strict=True)
     }
+
+
+def histograms(model: Transformer) -> dict[str, Tensor]:
+    """Per layer: timescales in tokens [H, M] and Delta [H], as powers of ten."""
+    names, log_decay, dt = dynamics(model)
+    timescales = -torch.log10(-log_decay[..., 0])
+    return {
+        **{f"{name}/log10_timescale_tokens": x for name, x in zip(names, timescales, strict=True)},
+        **{f"{name}/log10_dt": x for name, x in zip(names, dt.log10(), strict=True)},
+    }
+
+
+def _slowest(seconds: float) -> float:
+    """The largest of all ranks': the others wait for that one in their collectives. Collective."""
+    most = torch.tensor(seconds, dtype=torch.float32, device=device_here())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.item()
 
 
 def _short(n: int) -> str:
@@ -248,9 +229,3 @@ def _short(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g} {unit}"
     return str(n)
-
-
-def _without_utilisation(record: logging.LogRecord) -> bool:
-    """TorchTitan's line of a step without its MFU of 0."""
-    record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: 0\.00%", "", str(record.msg))
-    return True

@@ -3,10 +3,14 @@
 Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
 """
 
+from typing import Any
+
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 
 from .device import device_here
@@ -14,6 +18,7 @@ from .host import (
     SAVED_OPS,
     TORCH_DTYPE_MAP,
     ActivationCheckpoint,
+    ParallelDims,
     apply_ac,
     apply_compile,
     disable_fsdp_gradient_division,
@@ -25,7 +30,7 @@ from .plan import precision_of
 SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
 
 
-def parallelize(model, parallel_dims, job_config):
+def parallelize(model: Transformer, parallel_dims: ParallelDims, job_config: Any) -> None:
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         checkpoint_blocks(
@@ -39,16 +44,15 @@ def parallelize(model, parallel_dims, job_config):
     if job_config.compile.enable and "loss" in job_config.compile.components:
         model.output.compile_loss(job_config.compile.backend)
     shard(model, _mesh(parallel_dims), job_config)
-    return model
 
 
-def checkpoint_blocks(model, settings: ActivationCheckpoint, **options) -> None:
+def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
     """Activation checkpointing by settings [activation_checkpoint]."""
     apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
 
 
 @torch.no_grad()
-def set_initial_values(model, seed: int, *, loaded: bool, device) -> None:
+def set_initial_values(model: Transformer, seed: int, *, loaded: bool, device: torch.device) -> None:
     """Into the memory that `to_empty` gave. Collective.
 
     Args:
@@ -65,7 +69,7 @@ def set_initial_values(model, seed: int, *, loaded: bool, device) -> None:
                         torch.distributed.broadcast(p, 0)
 
 
-def _mesh(parallel_dims) -> DeviceMesh:
+def _mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path.
 
     TorchTitan's DDP is not used: it averages gradients that its loss has already normalised by the global token count.
@@ -79,11 +83,11 @@ def _mesh(parallel_dims) -> DeviceMesh:
     return init_device_mesh(device_here().type, (1,), mesh_dim_names=("fsdp",))
 
 
-def shard(model, mesh: DeviceMesh, job_config) -> None:
-    """FSDP2: one group per block. The dynamics stay plain float32 tensors, whole on every rank (`gradients` says why)."""
+def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
+    """FSDP2: one group per block. The dynamics stay plain float32 tensors, complete on every rank (`gradients` says why)."""
     training = job_config.training
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    config = {"mesh": mesh}
+    config: dict[str, Any] = {"mesh": mesh}
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
@@ -97,7 +101,8 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
 
     fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
     for layer in model.layers.values():
-        dynamics = set(layer.attention.ssm.parameters()) if hasattr(layer.attention, "ssm") else None
+        ssm: Any = getattr(layer.attention, "ssm", None)
+        dynamics = set(ssm.parameters()) if ssm else None
         fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
     # Needed again at once in the backward pass.
     fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
@@ -108,4 +113,4 @@ def shard(model, mesh: DeviceMesh, job_config) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
-    logger.info("Applied FSDP2 over mesh %s", dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)))
+    logger.info("Applied FSDP2 over mesh %s", mesh)

@@ -1,6 +1,6 @@
 """Everything that a job configuration implies, computed and checked before anything expensive is built.
 
-`make_plan` is the one place that knows which settings are possible; the trainer's hooks and the dry run both go through it.
+`make_plan` is the one place that knows which settings are possible; the trainer and the dry run both go through it.
 Every refusal names the setting, what was got, and what is allowed.
 """
 
@@ -13,7 +13,6 @@ import torch
 
 from interdomain import features, scan
 from interdomain.model import (
-    CONDITIONS,
     SIZES,
     Cell,
     Execution,
@@ -27,7 +26,7 @@ from interdomain.model.flops import memory_estimate, state_size, train_flops_per
 
 from .device import device_here, gpu_memory, refuse_for_device
 from .schedule import run_length
-from .schema import Mixer
+from .schema import JobConfig, Mixer, Model, Parallelism, Training
 from .settings import refuse_unsupported
 
 DEFAULT_SEED = 42
@@ -76,10 +75,10 @@ class RunPlan:
         """The dry run's table."""
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
-        softmax = self.config.mixer.kind == "softmax"
+        grows = self.config.mixer.kind == "softmax"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
-            "state": f"{state_size(self.config):,} numbers per layer{', token' * softmax} and sequence",
+            "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence",
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
@@ -93,7 +92,7 @@ class RunPlan:
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
 
 
-def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
+def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
     """Check `job_config` for a run on `world_size` ranks.
 
     on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused. With `mixer.recompute = auto`
@@ -103,18 +102,9 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
     refuse_unsupported(job_config)
     if not on_gpus:
         refuse_for_device(job_config)
-    config = model_config(job_config)
-    execution = replace(
-        _execution(job_config.mixer), bf16_products=precision_of(job_config.training) == "bf16-products"
-    )
-    training, parallel = job_config.training, job_config.parallelism
-    if job_config.checkpoint.create_seed_checkpoint and world_size != 1:
-        raise ValueError(
-            f"checkpoint.create_seed_checkpoint saves the whole model from one rank: got {world_size}. Start it on one "
-            "(./launch.sh FILE.toml --ranks 1 --checkpoint.create_seed_checkpoint), and the run itself without it."
-        )
-
-    replicate, shard = _data_parallel(parallel, world_size)
+    training, config = job_config.training, model_config(job_config)
+    precision = precision_of(training)
+    replicate, shard = _data_parallel(job_config.parallelism, world_size)
     data_ranks = replicate * shard
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
@@ -122,7 +112,7 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         raise ValueError(
             f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
             f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
-            + _batches_that_divide(global_batch, local, seq_len, parallel, data_ranks)
+            + _batch_that_divides(global_batch, local, data_ranks)
         )
     length = run_length(job_config, tokens_per_step=global_batch * seq_len)
     model = meta_model(config)
@@ -135,14 +125,14 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         local_batch=local,
         seq_len=seq_len,
         checkpointing=job_config.activation_checkpoint.mode,
-        precision=precision_of(training),
+        precision=precision,
         replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
         accumulated=global_batch > local * data_ranks,
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
     )
-    device = None if on_gpus else device_here()
-    products = torch.float32 if precision_of(training) == "float32" else torch.bfloat16
-    execution, computed = _resolved(execution, config, products, device, memory)
+    products = torch.float32 if precision == "float32" else torch.bfloat16
+    execution = replace(_execution(job_config.mixer), bf16_products=precision == "bf16-products")
+    execution, computed = _resolved(execution, config, products, None if on_gpus else device_here(), memory)
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
@@ -158,8 +148,8 @@ def make_plan(job_config, world_size: int, on_gpus: bool = False) -> RunPlan:
         seq_len=seq_len,
         steps=length.steps,
         warmup_steps=length.warmup_steps,
-        precision=precision_of(training),
-        memory=memory(recompute=execution.recompute),
+        precision=precision,
+        memory=memory(recompute=bool(execution.recompute)),
         computed=computed | ({"warmup": length.shortened} if length.shortened else {}),
     )
 
@@ -171,13 +161,9 @@ def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
     return tokens + (step - first) * per_step
 
 
-def model_config(job_config) -> ModelConfig:
+def model_config(job_config: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] sets on top."""
     mixer = job_config.mixer
-    if job_config.model.flavor not in SIZES:
-        raise ValueError(f"model.flavor = {job_config.model.flavor!r} is unknown; allowed: {', '.join(SIZES)}.")
-    if mixer.condition not in CONDITIONS:
-        raise ValueError(f"mixer.condition = {mixer.condition!r} is unknown; allowed: {', '.join(CONDITIONS)}.")
     chosen = {"condition"} | {f.name for f in fields(Execution)}
     switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in chosen}
     overrides = {name: value for name, value in switches.items() if value is not None}
@@ -187,26 +173,17 @@ def model_config(job_config) -> ModelConfig:
     return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
 
 
-def _own_size(model) -> dict[str, int]:
+def _own_size(model: Model) -> dict[str, int]:
     """Fields of ModelConfig that [model] sets over the size that it names. Heads are dim / n_heads wide."""
     changed = {name: value for name in ("dim", "n_layers", "n_heads") if (value := getattr(model, name)) is not None}
-    dim, heads = ((SIZES[model.flavor] | changed)[name] for name in ("dim", "n_heads"))
     if changed.keys() & {"dim", "n_heads"}:
-        if dim % (2 * heads):
-            raise ValueError(
-                f"model.dim = {dim} over model.n_heads = {heads} makes heads {dim / heads:g} wide. A head's width must be an "
-                f"even number (RoPE rotates pairs): choose a model.dim that is a multiple of {2 * heads}, or another n_heads."
-            )
-        changed["head_dim"] = dim // heads
+        size = SIZES[model.flavor] | changed
+        changed["head_dim"] = size["dim"] // size["n_heads"]
     return changed
 
 
-def _execution(mixer) -> Execution:
+def _execution(mixer: Mixer) -> Execution:
     """How the mixers are computed, from the same section."""
-    if mixer.backend not in scan.BACKENDS:
-        raise ValueError(f"mixer.backend = {mixer.backend!r} is unknown; allowed: {', '.join(scan.BACKENDS)}.")
-    if mixer.features not in features.BACKENDS:
-        raise ValueError(f"mixer.features = {mixer.features!r} is unknown; allowed: {', '.join(features.BACKENDS)}.")
     settings = {f.name: getattr(mixer, f.name) for f in fields(Execution) if hasattr(mixer, f.name)}
     return Execution(**{name: value for name, value in settings.items() if value is not None})
 
@@ -219,29 +196,29 @@ def _resolved(
     memory: Callable[..., dict[str, int]],
 ) -> tuple[Execution, dict[str, str]]:
     """(how the mixers are computed, with `recompute` decided; the same in words). device: None for another machine's GPUs."""
-    mixer, softmax = config.mixer, config.mixer.kind == "softmax"
+    mixer, recurrent = config.mixer, config.mixer.kind != "softmax"
     on_cpu = device is not None and device.type == "cpu"
+    gpu = None if on_cpu else device
 
-    def auto(resolve: Callable, *sizes: int) -> tuple[str, str]:
+    def auto(resolve: Callable[..., tuple[str, str]], *sizes: int) -> tuple[str, str]:
         here, (chosen, there) = resolve(device, *sizes, dtype=dtype)[1], resolve(gpu, *sizes, dtype=dtype)
         return chosen, f"{here}; on a GPU: {there}" if on_cpu else here
 
-    gpu, keeps, words = None if on_cpu else device, execution.backend, {}
-    if not softmax:
-        words["scan"] = f"{keeps} (mixer.backend)"
-        if keeps == "auto":
+    backend, recompute, words = execution.backend, execution.recompute, {}
+    if recurrent:
+        words["scan"] = f"{backend} (mixer.backend)"
+        if backend == "auto":
             width = config.head_dim + mixer.normalize if mixer.query_readout else 0
-            keeps, words["scan"] = auto(scan.resolve_backend, mixer.n_basis, width)
+            backend, words["scan"] = auto(scan.resolve_backend, mixer.n_basis, width)
     words["features"] = f"{execution.features} (mixer.features)"
     if execution.features == "auto":
-        words["features"] = auto(features.resolve_backend, config.head_dim, 0 if softmax else mixer.conv_width)[1]
-    recompute = execution.recompute
-    if not softmax and mixer.query_readout:
-        recompute, words["scores"] = _scores(recompute, keeps, device, sum(memory(recompute=False).values()))
+        words["features"] = auto(features.resolve_backend, config.head_dim, mixer.conv_width * recurrent)[1]
+    if recurrent and mixer.query_readout:
+        recompute, words["scores"] = _scores(recompute, backend, device, sum(memory(recompute=False).values()))
     return replace(execution, recompute=recompute is not False), words
 
 
-def _scores(asked: bool | str, backend: str, device: torch.device | None, needed: int) -> tuple[bool, str]:
+def _scores(asked: bool | str, backend: str, device: torch.device | None, needed: int) -> tuple[bool | str, str]:
     """(whether the scan's scores are computed again in the backward pass, the same in words).
 
     backend: on a GPU. needed: bytes per device of the run that keeps them.
@@ -264,7 +241,7 @@ def _scores(asked: bool | str, backend: str, device: torch.device | None, needed
     )
 
 
-def precision_of(training) -> str:
+def precision_of(training: Training) -> str:
     """One of PRECISIONS. Raises: ValueError if training.precision and mixed_precision_param exclude each other."""
     by_parameters = "bf16" if training.mixed_precision_param == "bfloat16" else "float32"
     if training.precision == "bf16" and by_parameters != "bf16":
@@ -275,34 +252,20 @@ def precision_of(training) -> str:
     return training.precision or by_parameters
 
 
-def seed_of(job_config) -> int:
+def seed_of(job_config: JobConfig) -> int:
     return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
 
 
-def _batches_that_divide(global_batch: int, local: int, seq_len: int, parallel, ranks: int) -> str:
-    """Flags that would run, in words: on these ranks with the same steps, or with larger ones; or on fewer ranks."""
-
-    def flags(batch: int, ranks: int) -> str:
-        each = batch // ranks
-        fits = max(n for n in range(1, local + 1) if each % n == 0)
-        changed = f"--training.global_batch_size {batch} " * (batch != global_batch)
-        return f"on {ranks} rank(s) with {changed}--training.local_batch_size {fits}"
-
-    if global_batch % ranks == 0:
-        return f"The same steps run {flags(global_batch, ranks)}."
-    larger = ranks * math.ceil(global_batch / ranks)
-    most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " * (ranks > global_batch)
-    tokens = f"{larger * seq_len:,} tokens in place of {global_batch * seq_len:,}"
-    advice = f"{most}Larger steps, of {tokens}, run {flags(larger, ranks)}"
-    replicas = parallel.data_parallel_replicate_degree
-    fewer = [n for n in range(ranks - 1, 0, -1) if global_batch % n == 0 and n % replicas == 0]
-    if not fewer:
-        return f"{advice}."
-    follows = " --parallelism.data_parallel_shard_degree=-1" * (parallel.data_parallel_shard_degree != -1)
-    return f"{advice}; the same steps run {flags(global_batch, fewer[0])}{follows}."
+def _batch_that_divides(global_batch: int, local: int, ranks: int) -> str:
+    """Flags that would run on these ranks, in words: with the same steps, or with larger ones."""
+    batch = ranks * math.ceil(global_batch / ranks)
+    fits = max(n for n in range(1, local + 1) if batch // ranks % n == 0)
+    most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " if ranks > global_batch else ""
+    larger = f"--training.global_batch_size {batch} " if batch != global_batch else ""
+    return f"{most}These ranks can run {larger}--training.local_batch_size {fits}."
 
 
-def _data_parallel(parallel, world_size: int) -> tuple[int, int]:
+def _data_parallel(parallel: Parallelism, world_size: int) -> tuple[int, int]:
     """(replicas, shards) of the data-parallel mesh."""
     replicate, shard = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
     if replicate < 1 or world_size % replicate:

@@ -1,8 +1,8 @@
-"""Leaving when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a whole checkpoint.
+"""Leaving when the scheduler asks: a signal is noted, agreed on by all ranks, and answered with a complete checkpoint.
 
 SIGTERM (preemption; torchrun passes it on to its ranks) and SIGUSR1 (what `--signal` in SLURM sends before the time limit).
-The same command line continues the run. Every other end of torchrun is the ranks' end at once: they are its children, and
-an orphan would go on writing into the folder of the run that continues.
+The same command line continues the run. If torchrun itself is killed, the ranks end at once: an orphan would go on writing into
+the folder of the run that continues.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent di
 
 
 class Preemption:
-    """What this rank was asked, and what all ranks together make of it between two steps.
+    """Whether this rank was asked to leave, and what all ranks agree on between two steps.
 
     Every step's collective carries the ranks' votes (`guard`). Between two steps, the host reads the vote of the step before
     the last: the last one's may still be under way on the device, and nothing waits for it. All ranks read the vote of the
@@ -35,8 +36,7 @@ class Preemption:
         self.listening = False
         self.last = self.before = None  # votes: of the last step, and of the one before it
         _die_with_torchrun(signal.SIGKILL)
-        # torchrun was killed before the line above: left alone, the ranks would find each other and train.
-        if launcher_has_ended():
+        if launcher_has_ended():  # before the line above
             raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
     def listen(self) -> None:
@@ -78,8 +78,8 @@ class Preemption:
         """Save, say so, and end this process with exit status 0: torchrun restarts only what fails. Collective."""
         saved = trainer.checkpointer.save_now(trainer.step)
         why = self.asked.name if self.asked else "a signal to another rank"
-        kept = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
-        logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, kept)
+        result = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
+        logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, result)
         tell_launcher(LEFT)
         trainer.close()
         dist.destroy_process_group()  # as at a run's end: with NCCL, a rank that leaves without it may hang or fail
@@ -87,11 +87,8 @@ class Preemption:
 
 
 @contextlib.contextmanager
-def children_keep_saving():
-    """Processes that start in here never get SIGUSR1, which schedulers send to every process and which would end them.
-
-    SIGTERM is how Python itself ends its daemons. What comes for this process meanwhile is noted after the block.
-    """
+def children_keep_saving() -> Iterator[None]:
+    """Processes that start in this block never get SIGUSR1, which schedulers send to every process and would end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield

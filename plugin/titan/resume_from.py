@@ -1,4 +1,4 @@
-"""Which checkpoint a start resumes from, which parts of it are excluded, and which other checkpoints are renamed.
+"""Which checkpoint a start resumes from, which parts of it are not loaded, and which other checkpoints are renamed.
 
 The same command starts a run many times, and what it asks for once must happen once: going back to a step
 (`checkpoint.load_step`), and excluding parts of a checkpoint (`checkpoint.exclude_from_loading`). So every checkpoint's record
@@ -6,37 +6,38 @@ says what happened before it: `branched_from`, the step that the run last went b
 were excluded.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from interdomain.model.distributed_checkpoint import METADATA, WrittenByNewerPyTorch, finished_steps, step_of
 
 from .host import DATALOADER, TRAIN_STATE, logger
-from .integrity import Contents, is_finished, read
+from .integrity import is_finished, read_checked
 
 
-class Choice(NamedTuple):
-    """What a start loads."""
+class ResumePoint(NamedTuple):
+    """The checkpoint that a start loads."""
 
-    step: int
-    goes_back: bool  # to this very step: no other may replace it, and the checkpoints after it are renamed
+    folder: Path
+    index: bytes  # the file .metadata
+    record: dict  # the file interdomain.json; {} where there is none
     excluded_parts: list[str]
-    branched_from: int | None  # for the records of the checkpoints that follow
+    branched_from: int | None = None  # for the records of the checkpoints that follow
+    goes_back: bool = False  # to this step: the checkpoints after it are renamed
+    latest: bool = False  # where it cannot be read, an older one may replace it
 
 
-def steps_in(folder: Path) -> list[int]:
+def all_steps(folder: Path) -> list[int]:
     """The steps of all checkpoints in a folder, complete or not."""
     names = folder.iterdir() if folder.is_dir() else ()
     return sorted(step for step in map(step_of, names) if step is not None)
 
 
 def loads_a_model(job_config) -> bool:
-    """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective.
-
-    Rank 0 looks for a finished checkpoint in the run's folder, and reads none.
-    """
+    """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
     config = job_config.checkpoint
     if not config.enable or config.create_seed_checkpoint:
         return False
@@ -44,14 +45,15 @@ def loads_a_model(job_config) -> bool:
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
-def on_rank_0(act):
+def on_rank_0(act: Callable[[], Any]) -> Any:
     """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    outcome = [None, None]
+    result, error = None, None
     if dist.get_rank() == 0:
         try:
-            outcome[0] = act()
+            result = act()
         except (OSError, ValueError) as e:
-            outcome[1] = e
+            error = e
+    outcome = [result, error]
     dist.broadcast_object_list(outcome)
     result, error = outcome
     if error is not None:
@@ -59,160 +61,108 @@ def on_rank_0(act):
     return result
 
 
-class Candidates:
-    """The checkpoints that a start may resume from, on rank 0. The index of each is read at most once: with many ranks it has
-    tens of megabytes and takes seconds."""
+def find_resume_point(
+    folder: Path, step: int, *, initial: str | None, exclude: list[str], data: str | None, saving: bool
+) -> ResumePoint | None:
+    """The checkpoint of this step, or the latest complete one (-1), or the initial one. On rank 0; an index is read once.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.damaged: dict[Path, str] = {}  # path -> what is wrong with it
-        self._contents: dict[Path, Contents] = {}
+    A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
+    Args:
+        step: checkpoint.load_step. initial: checkpoint.initial_load_path. exclude: checkpoint.exclude_from_loading.
+        data: this run's fingerprint of the data: the loader's state is excluded again where the data are others.
+        saving: False where the run saves nothing (checkpoint.load_only).
+    Returns: None where there is none.
+    Raises: ValueError for a checkpoint that cannot be loaded or continued; OSError.
+    """
+    latest = _latest(folder, above=step) if saving or step == -1 else None
+    if step != -1 and (latest is None or latest.record.get("branched_from") != step):
+        path = folder / f"step-{step}"
+        if not is_finished(path):
+            others = ", ".join(map(str, sorted(finished_steps(folder)))) or "none"
+            raise ValueError(f"checkpoint.load_step = {step}: {path} is no complete checkpoint. There are: {others}.")
+        point = ResumePoint(path, *read_checked(path), exclude, step, goes_back=True)
+    elif latest is None:
+        if not initial:
+            return None
+        if not Path(initial).is_dir():
+            raise FileNotFoundError(
+                f"checkpoint.initial_load_path = {initial} is not a folder. Give a checkpoint (step-N)."
+            )
+        return ResumePoint(Path(initial), *read_checked(Path(initial)), exclude)
+    else:
+        excluded = _not_yet_excluded(latest, exclude, data) if saving else exclude
+        point = latest._replace(excluded_parts=excluded, branched_from=latest.record.get("branched_from"))
+        if step != -1:
+            logger.warning(
+                "the run went back to step %d (checkpoint.load_step) before, and continues from %s, which it saved since. To "
+                "go back once more, move the checkpoints after step %d away.",
+                *(step, point.folder, step),
+            )
+    if saving and TRAIN_STATE in point.excluded_parts:
+        raise ValueError(
+            "checkpoint.exclude_from_loading = train_state would count from step 0 again, below the checkpoints in "
+            f"{folder}. Start a run of its own: another job.dump_folder, checkpoint.initial_load_path = {point.folder}."
+        )
+    return point
 
-    def read(self, path: Path) -> Contents:
-        """Raises: ValueError that says what is wrong with the checkpoint; OSError."""
-        if path in self.damaged:
-            raise ValueError(self.damaged[path])
-        if path not in self._contents:
-            try:
-                self._contents[path] = read(path)
-            except WrittenByNewerPyTorch:
-                raise
-            except ValueError as e:
-                if is_finished(path):
-                    self.damaged[path] = str(e)
-                raise
-        return self._contents[path]
 
-    def fault(self, step: int) -> str | None:
-        """Why the checkpoint of this step cannot be loaded; None if nothing is wrong."""
+def _latest(folder: Path, above: int) -> ResumePoint | None:
+    """The latest complete checkpoint after a step (-1: of all)."""
+    for step in reversed([step for step in all_steps(folder) if step > above]):
+        path = folder / f"step-{step}"
+        if not is_finished(path):
+            logger.warning("SKIPPED: %s has no %s: the save of it was cut short.", path, METADATA)
+            continue
         try:
-            self.read(self.path(step))
+            return ResumePoint(path, *read_checked(path), [], latest=True)
         except WrittenByNewerPyTorch:  # no reason to take an older one
             raise
         except ValueError as e:
-            return str(e)
-        return None
-
-    def choose(self, step: int, *, exclude: list[str], data: str | None, saving: bool) -> Choice | None:
-        """The step asked for, or the latest complete one of all (-1) or of those saved since. None: there is none to load.
-
-        Args:
-            step: checkpoint.load_step. exclude: checkpoint.exclude_from_loading.
-            data: this run's fingerprint of the data: the loader's state is excluded again where the data are others.
-            saving: False where the run saves nothing (checkpoint.load_only).
-        Raises: ValueError for a checkpoint that cannot be loaded or continued; OSError.
-        """
-        goes_back = step != -1 and not (saving and self._went_back_before(step))
-        if goes_back:
-            self._require(step)
-            choice = Choice(step, goes_back, exclude, branched_from=step)
-        elif (latest := self._latest()) is None:
-            return None
-        else:
-            record = self.read(self.path(latest)).record
-            if saving:
-                exclude = _not_yet_excluded(record, exclude, data, latest)
-            choice = Choice(latest, goes_back, exclude, record.get("branched_from"))
-            if step != -1:
-                self._say_how_to_go_back_again(step, latest)
-        if saving and TRAIN_STATE in choice.excluded_parts:
-            raise ValueError(
-                f"checkpoint.exclude_from_loading = train_state would count from step 0 again below the checkpoints in "
-                f"{self.folder}, and every restart would begin at step {choice.step} anew. Leave train_state out of it, or "
-                f"start a run of its own: another job.dump_folder, with checkpoint.initial_load_path = "
-                f"{self.path(choice.step)}."
-            )
-        return choice
-
-    def _went_back_before(self, step: int) -> bool:
-        """Whether the run has gone back to this step already, and saved since: its latest checkpoint's record tells."""
-        for later in reversed(steps_in(self.folder)):
-            if later > step and self.fault(later) is None:
-                return self.read(self.path(later)).record.get("branched_from") == step
-        return False
-
-    def _say_how_to_go_back_again(self, step: int, latest: int) -> None:
-        later = ", ".join(f"step-{other}" for other in steps_in(self.folder) if other > step)
-        again = f" To go back to it once more, move {later} away first." if is_finished(self.path(step)) else ""
-        logger.warning(
-            "the run has gone back to step %d (checkpoint.load_step) before: it continues from %s, which it has saved since.%s",
-            step,
-            self.path(latest),
-            again,
+            set_damaged_aside(path, str(e))
+    damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))
+    if damaged and above == -1:  # starting over is not for a program to decide
+        raise ValueError(
+            f"no complete checkpoint is left in {folder}, only {', '.join(damaged)}. Restore one of them, or move them away "
+            "to start from the beginning."
         )
-
-    def _require(self, step: int) -> None:
-        if reason := self.fault(step):
-            whole = ", ".join(str(other) for other in steps_in(self.folder) if self.fault(other) is None) or "none"
-            raise ValueError(
-                f"checkpoint.load_step = {step}, but {self.folder} has no whole checkpoint of that step; it has: {whole}. "
-                f"({reason}) Choose one of these, or -1 for the latest."
-            )
-
-    def _latest(self) -> int | None:
-        for step in reversed(steps_in(self.folder)):
-            path = self.path(step)
-            if not is_finished(path):
-                logger.warning("SKIPPED: %s has no %s: the save of it was cut short.", path, METADATA)
-                continue
-            if (reason := self.fault(step)) is None:
-                return step
-            logger.warning("SKIPPED: %s The checkpoint before it is used, and this one renamed.", reason)
-        if self.damaged:  # starting over is not for a program to decide
-            raise ValueError(
-                f"no checkpoint in {self.folder} reads back whole: {' '.join(self.damaged.values())} Restore one of them, or "
-                "move them away to start from the beginning."
-            )
-        return None
-
-    def rename_others(self, choice: Choice, saving: bool) -> None:
-        """After the choice was loaded: the damaged ones, and those after a step that the run goes back to."""
-        for path in sorted(self.damaged):
-            set_damaged_aside(path)
-        later = [self.path(step) for step in steps_in(self.folder) if step > choice.step]
-        later = [path for path in later if choice.goes_back and saving and is_finished(path)]
-        for path in later:
-            set_aside(path, "superseded")
-        if later:
-            logger.warning(
-                "went back to step %d: the checkpoints after it in %s (%s) are renamed to step-N.superseded. Nothing of them "
-                "is lost, and nothing removes them: do so when you need them no more. The same command goes on from what is "
-                "saved next.",
-                choice.step,
-                self.folder,
-                ", ".join(path.name for path in later),
-            )
+    return None
 
 
-def _not_yet_excluded(record: dict, exclude: list[str], data: str | None, step: int) -> list[str]:
+def _not_yet_excluded(latest: ResumePoint, exclude: list[str], data: str | None) -> list[str]:
     """Those of `exclude` that were not excluded before this checkpoint was saved."""
-    done = set(record.get("started_without", ()))
-    if record.get("run", {}).get("data_fingerprint") != data:
+    done = set(latest.record.get("started_without", ()))
+    if latest.record.get("run", {}).get("data_fingerprint") != data:
         done.discard(DATALOADER)
     if ignored := [part for part in exclude if part in done]:
         logger.warning(
-            "checkpoint.exclude_from_loading = %s: the run began that anew before step %d already, which is loaded with it. To "
-            "begin it anew once more, name the step as well: checkpoint.load_step = %d.",
-            ",".join(ignored),
-            step,
-            step,
+            "checkpoint.exclude_from_loading = %s: the run began without it before %s, which is loaded with it. To begin "
+            "without it once more, set checkpoint.load_step as well.",
+            *(",".join(ignored), latest.folder.name),
         )
     return [part for part in exclude if part not in done]
 
 
 def set_aside(folder: Path, why: str) -> Path:
     """Rename a checkpoint to `step-N.WHY`: no run loads, counts or removes it, and no later save of its step overwrites it."""
-    aside = folder.with_name(f"{folder.name}.{why}")
-    n = 1
+    aside, n = folder.with_name(f"{folder.name}.{why}"), 1
     while aside.exists():
         n += 1
         aside = folder.with_name(f"{folder.name}.{why}-{n}")
-    folder.rename(aside)
-    return aside
+    return folder.rename(aside)
 
 
-def set_damaged_aside(folder: Path) -> None:
-    logger.warning("renamed %s to %s; remove it when you have looked at it.", folder, set_aside(folder, "damaged"))
+def set_damaged_aside(folder: Path, reason: str) -> None:
+    """On rank 0."""
+    logger.warning("SKIPPED, and renamed to %s: %s", set_aside(folder, "damaged").name, reason)
+
+
+def set_later_aside(folder: Path) -> None:
+    """After a run has gone back to this checkpoint: rename those after it. On rank 0."""
+    step = step_of(folder)
+    later = [path for other, path in sorted(finished_steps(folder.parent).items()) if step is not None and other > step]
+    for path in later:
+        set_aside(path, "superseded")
+    if later:
+        names = ", ".join(path.name for path in later)
+        logger.warning("went back to step %d: renamed %s to step-N.superseded. Nothing removes them.", step, names)

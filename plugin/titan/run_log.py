@@ -1,35 +1,73 @@
-"""A run's TensorBoard folder: one curve across restarts, the same by tokens, hyperparameters, and a prepared layout."""
+"""A run's TensorBoard folder: one curve across restarts, the same by tokens, hyperparameters, and a page of charts."""
 
 import contextlib
-import functools
 import json
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from .host import BaseLogger, logger
-from .tensorboard_layout import BY_TOKENS, LAYOUT, RENAMED, TOKENS
+from .plan import RunPlan
 
 EVENTS = "events.out.tfevents.*"
-
-
-def _or_without(write):
-    """A write that fails, on a full disk for one, ends the curves and not the run."""
-
-    @functools.wraps(write)
-    def written(self, *args):
-        if self.given_up:
-            return
-        try:
-            write(self, *args)
-        except OSError as e:
-            self._give_up(e)
-
-    return written
+TOKENS = "tokens"  # the subfolder of curves whose step is the number of tokens
+BY_TOKENS = {  # tag -> its name there
+    "loss_metrics/global_avg_loss": "by_tokens/loss",
+    "loss_metrics/perplexity": "by_tokens/perplexity",
+    "validation_metrics/loss": "by_tokens/validation_loss",
+    "validation_metrics/perplexity": "by_tokens/validation_perplexity",
+}
+# TorchTitan's tags -> ours: the custom scalars' charts stay empty where a tag has parentheses.
+RENAMED = {
+    "mfu(%)": "machine/mfu_percent",
+    "memory/max_active(GiB)": "machine/memory_active_gib",
+    "memory/max_reserved(GiB)": "machine/memory_reserved_gib",
+    "time_metrics/end_to_end(s)": "machine/seconds_per_step",
+}
+# The tab "Custom Scalars": a run's health on one page. A chart's lines are patterns of tags.
+CHARTS = {
+    "Learning": {
+        "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
+        "Loss by tokens": ["by_tokens/loss", "by_tokens/validation_loss"],
+        "Perplexity by tokens": ["by_tokens/perplexity", "by_tokens/validation_perplexity"],
+        "Validation loss": ["validation_metrics/loss"],
+        "Gradient norm, before clipping": ["grad_norm"],
+        "Learning rates": [r"lr/\w+"],
+        "Rise of the loss, in standard deviations": ["loss_metrics/spike"],
+        "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
+        "Steps skipped": [r"skipped_steps/\w+"],
+    },
+    "Machine": {
+        "Tokens per second, all ranks": ["machine/tokens_per_second"],
+        "Model FLOPs utilisation (%)": ["machine/mfu_percent"],
+        "Memory, peak since the last log (GiB)": [r"machine/memory_\w+_gib"],
+        "Waiting for data, slowest rank (% of the time)": ["machine/data_wait_percent"],
+        "Seconds per step": ["machine/seconds_per_step"],
+        "Allocation retries, out of memory": ["memory/num_alloc_retries", "memory/num_ooms"],
+    },
+    # One chart each: TensorBoard gives all lines of a run in a chart the same colour.
+    "Gradient norm by parameter group": {
+        "All": ["grad_norm"],
+        "Dynamics": ["grad_norm/dynamics"],
+        "Mixer: projections, convolutions, norms": ["grad_norm/mixer"],
+        "Feed-forward": ["grad_norm/feed_forward"],
+        "Embedding and head": ["grad_norm/embeddings"],
+        "Norms of blocks": ["grad_norm/norms"],
+    },
+    "Mixer by layer": {
+        "Longest timescale (tokens)": [r"mixer/layer_\d+/timescale_tokens_max"],
+        "Median timescale (tokens)": [r"mixer/layer_\d+/timescale_tokens_median"],
+        "Smallest 1 - |Lambda|": [r"mixer/layer_\d+/one_minus_abs_lambda_min"],
+        "Median Delta": [r"mixer/layer_\d+/dt_q50"],
+        "Aliased modes (fraction)": [r"mixer/layer_\d+/aliased_fraction"],
+        "Readout RMS": [r"mixer/layer_\d+/readout_rms"],
+    },
+}
 
 
 class RunLog(BaseLogger):
@@ -40,113 +78,101 @@ class RunLog(BaseLogger):
     tokens in place of the step; a folder of its own, for what a file drops, it drops from every curve of its folder.
     """
 
-    def __init__(self, folder: Path, plan, job_config) -> None:
+    def __init__(self, folder: Path, plan: RunPlan, job_config: Any) -> None:
         self.folder, self.plan, self.job_config = folder, plan, job_config
-        self.steps = self.tokens = None  # writers
-        self.given_up = False
+        self.writers: tuple[SummaryWriter, SummaryWriter] | None = None  # by steps, by tokens
 
-    @_or_without
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A write that fails, on a full disk for one, ends the curves and not the run."""
+        try:
+            yield
+        except OSError as e:
+            self.writers = None
+            logger.warning(
+                "TensorBoard: writing into %s failed (%s). Training goes on, without curves from here on; the next start "
+                "writes them again.",
+                self.folder,
+                e.strerror or e,
+            )
+
     def begin(self, first_step: int, tokens_at: Callable[[int], int]) -> None:
         """Open the files of a start whose first step is `first_step` (1: a run from the beginning).
 
         tokens_at: step -> tokens trained on up to its end; the steps of an earlier start may have been of another number.
         """
-        if first_step == 1:
-            set_aside(self.folder)
-        threading.excepthook = _thread_failed
         self.tokens_at = tokens_at
-        self.steps = SummaryWriter(self.folder, max_queue=1000, purge_step=first_step)
-        self.tokens = SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=tokens_at(first_step - 1) + 1)
-        logger.info("TensorBoard: %s, from step %d", self.folder, first_step)
-        self._describe(first_step)
+        with self._writing():
+            if first_step == 1:
+                set_aside(self.folder)
+            by_steps = SummaryWriter(self.folder, max_queue=1000, purge_step=first_step)
+            purge = tokens_at(first_step - 1) + 1
+            self.writers = by_steps, SummaryWriter(self.folder / TOKENS, max_queue=1000, purge_step=purge)
+            logger.info("TensorBoard: %s, from step %d", self.folder, first_step)
+            self._describe(by_steps, first_step)
 
-    @_or_without
-    def log(self, metrics: dict, step: int) -> None:
-        if not metrics.get("mfu(%)"):  # no figure of this device to compare with
-            metrics = {tag: value for tag, value in metrics.items() if tag != "mfu(%)"}
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if self.writers is None:
+            return
+        by_steps, by_tokens = self.writers
         metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
         if "throughput(tps)" in metrics:  # of one rank
             metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * self.plan.world_size
-        for tag, value in metrics.items():
-            self.steps.add_scalar(tag, value, step)
-        for tag, by_tokens in BY_TOKENS.items():
-            if tag in metrics:
-                self.tokens.add_scalar(by_tokens, metrics[tag], self.tokens_at(step))
+        with self._writing():
+            for tag, value in metrics.items():
+                by_steps.add_scalar(tag, value, step)
+            for tag, name in BY_TOKENS.items():
+                if tag in metrics:
+                    by_tokens.add_scalar(name, metrics[tag], self.tokens_at(step))
+            # A run that is killed must not take its last two minutes of metrics with it.
+            by_steps.flush()
+            by_tokens.flush()
 
-    @_or_without
-    def histogram(self, tag: str, values, step: int) -> None:
-        self.steps.add_histogram(tag, values, step)
+    def histogram(self, tag: str, values: Tensor, step: int) -> None:
+        if self.writers is not None:
+            with self._writing():
+                self.writers[0].add_histogram(tag, values, step)
 
-    @_or_without
-    def flush(self) -> None:
-        """A run that ends early must not take its last two minutes of metrics with it."""
-        self.steps.flush()
-        self.tokens.flush()
-
-    @_or_without
     def close(self) -> None:
-        if self.steps is not None:  # a run may end before its first step
-            self.steps.close()
-            self.tokens.close()
+        with self._writing():
+            for writer in self.writers or ():
+                writer.close()
 
-    def _give_up(self, error: OSError) -> None:
-        self.given_up = True
-        logger.warning(
-            "TensorBoard: writing into %s failed (%s). Training goes on, without curves from here on; the next start writes "
-            "them again.",
-            self.folder,
-            error.strerror or error,
-        )
-        for writer in (self.steps, self.tokens):
-            with contextlib.suppress(OSError):
-                if writer is not None:
-                    writer.close()
-
-    def _describe(self, step: int) -> None:
-        self.steps.add_custom_scalars(LAYOUT)
+    def _describe(self, writer: SummaryWriter, step: int) -> None:
+        # TensorBoard matches a pattern from the start only.
+        multiline = {
+            category: {chart: ["Multiline", [f"{tag}$" for tag in tags]] for chart, tags in charts.items()}
+            for category, charts in CHARTS.items()
+        }
+        writer.add_custom_scalars(multiline)
         # Not add_hparams: it would open a run of its own, with the time as its name, at every restart.
-        curves = dict.fromkeys(("loss_metrics/global_avg_loss", "validation_metrics/loss"))
         facts = hyperparameters(self.plan, self.job_config)
-        experiment, session, _ = hparams(facts, curves)
-        self.steps.file_writer.add_summary(experiment)
-        self.steps.file_writer.add_summary(session)
+        curves = dict.fromkeys(("loss_metrics/global_avg_loss", "validation_metrics/loss"))
+        for summary in hparams(facts, curves)[:2]:
+            writer._get_file_writer().add_summary(summary)
         configuration = json.dumps(self.job_config.to_dict(), indent=2, default=str)
         # TensorBoard keeps the first start's row of HParams; the text is every start's.
         texts = {"plan": self.plan.describe(), "hyperparameters": json.dumps(facts), "configuration": configuration}
         for tag, text in texts.items():
-            self.steps.add_text(f"run/{tag}", f"```\n{text}\n```", step)
-        self.flush()
+            writer.add_text(f"run/{tag}", f"```\n{text}\n```", step)
+        writer.flush()
 
 
-def _thread_failed(args, otherwise=threading.excepthook) -> None:
-    """A writer's thread hands its failure to who writes next: printed as well, its traceback would look like the run's end."""
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        otherwise(args)
-
-
-def hyperparameters(plan, job_config) -> dict:
+def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
     """What runs of a study differ in, one row of TensorBoard's table."""
     optimizer, mixer = job_config.optimizer, plan.config.mixer
-    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
+    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init") if mixer.kind != "softmax" else ()
     return {
         "model": plan.cell.size,
         "condition": plan.cell.condition,
+        **{name: getattr(mixer, name) for name in start if getattr(mixer, name) is not None},
         **{
-            name: getattr(mixer, name) for name in start if mixer.kind != "softmax" and getattr(mixer, name) is not None
+            name: getattr(plan, name)
+            for name in ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
         },
-        "parameters": plan.n_params,
-        "tokens": plan.tokens,
-        "tokens_per_step": plan.tokens_per_step,
-        "seq_len": plan.seq_len,
-        "warmup_steps": plan.warmup_steps,
-        "lr": optimizer.lr,
-        "ssm_lr": min(optimizer.lr, optimizer.ssm_lr),
-        "weight_decay": optimizer.weight_decay,
+        **{"parameters": plan.n_params, "recompute": plan.execution.recompute, "ranks": plan.world_size},
+        **{"lr": optimizer.lr, "ssm_lr": min(optimizer.lr, optimizer.ssm_lr), "weight_decay": optimizer.weight_decay},
         "max_norm": job_config.training.max_norm,
-        "seed": plan.seed,
-        "precision": plan.precision,
-        "recompute": plan.execution.recompute,
-        "ranks": plan.world_size,
     }
 
 

@@ -1,28 +1,66 @@
 """The TOML's sections and fields, with TorchTitan's names and defaults where TorchTitan has the field.
 
-The comment beside a field, or the docstring under it, is the help text of its flag. Its annotation says what can be checked of
-it alone: its type, its bounds (`Bound`, `OneOf`), and whether it is a field of TorchTitan's that this plugin does not use
-(`unused`). `settings.py` reads a file and flags into a `JobConfig` and checks each in one loop; `plan.py` checks what several
-settings mean together. Annotations are read at run time: no postponed annotations here.
+The comment at a field is the help text of its flag (`#:` above it, or `#` beside it). Its annotation says what can be checked
+of it alone: its type and its `Bound`. `settings.py` reads a file and flags into a `JobConfig` and checks each field in one
+loop; `plan.py` checks what several settings mean together.
 """
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from .field_types import Bound, Count, CountOr0, Decay, Fraction, NotNegative, OneOf, Positive, unused
+from interdomain import features, scan
+from interdomain.model import CONDITIONS, SIZES
 
-SHARDING = (
-    "The plugin shards with FSDP2, HSDP and replication only (1.3B fits one device): use the data_parallel degrees"
-)
-CORPUS, VALIDATION_CORPUS = "Set data.corpus", "Set data.validation_corpus, or use the prepared corpus's own split"
-NO_WORKERS = "Batches are read from memory maps, without workers"
-TOKENIZER = "The tokenizer is the prepared corpus's own, or data.tokenizer"
-TORCHFT, QUANTIZED = "torchft is not supported", "Quantised training is not supported"
-CONVERT = (
-    "python -m interdomain.tools.convert makes a Hugging Face folder of a checkpoint, and a checkpoint of such a folder"
-)
-DRY_RUN = "./launch.sh FILE.toml --dry-run estimates the memory"
-EXPERTS = "There are no experts in this model"
+
+class Bound(NamedTuple):
+    """Which values a setting may have."""
+
+    words: str
+    allows: Callable[[Any], bool]
+
+
+def _one_of(names: Iterable[str]) -> Bound:
+    return Bound(f"one of {', '.join(names)}", frozenset(names).__contains__)
+
+
+_AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
+Count = Annotated[int, Bound("at least 1", lambda x: 1 <= x < math.inf)]
+CountOr0 = Annotated[int, _AT_LEAST_0]
+Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
+NotNegative = Annotated[float, _AT_LEAST_0]
+Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
+Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Size = Annotated[str, _one_of(SIZES)]
+Condition = Annotated[str, _one_of(CONDITIONS)]
+ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
+FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
+
+# Settings of TorchTitan's that this plugin does not read: a pattern of their names, and what to do instead. Only TorchTitan's
+# default is accepted, for it changes nothing.
+UNUSED = {
+    r"parallelism\.(tensor|pipeline|context|disable_loss|enable_async|module_fqns)": "The plugin shards with FSDP2, HSDP and "
+    "replication only (1.3B fits one device): use the data_parallel degrees",
+    r"parallelism\.expert|debug\.moe_": "There are no experts in this model",
+    r"training\.dataset": "Set data.corpus",
+    r"validation\.dataset": "Set data.validation_corpus, or use the prepared corpus's own split",
+    r"validation\.steps": "Set validation.tokens: the same tokens every time, on every topology",
+    r"(training|validation)\.dataloader": "Batches are read from memory maps, without workers",
+    r"training\.dtype": "Parameters are float32: use training.precision = bf16 or bf16-products",
+    r"model\.(hf_assets_path|tokenizer_path)": "The tokenizer is the prepared corpus's own, or data.tokenizer",
+    r"model\.(converters|print_after_conversion)|quantize\.": "Quantised training is not supported",
+    r"optimizer\.early_step_in_backward": "It steps before the gradients are clipped and knows no parameter groups",
+    r"lr_scheduler\.min_lr_factor": "Set lr_scheduler.min_lr, the learning rate at the end of the decay",
+    r"metrics\.save_for_all_ranks": "Rank 0 writes the events, of all ranks together",
+    r"checkpoint\.create_seed_checkpoint": "Initial values are a function of the seed, the same on every number of ranks",
+    r"checkpoint\.export_dtype": "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports",
+    r"checkpoint\.(initial_load|last_save)_in_hf": "Convert by python -m interdomain.tools.convert, from a checkpoint to a "
+    "Hugging Face folder and back",
+    r"fault_tolerance\.|checkpoint\.enable_ft_": "TorchFT is not supported",
+    r"memory_estimation\.": "Estimate it by ./launch.sh FILE.toml --dry-run",
+    r"job\.custom_config_module|experimental\.": "This entry imports the plugin by itself",
+}
 
 
 @dataclass
@@ -34,7 +72,6 @@ class Job:
     description: str = "default job"  # What this run is, in your words; printed at the start.
     print_config: bool = False  # Print the configuration at the start.
     save_config_file: str | None = None  # Write the configuration as JSON into this file of the dump folder.
-    custom_config_module: unused(str, "The plugin's settings are always there", "interdomain.titan.job_config") = ""
 
 
 @dataclass
@@ -58,47 +95,36 @@ class Metrics:
     enable_tensorboard: bool = False  # Write TensorBoard events.
     disable_color_printing: bool = False  # Log without colours.
     save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in the dump folder.
-    save_for_all_ranks: bool = False
-    """Write the events of every rank, each into a folder of its own, not those of rank 0 alone."""
-
     enable_wandb: bool = False  # Log to Weights & Biases as well.
+    #: Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
+    #: another; also written at every validation. 0: at validation only.
     mixer_freq: CountOr0 = 100
-    """Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
-    another; also written at every validation. 0: at validation only."""
-
+    #: Steps between histograms of the mixer's timescales and Delta, from one logged step to another; 0: none.
     histogram_freq: CountOr0 = 1000
-    """Steps between histograms of the mixer's timescales and Delta, from one logged step to another; 0: none."""
 
 
 @dataclass
 class Model:
     """[model]: the size. `flavor` names a row of the table of sizes; every number can be set on top of it."""
 
-    name: Annotated[str, OneOf(["interdomain"])] = "interdomain"  # The model that this plugin trains.
-    flavor: str = "debug"  # debug, 125M, 350M, 760M or 1.3B.
+    name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
+    flavor: Size = "debug"  # debug, 125M, 350M, 760M or 1.3B.
+    #: Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's.
     vocab_size: CountOr0 = 0
-    """Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's."""
-
     dim: Count | None = None  # Width. Unset: as the size says. A head is dim / n_heads wide.
     n_layers: Count | None = None  # Blocks. Unset: as the size says.
     n_heads: Count | None = None  # Query heads. Unset: as the size says.
-    hf_assets_path: unused(str, TOKENIZER, "./tests/assets/tokenizer") = "."
-    tokenizer_path: unused(str | None, TOKENIZER) = None
-    converters: unused(list[str], QUANTIZED) = field(default_factory=list)
-    print_after_conversion: unused(bool, "There is no conversion") = False
 
 
 @dataclass
 class Mixer:
     """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
 
-    condition: str = "interdomain"
-    """softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
-    s4d or s4d-rope."""
-
+    #: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
+    #: s4d or s4d-rope.
+    condition: Condition = "interdomain"
+    #: Key features and values as the input (true) or two generic projections (false). Unset: as the condition says.
     dual_input: bool | None = None
-    """Key features and values as the input (true) or two generic projections (false). Unset: as the condition says."""
-
     query_readout: bool | None = None  # Query-conditioned readout (true) or learned linear contraction (false).
     rope: bool | None = None  # Rotary embedding on the query and key inputs.
     n_basis: int | None = None  # M, basis functions per head. Unset: as the size says (64).
@@ -108,59 +134,51 @@ class Mixer:
     normalize: bool | None = None  # Divide by the Nadaraya-Watson denominator (eta).
     output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
     n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
+    #: C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal.
     c_scale: float | None = None
-    """C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal."""
-
     linear_scale: float | None = None  # Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M).
     dt_min: float | None = None  # Delta starts log-uniform between dt_min and dt_max. Unset: 0.001.
     dt_max: float | None = None  # Unset: 0.1.
     a_init: str | None = None  # How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
-    backend: str = "auto"
-    """How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
-    All compute the same function."""
-
+    #: How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
+    #: All compute the same function.
+    backend: ScanBackend = "auto"
+    #: Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
+    #: layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
+    #: auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same.
     recompute: Literal["auto", True, False] = "auto"
-    """Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
-    layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
-    auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same."""
-
-    features: str = "auto"
-    """How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
-    the same function."""
+    #: How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
+    #: the same function.
+    features: FeaturesBackend = "auto"
 
 
 @dataclass
 class Data:
     """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
 
+    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
+    #: by weight (in TOML a list; on the command line with commas).
     corpus: str | list[str] = ""
-    """Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
-    by weight (in TOML a list; on the command line with commas)."""
-
+    #: Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
+    #: folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks.
     stream: str = ""
-    """Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
-    folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks."""
-
+    #: Of the corpora in a mixture, in samples; they need not sum to 1.
     weights: list[float] = field(default_factory=list)
-    """Of the corpora in a mixture, in samples; they need not sum to 1."""
-
+    #: Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split.
     validation_corpus: str = ""
-    """Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split."""
-
+    #: A tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own tokenizer.
     tokenizer: str = ""
-    """A tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own tokenizer."""
-
     prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead of training; 0: none.
+    #: Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
+    #: attends to. The paper packs documents and speaks of no reset.
     reset_state_at_documents: bool = False
-    """Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
-    attends to. The paper packs documents and speaks of no reset."""
 
 
 @dataclass
 class Optimizer:
     """[optimizer]: the SSM parameters (input norms, Delta, A, C, c) form a group of their own."""
 
-    name: Annotated[str, OneOf(["AdamW", "Adam"])] = "AdamW"  # AdamW or Adam.
+    name: Literal["AdamW", "Adam"] = "AdamW"  # AdamW or Adam.
     lr: Positive = 8e-4  # Peak learning rate.
     beta1: Decay = 0.9  # Of the mean of the gradients.
     beta2: Decay = 0.95  # Of the mean of their squares.
@@ -168,12 +186,8 @@ class Optimizer:
     weight_decay: NotNegative = 0.1  # Weight decay of all parameters but the SSM's.
     ssm_lr: Positive = 1e-3  # Peak learning rate of the SSM group is min(lr, ssm_lr).
     ssm_weight_decay: NotNegative = 0.0  # Weight decay of the SSM group.
+    #: PyTorch's implementation of the optimizer: fused is the fastest.
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """PyTorch's implementation of the optimizer: fused is the fastest."""
-
-    early_step_in_backward: unused(bool, "It steps before the gradients are clipped and knows no parameter groups") = (
-        False
-    )
 
 
 @dataclass
@@ -182,21 +196,18 @@ class LRScheduler:
 
     warmup_steps: CountOr0 | None = None  # Linear warmup over this many steps, where warmup_tokens is 0. Unset: 200.
     warmup_tokens: CountOr0 = 0  # Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps.
+    #: The step with which the decay ends. Unset: the run's last step. After it the rate stays at the floor: set it to the
+    #: length of a finished run to train on at that rate.
     total_steps: Count | None = None
-    """The step with which the decay ends. Unset: the run's last step. After it the rate stays at the floor: set it to the
-    length of a finished run to train on at that rate."""
-
+    #: Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
+    #: run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup.
     decay_ratio: Fraction | None = None
-    """Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
-    run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup."""
-
-    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    """Shape of the decay; sqrt is 1 - the root of the way gone."""
-
-    min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group; 0: use min_lr_factor.
-    min_lr_factor: Fraction = 0.0  # The same, as a fraction of each group's peak.
+    decay_type: Literal["linear", "sqrt", "cosine"] = (
+        "cosine"  # sqrt: 1 - the root of the share of the decay that is done.
+    )
+    min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group.
+    #: Continue a checkpoint although this schedule gives its step another learning rate, by more than a factor of two.
     allow_jump: bool = False
-    """Continue a checkpoint although this schedule gives its step another learning rate, by more than a factor of two."""
 
 
 @dataclass
@@ -204,35 +215,27 @@ class Training:
     """[training]: batch, length, precision, and when to give up on a run."""
 
     local_batch_size: Count = 8  # Sequences per rank and pass.
+    #: Sequences per step; what ranks do not hold at once is accumulated. -1: one pass of every rank.
     global_batch_size: Annotated[
         int, Bound("at least 1, or -1 for one micro-batch of every rank", lambda x: x >= 1 or x == -1)
     ] = -1
-    """Sequences per step; what ranks do not hold at once is accumulated. -1: one pass of every rank."""
-
     seq_len: Count = 2048  # Tokens per sequence.
     max_norm: Positive = 1.0  # Gradients are scaled down to this norm.
-    steps: int | None = None  # Train for this many steps, where tokens is 0. Unset: 10,000.
+    steps: Count | None = None  # Train for this many steps, where tokens is 0. Unset: 10,000.
     tokens: CountOr0 = 0  # Train on this many tokens, rounded up to whole steps; 0: use steps.
+    #: Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
+    #: weights nor optimizer state; looked at every metrics.log_freq steps.
     max_skipped_steps: Count = 10
-    """Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
-    weights nor optimizer state; looked at every metrics.log_freq steps."""
-
     enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer state in the machine's memory (FSDP2).
+    #: What an unset `precision` means: bf16 or float32.
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """What an unset `precision` means: bf16 or float32."""
-
+    #: bf16: parameters as they are used, residual stream, norms and products. bf16-products: products only, over float32
+    #: parameters, residual stream, embeddings and norms, as the paper's autocast has it. float32: everything. The optimizer's
+    #: parameters, the dynamics and the loss are float32 in each. Unset: as mixed_precision_param says.
     precision: Literal["", "bf16", "bf16-products", "float32"] = ""
-    """bf16: parameters as they are used, residual stream, norms and products. bf16-products: products only, over float32
-    parameters, residual stream, embeddings and norms, as the paper's autocast has it. float32: everything. The optimizer's
-    parameters, the dynamics and the loss are float32 in each. Unset: as mixed_precision_param says."""
-
     mixed_precision_reduce: Literal["float32"] = "float32"  # Precision in which gradients are summed over ranks.
     gc_freq: Count = 50  # Steps between Python's garbage collections.
     gc_debug: bool = False  # Look for reference cycles that hold CUDA tensors, at every step.
-    dtype: unused(str, "Parameters are float32: use training.precision = bf16 or bf16-products") = "float32"
-    dataset: unused(str, CORPUS) = "c4_test"
-    dataset_path: unused(str | None, CORPUS) = None
-    dataloader: unused(dict, NO_WORKERS) = field(default_factory=dict)
 
 
 @dataclass
@@ -241,91 +244,56 @@ class Parallelism:
 
     data_parallel_replicate_degree: int = 1  # Replicas of the weights.
     data_parallel_shard_degree: int = -1  # Shards of a replica. -1: as many as there are ranks left.
+    #: Free gathered weights after the forward pass of a block. default: of all but the last.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after the forward pass of a block. default: of all but the last."""
-
-    tensor_parallel_degree: unused(int, SHARDING) = 1
-    disable_loss_parallel: unused(bool, SHARDING) = False
-    enable_async_tensor_parallel: unused(bool, SHARDING) = False
-    pipeline_parallel_degree: unused(int, SHARDING) = 1
-    module_fqns_per_model_part: unused(list[list[str]] | None, SHARDING) = None
-    pipeline_parallel_first_stage_less_layers: unused(int, SHARDING) = 1
-    pipeline_parallel_last_stage_less_layers: unused(int, SHARDING) = 1
-    pipeline_parallel_layers_per_stage: unused(int | None, SHARDING) = None
-    pipeline_parallel_schedule: unused(str, SHARDING) = "1F1B"
-    pipeline_parallel_schedule_csv: unused(str | None, SHARDING) = ""
-    pipeline_parallel_microbatch_size: unused(int, SHARDING) = 1
-    pipeline_parallel_expert_parallel_overlap: unused(bool, SHARDING) = True
-    context_parallel_degree: unused(int, SHARDING) = 1
-    context_parallel_load_balancer: unused(str | None, SHARDING) = "headtail"
-    context_parallel_rotate_method: unused(str, SHARDING) = "allgather"
-    expert_parallel_degree: unused(int, EXPERTS) = 1
-    expert_tensor_parallel_degree: unused(int, EXPERTS) = 1
-    expert_parallel_comm_backend: unused(str, EXPERTS) = "standard"
 
 
 @dataclass
 class Checkpoint:
-    """[checkpoint]: the last one can be continued from, as every other; one that does not read back whole is skipped."""
+    """[checkpoint]: the last one can be continued from, as every other; a damaged one is skipped."""
 
     enable: bool = False  # Save checkpoints, and continue from the last.
     folder: str = "checkpoint"  # Folder of the checkpoints, in the dump folder.
     interval: Count = 500  # Steps from one checkpoint to the next.
-    initial_load_path: str | None = (
-        None  # A checkpoint (a folder step-N) to begin with, where the run has none of its own.
-    )
+    #: A checkpoint (a folder step-N) to begin with, where the run has none of its own.
+    initial_load_path: str | None = None
+    #: Take the weights of initial_load_path, and neither optimizer state, schedule, data position nor step.
     initial_load_model_only: bool = True
-    """Take the weights of initial_load_path, and neither optimizer state, schedule, data position nor step."""
-
-    last_save_model_only: bool = False  # Must be false: the last checkpoint can be continued from, too.
+    #: Must be false: the last checkpoint can be continued from, too.
+    last_save_model_only: Annotated[
+        bool, Bound("false, for a last checkpoint that can be continued from; tools.convert exports", lambda x: not x)
+    ] = False
+    #: Train on while a checkpoint is written: by a thread (async), or by a process with pinned memory.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Train on while a checkpoint is written: by a thread (async), or by a process with pinned memory."""
-
+    #: Checkpoints that are kept; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
-    """Checkpoints that are kept; 0: all."""
-
     load_step: int = -1  # Go back to the checkpoint of this step. -1: continue from the latest.
+    #: Parts of a checkpoint that are begun anew: optimizer, lr_scheduler, dataloader, train_state.
     exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts of a checkpoint that are begun anew: optimizer, lr_scheduler, dataloader, train_state."""
-
     enable_first_step_checkpoint: bool = False  # Save after the first step as well.
-    create_seed_checkpoint: bool = False  # Save the initial model as step 0, on one rank, and stop.
     load_only: bool = False  # Load a checkpoint and save none.
+    #: Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
+    #: only its index and the lengths of its files.
     checksums: bool = True
-    """Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
-    only its index and the lengths of its files."""
-
-    enable_ft_dataloader_checkpoints: unused(bool, TORCHFT) = True
-    initial_load_in_hf: unused(bool, CONVERT) = False
-    initial_load_in_hf_quantized: unused(bool, CONVERT) = False
-    last_save_in_hf: unused(bool, CONVERT) = False
-    export_dtype: unused(
-        str, "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports"
-    ) = "float32"
 
 
 @dataclass
 class ActivationCheckpoint:
     """[activation_checkpoint]: what is computed again in the backward pass; by operation, the scan is saved."""
 
+    #: none; selective (see selective_ac_option); full: every block; memory_budget: as torch.compile chooses.
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """none; selective (see selective_ac_option); full: every block; memory_budget: as torch.compile chooses."""
-
+    #: op: matrix products and the scan's output are saved; a number n: every n-th block is computed again.
     selective_ac_option: str = "op"
-    """op: matrix products and the scan's output are saved; a number n: every n-th block is computed again."""
-
+    #: With selective and op: products of the shapes of these linear layers are computed again all the same.
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
-    """With selective and op: products of the shapes of these linear layers are computed again all the same."""
-
     early_stop: bool = False  # Stop computing again when everything needed is there.
     memory_budget: Fraction = 0.5  # With memory_budget: 0 as full, 1 as none.
+    #: With memory_budget: write a picture of time against memory into the dump folder.
     visualize_memory_budget_pareto: bool = False
-    """With memory_budget: write a picture of time against memory into the dump folder."""
-
     preserve_rng_state: bool = True  # Draw the same random numbers again. The models draw none.
-    determinism_check: Annotated[str, OneOf(["default", "none"])] = "default"
-    """Compare what is computed again with the first pass (default), or do not (none)."""
-
+    #: Compare what is computed again with the first pass (default), or do not (none).
+    determinism_check: Literal["default", "none"] = "default"
     debug: bool = False  # Trace what is computed again; slow.
 
 
@@ -347,16 +315,8 @@ class Comm:
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder remembers; 0: none.
     save_traces_folder: str = "comm_traces"  # Folder of the flight recorder's files, in the dump folder.
     save_traces_file_prefix: str = "rank_"  # What their names begin with.
+    #: fake_backend simulates as many ranks as NGPU says in one process, to try a configuration.
     mode: Literal["default", "fake_backend"] = "default"
-    """fake_backend simulates as many ranks as NGPU says in one process, to try a configuration."""
-
-
-@dataclass
-class Experimental:
-    """[experimental]: how TorchTitan's own entry finds a plugin."""
-
-    custom_import: unused(str, "This entry imports the plugin by itself", "interdomain.titan") = ""
-    custom_args_module: unused(str, "The plugin's settings are always there") = ""
 
 
 @dataclass
@@ -364,16 +324,11 @@ class Validation:
     """[validation]: the same fixed tokens every time, on every topology."""
 
     enable: bool = False  # Validate.
+    #: Validate on the first so many tokens of the validation split, rounded up to whole windows; 0: all of it.
     tokens: CountOr0 = 0
-    """Validate on the first so many tokens of the validation split, rounded up to whole windows; 0: all of it."""
-
     local_batch_size: Count = 8  # Sequences per rank and pass.
     seq_len: Count = 2048  # Tokens per sequence.
     freq: Count = 10  # Steps from one validation to the next.
-    steps: unused(int, "Set validation.tokens: the same tokens every time, on every topology") = -1
-    dataset: unused(str, VALIDATION_CORPUS) = "c4_validation"
-    dataset_path: unused(str | None, VALIDATION_CORPUS) = None
-    dataloader: unused(dict, NO_WORKERS) = field(default_factory=dict)
 
 
 @dataclass
@@ -383,30 +338,6 @@ class Debug:
     seed: int | None = None  # Of initial values and the order of the data. Unset: 42.
     deterministic: bool = False  # Use deterministic algorithms only; slower.
     deterministic_warn_only: bool = False  # Warn where there is none, instead of an error.
-    moe_force_load_balance: unused(bool, EXPERTS) = False
-
-
-@dataclass
-class FaultTolerance:
-    enable: unused(bool, TORCHFT) = False
-    process_group: unused(str, TORCHFT) = "gloo"
-    process_group_timeout_ms: unused(int, TORCHFT) = 10000
-    replica_id: unused(int, TORCHFT) = 0
-    group_size: unused(int, TORCHFT) = 0
-    min_replica_size: unused(int, TORCHFT) = 1
-    semi_sync_method: unused(str | None, TORCHFT) = None
-
-
-@dataclass
-class MemoryEstimation:
-    enable: unused(bool, DRY_RUN) = False
-    disable_fake_mode: unused(bool, DRY_RUN) = False
-
-
-@dataclass
-class Quantize:
-    linear: unused(dict, QUANTIZED) = field(default_factory=dict)
-    grouped_mm: unused(dict, QUANTIZED) = field(default_factory=dict)
 
 
 @dataclass
@@ -429,12 +360,10 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     debug: Debug = field(default_factory=Debug)
     comm: Comm = field(default_factory=Comm)
-    experimental: Experimental = field(default_factory=Experimental)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
-    quantize: Quantize = field(default_factory=Quantize)
 
-    given: ClassVar[frozenset[str]] = frozenset()  # settings from the command line; set per object by the reader
+    def __post_init__(self) -> None:
+        self.given: frozenset[str] = frozenset()  # settings that the command line named
+        self.unused: dict[str, Any] = {}  # settings of `UNUSED` that the file or the command line named
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)

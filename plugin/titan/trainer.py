@@ -8,46 +8,48 @@ import logging
 import os
 import sys
 import warnings
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from interdomain.model import Transformer
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
-from .data import build_dataloader, build_tokenizer
-from .device import device_here, use_cpu_if_alone
+from .dataloader import Batch, open_data
+from .device import use_cpu_if_alone
 from .errors import one_paragraph
 from .gradients import clip, reduce_replicated
 from .host import (
     TRAIN_STATE,
     GarbageCollection,
+    ParallelDims,
     Trainer,
     dist_max,
     dist_sum,
     init_logger,
     local_device,
     logger,
-    require_hooks,
     set_determinism,
     translate,
 )
 from .lock import hold_folder, require_shared
 from .metrics import InterdomainMetrics
-from .optimizer import build_lr_schedulers, build_optimizers
+from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .parallelize import parallelize, set_initial_values
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
 from .resume_from import loads_a_model
 from .schedule import refuse_jump
-from .validate import build_validator
+from .schema import JobConfig
+from .validate import FixedValidator
 
 
 @record
-def run(job) -> None:
+def run(job: JobConfig) -> None:
     """Build, train and close the run of a configuration (`settings.read_job_config`), on every rank that torchrun started."""
     init_logger()
     # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
@@ -57,10 +59,7 @@ def run(job) -> None:
     logger.info("Starting job: %s", job.job.description)
     trainer = InterdomainTrainer(job)
     try:
-        if job.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            trainer.train()
+        trainer.train()
     except Exception:
         trainer.close()
         raise
@@ -69,9 +68,8 @@ def run(job) -> None:
 
 
 @one_paragraph
-def check(job) -> RunPlan:
+def check(job: JobConfig) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
-    require_hooks()
     simulated = job.comm.mode == "fake_backend"
     if simulated and not os.environ.get("NGPU"):
         raise ValueError("comm.mode = 'fake_backend' simulates ranks in one process: set NGPU to their number.")
@@ -81,9 +79,16 @@ def check(job) -> RunPlan:
 
 
 class InterdomainTrainer(Trainer):
-    def __init__(self, job) -> None:
+    job_config: Any
+    checkpointer: SelfDescribingCheckpoints
+    metrics_processor: InterdomainMetrics
+    model_parts: list[Any]
+    optimizers: GroupedOptimizers
+    validator: FixedValidator
+
+    def __init__(self, job: JobConfig) -> None:
         # Before the process group exists: nothing is built for a run that cannot be.
-        self.plan = check(job)
+        self.plan = plan = check(job)
         use_cpu_if_alone()
         self.preemption = Preemption()
         self.alone = job.comm.mode != "default"  # TorchTitan's fake backend
@@ -93,23 +98,22 @@ class InterdomainTrainer(Trainer):
         config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
         self.parallel_dims = self.init_distributed()
-        self.plan = plan = settled(self.plan, config)
+        self._settle()
         config.maybe_log()
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq, debug=config.training.gc_debug)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
         rank = dist.get_rank()  # every rank reads data: there is no other parallelism
-        self.tokenizer = build_tokenizer(config)
-        self.dataloader = build_dataloader(plan=plan, rank=rank, tokenizer=self.tokenizer, job_config=config)
+        tokenizer, self.dataloader = open_data(config, plan, rank)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan)
         model = self._build_model()
         self.model_parts = self.metrics_processor.model_parts = [model]
-        self.optimizers = self.metrics_processor.optimizers = build_optimizers([model], config.optimizer)
-        self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, plan.steps)
+        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
+        self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, self.dataloader.fingerprint, self.tokenizer),
-            tokenizer=Path(self.tokenizer.path),
+            record=describe_run(plan, self.dataloader.fingerprint, tokenizer),
+            tokenizer=tokenizer,
             lock=self.lock,
             dataloader=self.dataloader,
             model_parts=self.model_parts,
@@ -120,17 +124,19 @@ class InterdomainTrainer(Trainer):
             base_folder=config.job.dump_folder,
         )
         if config.validation.enable:
-            self.validator = build_validator(
-                job_config=config,
-                dp_world_size=plan.data_ranks,
-                dp_rank=rank,
-                parallel_dims=self.parallel_dims,
-                metrics_processor=self.metrics_processor,
-                checkpoints=self.checkpointer,
-            )
+            self.validator = FixedValidator(config, rank, plan.data_ranks, self.metrics_processor, self.checkpointer)
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
-    def init_distributed(self):
+    def _settle(self) -> None:
+        """Write what the plan decided into the fields that TorchTitan reads and the run records."""
+        config, plan = self.job_config, self.plan
+        config.training.steps, config.training.tokens = plan.steps, 0
+        config.lr_scheduler.warmup_steps, config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+        if "scores" in plan.computed:
+            logger.info("scores of the scan: %s", plan.computed["scores"])
+        config.mixer.recompute = plan.execution.recompute
+
+    def init_distributed(self) -> ParallelDims:
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         dims = super().init_distributed()
         if not self.alone:
@@ -143,26 +149,24 @@ class InterdomainTrainer(Trainer):
         with torch.device("meta"):
             model = Transformer(plan.config, plan.execution)
         parallelize(model, self.parallel_dims, config)
-        on_cpu = config.training.enable_cpu_offload or config.checkpoint.create_seed_checkpoint
-        model.to_empty(device="cpu" if on_cpu else self.device.type)
-        device = "cpu" if config.checkpoint.create_seed_checkpoint else self.device
-        set_initial_values(model, plan.seed, loaded=loads_a_model(config), device=device)
+        model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
+        set_initial_values(model, plan.seed, loaded=loads_a_model(config), device=self.device)
         return model.train()
 
-    def train_step(self, batches) -> None:
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
 
         Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then
-        every rank holds them whole, in float32: 4 bytes per parameter, whatever the number of ranks.
+        every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
 
-        batches: ({"input": [B, T], ...}, labels [B, T]), on the CPU.
+        data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
         """
         plan, model, losses = self.plan, self.model_parts[0], []
         self.optimizers.zero_grad()
         for i in range(plan.accumulation):
             if plan.accumulation > 1:
                 model.set_requires_gradient_sync(i == plan.accumulation - 1)
-            inputs, labels = self._on_device(next(batches))
+            inputs, labels = self._on_device(next(data_iterator))
             # Training's labels are all valid, so the number of tokens is the plan's, on every rank.
             loss = model(inputs.pop("input"), **inputs, labels=labels) / plan.tokens_per_step
             loss.backward()
@@ -178,17 +182,16 @@ class InterdomainTrainer(Trainer):
         if self.metrics_processor.should_log(self.step):
             self._log(loss, norm)
 
-    def _on_device(self, batch):
+    def _on_device(self, batch: Batch) -> Batch:
         """Batches of a corpus are pinned: the host does not wait, and prepares this one while the device computes the last."""
         inputs, labels = batch
         inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         return inputs, labels.to(self.device, non_blocking=True)
 
-    def _log(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    def _log(self, loss: Tensor, norm: Tensor) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
         mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks, mesh)
-        extra = {"lr": self.optimizers.rates["main"]}
-        self.metrics_processor.log(self.step, mean, worst, norm.item(), extra_metrics=extra)
+        self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:
         """TorchTitan asks this between any two steps, after what it saves there."""
@@ -210,19 +213,3 @@ class InterdomainTrainer(Trainer):
         super().close()
         if self.lock:
             self.lock.release()
-
-
-def settled(plan: RunPlan, config) -> RunPlan:
-    """The plan that all ranks share, its decisions written into TorchTitan's own fields. Collective."""
-    config.training.steps, config.training.tokens = plan.steps, 0
-    config.lr_scheduler.warmup_steps, config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
-    if config.mixer.recompute != "auto":
-        return plan
-    here = plan.execution.recompute
-    there = torch.tensor(int(here), device=device_here())
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    config.mixer.recompute = bool(there.item())  # what is recorded
-    if "scores" in plan.computed:
-        other = "auto: computed again, for another rank's GPU has less memory"
-        logger.info("scores of the scan: %s", plan.computed["scores"] if config.mixer.recompute == here else other)
-    return replace(plan, execution=replace(plan.execution, recompute=config.mixer.recompute))

@@ -171,7 +171,7 @@ class Cluster:
 
     def start_now(self, number: str) -> None:
         """A job that was put back in the queue waits for two minutes, as SLURM has it."""
-        self.wait(lambda: self.job(number).get("JobState") == "PENDING", 120, f"job {number} to be pending")
+        self.wait(lambda: self.job(number).get("JobState") == "PENDING", 300, f"job {number} to be pending")
         self.call("scontrol", "update", f"job={number}", "StartTime=now")
 
     @staticmethod

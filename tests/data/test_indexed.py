@@ -1,6 +1,6 @@
 """Megatron's .bin/.idx shards: the bytes, damage of every kind, and writers that die."""
 
-import errno
+import re
 import struct
 import subprocess
 import sys
@@ -36,32 +36,19 @@ def reference_read(prefix):
     return code, [np.frombuffer(raw, dtype, n, o).tolist() for n, o in zip(lengths, offsets, strict=True)]
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(2000, 8), (65499, 8), (65500, 4), (128_256, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(2000, 8), (65499, 8), (65500, 4)])
 def test_layout(tmp_path, vocab_size, code):
     documents = [*DOCUMENTS, [vocab_size - 1, 0]]
     info = write(tmp_path / "a", documents, vocab_size)
     assert reference_read(tmp_path / "a") == (code, documents)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert write(tmp_path / "b", []).tokens == len(IndexedDataset(tmp_path / "b")) == 0
+    IndexedDataset(tmp_path / "b").verify()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
     assert (info.name, info.documents, info.tokens) == ("a", 4, 12)
     assert info.bin_sha256 == file_sha256(tmp_path / "a.bin")
     assert info.idx_sha256 == file_sha256(tmp_path / "a.idx")
     assert info.bin_bytes == (tmp_path / "a.bin").stat().st_size == 12 * (2 if code == 8 else 4)
     assert info.idx_bytes == (tmp_path / "a.idx").stat().st_size
-
-
-def test_golden_bytes(tmp_path):
-    write(tmp_path / "a", [[1, 2], [3]], 10)
-    assert (tmp_path / "a.bin").read_bytes().hex() == "010002000300"
-    assert (
-        (tmp_path / "a.idx").read_bytes().hex()
-        == (
-            "4d4d494449445800000100000000000000"  # magic, version
-            "080200000000000000" + "0300000000000000"  # u16, 2 sequences, 3 document entries
-            "0200000001000000"  # lengths
-            "0000000000000000" + "0400000000000000"  # offsets
-            "0000000000000000" + "0100000000000000" + "0200000000000000"  # documents
-        )
-    )
 
 
 def hand_built(prefix, code, documents, dtype=None):
@@ -79,7 +66,7 @@ def hand_built(prefix, code, documents, dtype=None):
     return prefix
 
 
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("code", DTYPES)
 def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, code):
     dataset = IndexedDataset(hand_built(tmp_path / "a", code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
     assert (len(dataset), dataset.num_tokens) == (3, 6)
@@ -100,149 +87,73 @@ def test_documents_in_another_order(tmp_path):
     index = bytearray(path.read_bytes())
     index[-32:-16] = struct.pack("<qq", 2, 1)
     path.write_bytes(index)
-    with pytest.raises(ValueError, match=r"damaged: its documents must follow one another, .* begin at \[0, 2, 1, 3\]"):
+    with pytest.raises(ValueError, match="follow one another"):
         IndexedDataset(tmp_path / "a").document_starts(0, 4)
 
 
-def test_empty_shard(tmp_path):
-    info = write(tmp_path / "a", [])
-    dataset = IndexedDataset(tmp_path / "a")
-    assert (info.tokens, len(dataset), dataset.num_tokens, dataset.tokens(0, 9).size) == (0, 0, 0, 0)
-    dataset.verify()
-
-
-@pytest.mark.parametrize("code", [6, 7, 0, 9])
-def test_refuses_what_are_not_token_ids(tmp_path, code):
-    with pytest.raises(ValueError, match=f"dtype code {code}"):
-        IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype=DTYPES.get(code, "<u2")))
-
-
-def test_refuses_multimodal(tmp_path):
-    write(tmp_path / "a")
-    with open(tmp_path / "a.idx", "ab") as f:
+def test_refuses_what_are_not_text_tokens(tmp_path):
+    for code in (6, 7, 0, 9):
+        with pytest.raises(ValueError, match=f"dtype code {code}"):
+            IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype="<u2"))
+    write(tmp_path / "b")
+    with open(tmp_path / "b.idx", "ab") as f:
         f.write(bytes(3))
     with pytest.raises(NotImplementedError, match="multimodal"):
-        IndexedDataset(tmp_path / "a")
+        IndexedDataset(tmp_path / "b")
 
 
 def test_every_truncation_is_refused(tmp_path):
     write(tmp_path / "a")
     for suffix in (".idx", ".bin"):
         path = tmp_path / f"a{suffix}"
-        whole = path.read_bytes()
-        for size in range(len(whole)):
-            path.write_bytes(whole[:size])
-            with pytest.raises(ValueError, match=r"truncated|documents must span") as e:
+        data = path.read_bytes()
+        for size in range(len(data)):
+            path.write_bytes(data[:size])
+            with pytest.raises(ValueError, match=re.escape(str(path))):
                 IndexedDataset(tmp_path / "a")
-            assert str(path) in str(e.value)
-            assert "prepare it again" in str(e.value)
-        path.write_bytes(whole + b"xx")
-        with pytest.raises(ValueError, match="damaged") as e:
+        path.write_bytes(data + b"xx")
+        with pytest.raises(ValueError, match="damaged"):
             IndexedDataset(tmp_path / "a")
-        path.write_bytes(whole)
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing"):
+            IndexedDataset(tmp_path / "a")
+        path.write_bytes(data)
     IndexedDataset(tmp_path / "a")
 
 
-def test_truncation_says_both_sizes(tmp_path):
-    write(tmp_path / "a")
-    path = tmp_path / "a.bin"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match="describes 20 bytes, the file has 16"):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"a\.idx is missing\. A shard is a \.bin and an \.idx"):
-        IndexedDataset(tmp_path / "a")
-    for suffix, other in ((".idx", ".bin"), (".bin", ".idx")):
-        write(tmp_path / f"x{suffix}")
-        (tmp_path / f"x{suffix}{suffix}").unlink()
-        with pytest.raises(FileNotFoundError, match=rf"{suffix} is missing \(.*{other} is there without it"):
-            IndexedDataset(tmp_path / f"x{suffix}")
-
-
 @pytest.mark.parametrize(
-    ("at", "data", "message"),
-    [
-        (0, b"X", "not a Megatron index"),
-        (9, b"\2", "version 2"),
-        (26, b"\1", "damaged|truncated"),
-        (34 + 12 * 3, b"\1", "documents must span"),
-        (34 + 4 * 3 + 8 * 2, b"\1", "truncated|damaged"),
-    ],
+    ("at", "data"), [(0, b"X"), (9, b"\2"), (26, b"\1"), (34 + 4 * 3 + 8 * 2, b"\1"), (34 + 12 * 3, b"\1")]
 )
-def test_damaged_index(tmp_path, at, data, message):
+def test_damaged_index(tmp_path, at, data):
     write(tmp_path / "a")
     path = tmp_path / "a.idx"
-    whole = bytearray(path.read_bytes())
-    whole[at : at + len(data)] = data
-    path.write_bytes(whole)
-    with pytest.raises(ValueError, match=message):
+    index = bytearray(path.read_bytes())
+    index[at : at + len(data)] = data
+    path.write_bytes(index)
+    with pytest.raises(ValueError, match=r"a\.idx"):
         IndexedDataset(tmp_path / "a")
 
 
-def test_verify_reads_the_whole_index(tmp_path):
+def test_verify_reads_all_of_the_index(tmp_path):
     write(tmp_path / "a")
     path = tmp_path / "a.idx"
-    whole = bytearray(path.read_bytes())
-    whole[34] += 1  # the first length: no size changes
-    path.write_bytes(whole)
+    index = bytearray(path.read_bytes())
+    index[34] += 1  # the first length: no size changes
+    path.write_bytes(index)
     dataset = IndexedDataset(tmp_path / "a")
     with pytest.raises(ValueError, match="back to back"):
         dataset.verify()
 
 
 @pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5], [70000]])
-def test_writer_refuses_ids_outside_the_vocabulary(tmp_path, tokens):
+def test_writer_refuses_ids_outside_the_vocabulary_and_never_overwrites(tmp_path, tokens):
     with pytest.raises(ValueError, match=r"vocabulary|non-empty"):
         write(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_writer_never_overwrites(tmp_path):
     write(tmp_path / "a")
-    with pytest.raises(FileExistsError, match="already"):
-        IndexedDatasetWriter(tmp_path / "a", 2000)
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        write(tmp_path / "a")
 
-
-class FullDisk:
-    """A file on a disk with room for `room` more bytes."""
-
-    def __init__(self, file, room):
-        self.file, self.room = file, room
-
-    def write(self, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
-def test_full_disk_leaves_nothing(tmp_path):
-    def fill():
-        with IndexedDatasetWriter(tmp_path / "a", 2000) as writer:
-            writer._bin = FullDisk(writer._bin, 15)
-            for document in DOCUMENTS:
-                writer.add_document(document)
-
-    with pytest.raises(OSError, match=r"shard .*a failed after 5 tokens: No space left") as e:
-        fill()
-    assert e.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
-
-
-LIMITED = """
-import resource, signal, sys
-from interdomain.data import IndexedDatasetWriter
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-with IndexedDatasetWriter(sys.argv[1], 2000) as writer:
-    for i in range(200):
-        writer.add_document([i] * 1000)
-"""
 
 KILLED = """
 import os, sys
@@ -261,20 +172,10 @@ with indexed.IndexedDatasetWriter(sys.argv[1], 2000) as writer:
 """
 
 
-def run(code, *args):
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-def test_the_kernel_refusing_to_write_leaves_nothing(tmp_path):
-    done = run(LIMITED, tmp_path / "a")
-    assert done.returncode == 1
-    assert "File too large. Nothing of it was kept" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("moment", ["now", 0, 1])
 def test_a_killed_writer_leaves_no_shard(tmp_path, moment):
-    assert run(KILLED, tmp_path / "a", moment).returncode == 9
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "a"), str(moment)])
+    assert killed.returncode == 9
     assert not (tmp_path / "a.idx").exists()
     with pytest.raises(FileNotFoundError):
         IndexedDataset(tmp_path / "a")

@@ -33,15 +33,10 @@ def test_weights_are_taken_as_written():
     assert exact_weights([70, 30]) == exact_weights([0.7, 0.3])
 
 
-@pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [float("nan"), 1], [float("inf"), 1]])
+@pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [float("nan"), 1], [float("inf"), 1], [0.12345678901, 1]])
 def test_bad_weights(weights):
-    with pytest.raises(ValueError, match="must be a positive number"):
-        exact_weights(weights)
-
-
-def test_weights_of_too_many_digits():
-    with pytest.raises(ValueError, match="give them with fewer digits"):
-        fair_pattern(exact_weights([0.12345678901, 1]))
+    with pytest.raises(ValueError, match=r"positive number|fewer digits"):
+        fair_pattern(exact_weights(weights))
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +69,14 @@ def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(mixture):
         assert np.array_equal(mixture[g], mixture.datasets[c][i])
         assert set(mixture[g] // 1000) == {c}
     assert taken == [250, 150, 100]
+    assert (
+        len(mixture) == len(list(mixture)) == 80
+    )  # of the first corpus, 40 samples at a half: no corpus repeats in it
     assert mixture.epochs(500) == [250 / 40, 150 / 25, 100 / 90]
     assert mixture.epochs(7) == [
         sum(mixture.locate(g)[0] == c for g in range(7)) / n for c, n in enumerate((40, 25, 90))
     ]
     assert np.array_equal(mixture.read_batch([3, 400]), np.stack([mixture[3], mixture[400]]))
-
-
-def test_the_length_is_what_no_corpus_repeats_in(mixture):
-    assert len(mixture) == 80  # of the first corpus, 40 samples at a half
-    seen = [mixture.locate(g) for g in range(len(mixture))]
-    assert all(i < len(mixture.datasets[c]) for c, i in seen)
-    assert len(list(mixture)) == 80
 
 
 def test_a_fingerprint_of_corpora_weights_seed_and_length(corpora, mixture):
@@ -96,11 +87,8 @@ def test_a_fingerprint_of_corpora_weights_seed_and_length(corpora, mixture):
     other = [fingerprint((0.3, 0.5, 0.2)), fingerprint(seed=6), fingerprint(seq_len=4), fingerprint(order=(1, 0, 2))]
     assert set(same) == {mixture.fingerprint}
     assert len({*other, mixture.fingerprint}) == 5
-
-
-def test_not_one_weight_for_each(corpora):
-    with pytest.raises(ValueError, match="A mixture of 1 corpora needs 1 weights, got 2"):
-        MixtureDataset([PackedDataset(corpora[0], 8, 0)], [1, 2])
+    with pytest.raises(ValueError, match="needs 1 weights, got 2"):
+        fingerprint([1, 2], order=(0,))
 
 
 def test_positions_count_from_the_document_s_start_in_the_sample(corpora, mixture):

@@ -69,3 +69,8 @@ def lively(config: ModelConfig, dtype=torch.float64, backend: str = "auto", seed
 
 def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def positions_of(lengths) -> torch.Tensor:
+    """Of documents of these lengths, packed row by row."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])

@@ -1,13 +1,12 @@
 """Configurations: the product of the tables, the way through JSON, and what no model has."""
 
-import dataclasses
 import json
 
 import pytest
 
-from interdomain.model import CONDITIONS, SIZES, MixerConfig, ModelConfig, build_config, cell_of
+from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, cell_of
 
-from .common import OPTIONS, VARIANTS, small_config
+from .common import OPTIONS, VARIANTS
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
@@ -21,34 +20,8 @@ def test_every_cell_is_its_row_and_column(condition):
             assert getattr(config.mixer, name) == value
 
 
-def test_the_paper_s_sizes():
-    """Of which the paper states the last row; the others are what its parameter counts leave."""
-    table = {
-        "125M": (768, 12, 12, 64, 2048, 64),
-        "350M": (1024, 24, 16, 64, 2816, 64),
-        "760M": (1536, 24, 16, 96, 4096, 64),
-        "1.3B": (2048, 24, 32, 64, 5504, 64),
-    }
-    for size, row in table.items():
-        c = build_config(size)
-        assert (c.dim, c.n_layers, c.n_heads, c.head_dim, c.ffn_hidden, c.mixer.n_basis) == row
-        assert (c.vocab_size, c.max_seq_len, c.rope_theta, c.norm_eps) == (32_000, 4096, 10_000.0, 1e-5)
-
-
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_json_round_trip(condition, option):
-    config = small_config(condition, **OPTIONS[option])
-    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
-def test_overrides_reach_every_field_by_name():
-    config = build_config("125M", "interdomain", n_basis=16, rope=False, vocab_size=100, norm_eps=1e-6)
-    assert (config.mixer.n_basis, config.mixer.rope, config.vocab_size, config.norm_eps) == (16, False, 100, 1e-6)
-    assert cell_of(config, "125M") == ("125M with vocab_size 100, norm_eps 1e-06", "interdomain-norope, n_basis 16")
-
-
-@pytest.mark.parametrize(("condition", "option"), VARIANTS)
-def test_no_other_model_has_a_cell_s_name(condition, option):
+def test_a_model_s_name_and_its_way_through_json(condition, option):
     """Every setting in which a model differs from the size and the condition is in its name."""
     overrides = OPTIONS[option]
     cell = cell_of(build_config("debug", condition, **overrides), "debug")
@@ -56,6 +29,8 @@ def test_no_other_model_has_a_cell_s_name(condition, option):
     assert set(cell.condition.split(", ")[1:]) == {
         f"{k} {v}" for k, v in overrides.items() if k not in ("dim", "n_heads", "head_dim")
     }
+    config = build_config("debug", condition, **overrides)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert cell.size == ("debug with dim 192, n_heads 2" if "dim" in overrides else "debug")
 
 
@@ -68,57 +43,29 @@ def test_a_cell_s_name_as_text_and_from_its_own_name():
     assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"  # which does not read n_basis
 
 
-def test_frozen():
-    config = build_config("debug")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.dim = 64
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.mixer.rope = False
-    assert dataclasses.replace(config, vocab_size=7).vocab_size == 7
-    assert config.vocab_size == 2048
-
-
 # (size, condition, overrides), what the message must name: what was got, and what is allowed or to be done.
 REFUSED = [
     (("126M", "interdomain", {}), ["'126M'", "125M", "1.3B", "debug"]),
     (("125M", "interdomian", {}), ["'interdomian'", "interdomain", "s4d-rope", "softmax"]),
     (("125M", "interdomain", dict(n_bassis=3)), ["n_bassis", "n_basis", "vocab_size"]),
-    (("125M", "interdomain", dict(mixer=MixerConfig(rope=False))), ["mixer", "n_basis"]),
     (("125M", "interdomain", dict(readout="imag")), ["mixer.readout", "'imag'", "complex, real, hermitian"]),
-    (("125M", "interdomain", dict(c_form="dense")), ["mixer.c_form", "'dense'", "full, diagonal, identity"]),
-    (("125M", "interdomain", dict(feature_map="elu")), ["mixer.feature_map", "'elu'", "silu, rff"]),
     (("125M", "interdomain", dict(kind="linear")), ["mixer.kind", "'linear'", "interdomain, softmax"]),
     (("125M", "interdomain", dict(n_basis=0)), ["mixer.n_basis", "at least 1", "got 0"]),
-    (("125M", "interdomain", dict(conv_width=1)), ["mixer.conv_width", "at least 2", "got 1"]),
     (("125M", "interdomain", dict(n_kv_heads=5)), ["mixer.n_kv_heads", "got 5", "[1, 2, 3, 4, 6, 12]"]),
-    (("125M", "softmax", dict(n_kv_heads=5)), ["mixer.n_kv_heads", "got 5", "[1, 2, 3, 4, 6, 12]"]),
-    (("125M", "interdomain", dict(n_kv_heads=0)), ["mixer.n_kv_heads", "at least 1", "got 0"]),
-    (("125M", "interdomain", dict(n_kv_heads=-1)), ["mixer.n_kv_heads", "at least 1", "got -1"]),
     (("125M", "interdomain", dict(dim=700)), ["n_heads * head_dim", "768", "700"]),
     (("125M", "interdomain", dict(dim=12 * 63, head_dim=63)), ["head_dim", "even", "63"]),
-    (("125M", "interdomain", dict(n_layers=0)), ["n_layers", "at least 1", "got 0"]),
-    (("125M", "interdomain", dict(vocab_size="many")), ["vocab_size", "int", "'many'"]),
     (("125M", "interdomain", dict(n_layers=True)), ["n_layers", "int", "True"]),
     (("125M", "interdomain", dict(rope="no")), ["mixer.rope", "bool", "'no'"]),
-    (("125M", "interdomain", dict(rope_theta=0.0)), ["rope_theta", "positive", "0.0"]),
     (("125M", "interdomain", dict(norm_eps=float("nan"))), ["norm_eps", "positive", "nan"]),
-    (("125M", "interdomain", dict(norm_eps=10**40)), ["norm_eps", "at most 1e+18"]),
     (("125M", "interdomain", dict(n_layers=10**6)), ["n_layers", "at most 10,000", "got 1,000,000"]),
-    (("125M", "interdomain", dict(n_basis=10**12)), ["mixer.n_basis", "at most 100,000,000"]),
-    (("125M", "interdomain", dict(c_scale=0.0)), ["mixer.c_scale", "positive", "got 0.0"]),
     (("125M", "interdomain", dict(c_scale=True)), ["mixer.c_scale", "float", "True"]),
     (("125M", "interdomain", dict(c_scale=1.0, c_form="identity")), ["mixer.c_scale", "mixer.c_form = 'identity'"]),
     (("125M", "interdomain", dict(linear_scale=1.0)), ["mixer.linear_scale", "query_readout = false"]),
-    (("125M", "interdomain", dict(dt_min=-1.0)), ["mixer.dt_min", "positive", "got -1.0"]),
     (("125M", "interdomain", dict(dt_min=0.2)), ["mixer.dt_min", "mixer.dt_max", "0.2 and 0.1"]),
     (("125M", "interdomain", dict(dt_max=float("inf"))), ["mixer.dt_max", "at most 1e+18"]),
-    (("125M", "interdomain", dict(a_init="hippo")), ["mixer.a_init", "'hippo'", "s4d-inv, s4d-lin, s4d-real"]),
-    (("125M", "softmax", dict(c_scale=1.0)), ["softmax", "'c_scale': 1.0", "n_kv_heads"]),
-    (("125M", "softmax", dict(rope=False)), ["softmax", "'rope': False", "n_kv_heads"]),
-    (("125M", "softmax", dict(output_gate=True)), ["softmax", "'output_gate': True", "n_kv_heads"]),
-    (("125M", "s4d", dict(normalize=True)), ["mixer.normalize", "query readout", "query_readout = true"]),
+    (("125M", "softmax", dict(output_gate=True)), ["softmax", "mixer.output_gate = True", "n_kv_heads"]),
     (("125M", "s4d", dict(n_kv_heads=1)), ["mixer.n_kv_heads", "query readout", "query_readout = true"]),
-    (("125M", "s4d", dict(readout="real")), ["mixer.readout", "'real'", "query readout only"]),
+    (("125M", "s4d", dict(readout="real")), ["mixer.readout", "'real'", "query readout"]),
     (("125M", "s4d-rope", dict(feature_map="rff")), ["mixer.feature_map", "'rff'", "mixer.dual_input"]),
 ]
 
@@ -167,9 +114,3 @@ def test_a_damaged_record_is_refused(data, words):
         ModelConfig.from_dict(data)
     for word in words:
         assert word in str(refused.value)
-
-
-def test_reading_leaves_the_record_as_it_was():
-    data = described()
-    ModelConfig.from_dict(data)
-    assert data == described()

@@ -14,8 +14,7 @@ from interdomain.model.softmax import SoftmaxMixer
 from interdomain.model.transformer import TransformerBlock
 
 from ..common import REPOSITORY
-from .common import OPTIONS, random_tokens, small_config, variant
-from .test_documents import positions_of
+from .common import OPTIONS, positions_of, random_tokens, small_config, variant
 
 
 def test_the_readme_s_lines():
@@ -103,14 +102,6 @@ def test_constructors_initialise(kind):
     with torch.device("meta"):
         assert all(tensor.is_meta for tensor in MADE[kind]().state_dict().values())
     assert torch.equal(torch.get_rng_state(), before)  # nothing is drawn where there is no memory
-
-
-def test_layers_of_a_model_differ_and_follow_the_rules():
-    a, b = Transformer(small_config("interdomain", dim=512, n_heads=64)).layers.values()
-    assert not torch.equal(a.attention.wq.weight, b.attention.wq.weight)
-    assert not torch.equal(a.attention.wk.weight, a.attention.wq.weight)
-    assert a.attention.wk.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert a.feed_forward.w2.weight.std().item() == pytest.approx(0.01, rel=0.02)  # 2 layers
 
 
 def test_the_package_is_light():

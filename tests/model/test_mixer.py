@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model import CONDITIONS, mixer
+from interdomain.model import Execution, Transformer, mixer
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
-from .common import VARIANTS, lively, small_config, variant
+from .common import VARIANTS, random_tokens, small_config, variant
 
 T = 70
 
@@ -108,39 +108,17 @@ def test_by_the_letter(condition, option):
             assert (found - wanted).abs().max() / wanted.abs().max() < tolerance
 
 
-def test_the_literal_form_tells_the_conditions_apart():
-    """The comparison above has eyes: what one switch changes is far above its tolerance."""
-    x = torch.randn(1, T, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    outputs = {}
-    for condition in CONDITIONS:
-        if condition != "softmax":
-            outputs[condition] = run(variant(condition).layers["0"].attention, x, 8).detach()
-    for a in outputs:
-        for b in outputs:
-            if a < b:
-                assert (outputs[a] - outputs[b]).abs().max() > 1e-2, (a, b)
-
-
 @pytest.mark.parametrize(("condition", "scan"), [("interdomain", "interdomain_scan"), ("s4d", "linear_scan")])
-def test_without_a_state_none_is_made(condition, scan, monkeypatch):
-    """In training: activation checkpointing would keep it."""
-    made, run = [], getattr(mixer, scan)
-    monkeypatch.setattr(mixer, scan, lambda *args, **kw: made.append(run(*args, **kw)) or made[-1])
-    model = lively(small_config(condition), torch.float32)
-    model(torch.arange(20)[None])
-    assert [state for _, state in made] == [None] * model.config.n_layers
-
-
-@pytest.mark.parametrize("condition", ["interdomain", "s4d"])
-def test_dynamics_are_float32_under_autocast_and_low_precision(condition):
-    model = lively(small_config(condition), torch.float32)
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        wanted = [t for layer in model.dynamics() for t in layer]
+def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
+    """No final state, which activation checkpointing would keep; float32 dynamics under autocast; `recompute` as it is set."""
+    calls, run = [], getattr(mixer, scan)
+    monkeypatch.setattr(mixer, scan, lambda *args, **kw: calls.append((args, kw)) or run(*args, **kw))
+    for recompute in ("auto", False):
+        model = Transformer(small_config(condition), Execution(recompute=recompute))
         with torch.autocast("cpu", torch.bfloat16):
-            found = [t for layer in model.dynamics() for t in layer]
-            logits = model(tokens)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == torch.float32
-        assert torch.equal(a, b)
-    assert logits.isfinite().all()
+            assert model(random_tokens(model.config, 1, 20)).isfinite().all()
+    assert len(calls) == 4
+    for i, (args, options) in enumerate(calls):
+        assert [x.dtype for x in args] == [torch.bfloat16] * (len(args) - 2) + [torch.float32] * 2
+        assert options["final_state"] is False
+        assert options.get("recompute", i < 2) == (i < 2)

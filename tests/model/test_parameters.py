@@ -2,7 +2,7 @@
 
 import pytest
 
-from interdomain.model import CONDITIONS, SIZES, ModelConfig, build_config, count_parameters, meta_model
+from interdomain.model import CONDITIONS, ModelConfig, build_config, count_parameters, meta_model
 
 from .common import OPTIONS, VARIANTS, small_config
 
@@ -59,10 +59,3 @@ def derived(config: ModelConfig) -> int:
 def test_formula(condition, option):
     config = small_config(condition, **OPTIONS[option])
     assert count_parameters(meta_model(config)) == derived(config)
-
-
-@pytest.mark.parametrize("condition", CONDITIONS)
-def test_formula_at_every_size(condition):
-    for size in SIZES:
-        config = build_config(size, condition)
-        assert count_parameters(meta_model(config)) == derived(config)

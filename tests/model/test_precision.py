@@ -62,9 +62,7 @@ def test_dtypes(condition, monkeypatch):
     assert all(p.grad.dtype == FLOAT32 for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"feature_map": "rff", "normalize": True}, {"output_gate": True, "n_kv_heads": 1}]
-)
+@pytest.mark.parametrize("options", [{}, {"output_gate": True, "n_kv_heads": 1}], ids=str)
 def test_gradients_are_nearer_to_float32_than_those_of_a_bf16_model(options):
     model = model_of("interdomain", n_layers=10, **options)  # the residual stream's rounding grows with the depth
     exact = Transformer(model.config)

@@ -1,7 +1,6 @@
 """States on disk: the same future, with the model they belong to and no other."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from interdomain.model.generation import Sampling, continuation, read
-from interdomain.model.saved_state import fingerprints, load_state, save_state
+from interdomain.model.saved_state import load_state, save_state
 
-from .common import lively, random_tokens, small_config, variant
+from .common import lively, small_config, variant
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5]]
 
@@ -34,32 +33,6 @@ def test_the_same_future(tmp_path, condition, option):
     assert texts(model, saved.logits, saved.state) == texts(model, logits, state)
 
 
-def test_its_size_does_not_grow_with_the_prompt(tmp_path):
-    sizes = {}
-    for condition in ("interdomain", "softmax"):
-        model = variant(condition)
-        for n in (10, 100):
-            tokens = random_tokens(model.config, 1, n).tolist()
-            logits, state = read(model, tokens)
-            sizes[condition, n] = save_state(tmp_path / f"{condition}{n}", model, state, logits, tokens)
-    assert sizes["interdomain", 100] - sizes["interdomain", 10] < 90 * 8 + 64  # the tokens, and a longer header
-    assert sizes["softmax", 100] > 5 * sizes["softmax", 10]
-
-
-def test_fingerprints():
-    model = lively(small_config("interdomain"), torch.float32)
-    own = fingerprints(model)
-    assert fingerprints(lively(small_config("interdomain"), torch.float32)) == own
-    for dtype in (torch.bfloat16, torch.float16):
-        assert fingerprints(lively(small_config("interdomain"), torch.float32).to(dtype)) == {
-            str(dtype): own[str(dtype)]
-        }
-    with torch.no_grad():
-        model.layers["1"].attention.ssm.log_dt[0] += 0.1
-    others = model, lively(small_config("interdomain", readout="real"), torch.float32), lively(model.config, seed=1)
-    assert not any(own.items() & fingerprints(other).items() for other in others)
-
-
 @pytest.mark.parametrize(
     "dtypes", list(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2)), ids=str
 )
@@ -77,6 +50,23 @@ def test_in_another_precision(tmp_path, dtypes):
         load_state(tmp_path / "state", second)
 
 
+def test_another_model_is_refused(tmp_path):
+    model = variant("interdomain")
+    logits, state = read(model, PROMPTS)
+    save_state(tmp_path / "state", model, state, logits, PROMPTS)
+    changed = variant("interdomain")
+    with torch.no_grad():
+        changed.layers["1"].attention.ssm.log_dt[0] += 0.1
+    for other in (changed, lively(small_config("interdomain"), seed=1), variant("s4d"), variant("interdomain", "real")):
+        with pytest.raises(ValueError, match="saved by another model"):
+            load_state(tmp_path / "state", other)
+    with pytest.raises(ValueError, match=r"has seen \[8, 3\] tokens, but \[8, 2\] are given"):
+        save_state(tmp_path / "other", model, state, logits, [PROMPTS[0], PROMPTS[1][:2]])
+    with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):
+        save_state(tmp_path / "\udce9", model, state, logits, PROMPTS)
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
+
+
 def rewrite(path, tensors=None, **changes):
     """The file with other metadata, or other tensors."""
     with safe_open(path, framework="pt") as f:
@@ -84,36 +74,22 @@ def rewrite(path, tensors=None, **changes):
     save_file(load_file(path) | (tensors or {}), path, metadata | changes)
 
 
-def about(path, tensors=None, **changes):
-    """As an older program wrote it, without a checksum."""
-    with safe_open(path, framework="pt") as f:
-        record = json.loads(f.metadata()["about"])
-    del record["sha256"]
-    rewrite(path, tensors, about=json.dumps(record | changes))
-
-
-def flip(path, byte):
+def flip(path):
     data = bytearray(path.read_bytes())
-    data[byte] ^= 64
+    data[-100] ^= 64
     path.write_bytes(data)
 
 
 DAMAGE = {
-    "missing": (lambda p: p.unlink(), ["no state"]),
-    "no state": (lambda p: save_file({"x": torch.zeros(1)}, p), ["not a saved state"]),
-    "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), ["truncated or damaged"]),
-    "newer": (lambda p: rewrite(p, version="3"), ["format version 3", "reads version 2"]),
-    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), ["truncated or damaged"]),
-    "a bit": (lambda p: flip(p, -100), ["truncated or damaged", "checksum"]),
-    "another length": (lambda p: about(p, length=5), ["truncated or damaged", "8 tokens in rows of [8], length 5"]),
-    "a length that is text": (lambda p: about(p, length="8"), ["truncated or damaged", "length is '8'"]),
-    "longer": (lambda p: about(p, length=9, padded=True), ["truncated or damaged", "layers.0.k"]),
-    "longer than numbers": (lambda p: about(p, length=10**40), ["truncated or damaged"]),
-    "no JSON": (lambda p: rewrite(p, about="{"), ["truncated or damaged"]),
-    "a list": (lambda p: rewrite(p, about="[1]"), ["truncated or damaged"]),
-    "a model that is a list": (lambda p: about(p, model=[1]), ["truncated or damaged"]),
-    "logits": (lambda p: about(p, dict(logits=torch.zeros(3))), ["truncated or damaged", "logits are [3]"]),
-    "tokens": (lambda p: about(p, dict(tokens=torch.zeros(8))), ["truncated or damaged", "tokens is torch.float32"]),
+    "missing": (lambda p: p.unlink(), "no state"),
+    "no state": (lambda p: save_file({"x": torch.zeros(1)}, p), "not a saved state"),
+    "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), "truncated or damaged"),
+    "newer": (lambda p: rewrite(p, version="3"), "format version 3"),
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "truncated or damaged"),
+    "a bit": (flip, "truncated or damaged"),
+    "other tensors": (lambda p: rewrite(p, dict(logits=torch.zeros(3))), "truncated or damaged"),
+    "no JSON": (lambda p: rewrite(p, about="{"), "truncated or damaged"),
+    "a list": (lambda p: rewrite(p, about="[1]"), "truncated or damaged"),
 }
 
 
@@ -124,30 +100,5 @@ def test_a_damaged_state_is_refused(tmp_path, damage):
     save_state(tmp_path / "state", model, state, logits, PROMPTS[:1])
     break_it, words = DAMAGE[damage]
     break_it(tmp_path / "state")
-    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
         load_state(tmp_path / "state", model)
-    for word in words:
-        assert word in str(refused.value)
-
-
-def test_one_without_a_checksum(tmp_path):
-    """As older programs wrote it."""
-    model = variant("softmax")
-    logits, state = read(model, PROMPTS)
-    save_state(tmp_path / "state", model, state, logits, PROMPTS)
-    about(tmp_path / "state")
-    assert torch.equal(load_state(tmp_path / "state", model).logits, logits)
-
-
-def test_another_model_is_refused(tmp_path):
-    model = variant("interdomain")
-    logits, state = read(model, PROMPTS)
-    save_state(tmp_path / "state", model, state, logits, PROMPTS)
-    for other in (lively(small_config("interdomain"), seed=1), variant("s4d"), variant("interdomain", "kv2")):
-        with pytest.raises(ValueError, match="saved by another model"):
-            load_state(tmp_path / "state", other)
-    with pytest.raises(ValueError, match=r"has seen \[8, 3\] tokens, but \[8, 2\] are given"):
-        save_state(tmp_path / "other", model, state, logits, [PROMPTS[0], PROMPTS[1][:2]])
-    with pytest.raises(ValueError, match="is not UTF-8: safetensors cannot open it"):
-        save_state(tmp_path / "\udce9", model, state, logits, PROMPTS)
-    assert [file.name for file in tmp_path.iterdir()] == ["state"]

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from interdomain.model import CONDITIONS, Execution, ModelState, Transformer, mixer
-from interdomain.scan import interdomain_scan
+from interdomain.model import CONDITIONS, ModelState
 
-from .common import VARIANTS, lively, random_tokens, small_config, variant
+from .common import VARIANTS, lively, positions_of, random_tokens, small_config, variant
 
 # float64; the state and the piecewise pass sum the same numbers in another order. Logits are O(1) to O(10).
 TOLERANCE = dict(rtol=0, atol=1e-10)
@@ -17,11 +16,6 @@ def read(model, tokens):
     state = model.init_state(len(tokens))
     model(tokens, state)
     return state
-
-
-def addresses_of(state):
-    tensors = [t for layer in state.layers for t in layer.tensors().values()]
-    return [t.data_ptr() for t in (*tensors, state.position)]
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
@@ -59,10 +53,10 @@ class TestVariants:
         with torch.no_grad():
             whole = model(tokens)
             end, state = model.init_state(2, capacity=90), model.init_state(2, capacity=90)
-            addresses = addresses_of(state)
+            addresses = [x.data_ptr() for layer in state.layers for x in layer.tensors().values()]
             at_once = model(tokens, end)
             pieces = [model(piece, state) for piece in tokens.split([1, 2, 65, 1, 1, 1, 7, 1, 11], dim=1)]
-            assert addresses_of(state) == addresses  # in place
+            assert [x.data_ptr() for layer in state.layers for x in layer.tensors().values()] == addresses  # in place
             torch.testing.assert_close(model(tokens, model.init_state(2), last=3), at_once[:, -3:], **TOLERANCE)
         torch.testing.assert_close(at_once, whole, **TOLERANCE)
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, **TOLERANCE)
@@ -88,25 +82,21 @@ class TestVariants:
         torch.testing.assert_close(torch.cat(together, dim=1), torch.cat(alone), **TOLERANCE)
         assert stacked.position.tolist() == [9, 76, 7, 18]
 
-
-def test_rows_of_a_batch_do_not_meet():
-    for condition in CONDITIONS:
-        model = variant(condition)
-        tokens = random_tokens(model.config, 3, 20)
-        with torch.no_grad():
-            together = model(tokens)
-            for i in range(3):
-                torch.testing.assert_close(model(tokens[i : i + 1]), together[i : i + 1], **TOLERANCE)
-
-
-@pytest.mark.parametrize("condition", [c for c in CONDITIONS if c != "softmax"])
-def test_state_has_a_fixed_size(condition):
-    model = variant(condition)
-    sizes = []
-    with torch.no_grad():
-        for n in (1, 2, 50):
-            sizes.append(read(model, random_tokens(model.config, 1, n)).nbytes())
-    assert len(set(sizes)) == 1
+    def test_packed_documents_are_each_alone(self, condition, option):
+        """Shorter than the convolution, of one token, longer than a chunk of the scan: logits and gradients."""
+        model, lengths = variant(condition, option), ((3, 1, 66, 2, 8), (40, 40))
+        tokens = random_tokens(model.config, 2, 80)
+        packed = model(tokens, positions=positions_of(lengths))
+        alone = torch.stack(
+            [torch.cat([model(x[None])[0] for x in row.split(n)]) for row, n in zip(tokens, lengths, strict=True)]
+        )
+        torch.testing.assert_close(packed, alone, **TOLERANCE)
+        assert (packed - model(tokens)).abs().max() > 1e-3
+        weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        found, wanted = (torch.autograd.grad((x * weights).sum(), [*model.parameters()]) for x in (packed, alone))
+        for a, b in zip(found, wanted, strict=True):
+            # Relative to the largest: near a zero of the normalised form's denominator, gradients reach 1e5.
+            assert (a - b).abs().max() <= 1e-8 * b.abs().max().clamp_min(1)
 
 
 def test_state_is_differentiable():
@@ -140,30 +130,12 @@ def test_backends_compute_the_same_model(condition):
             assert error < 2e-5, (backend, name, error)
 
 
-def test_what_is_kept_for_the_backward_is_passed_to_the_scan(monkeypatch):
-    config, asked = small_config("interdomain"), []
-
-    def scan(*args, recompute, **settings):
-        asked.append(recompute)
-        return interdomain_scan(*args, **settings)
-
-    monkeypatch.setattr(mixer, "interdomain_scan", scan)
-    for recompute in ("auto", False):
-        model = Transformer(config, Execution(recompute=recompute))
-        model.init_weights(0)
-        model(random_tokens(config, 1, 5))
-    assert asked == config.n_layers * [True] + config.n_layers * [False]
-
-
-def test_model_needs_no_state_to_train_and_returns_none():
-    model = variant("interdomain")
-    assert isinstance(model(random_tokens(model.config, 1, 3)), torch.Tensor)
-
-
-def test_unknown_backend_is_refused_by_name():
+def test_impossible_calls_are_refused():
     model = lively(small_config("interdomain"), backend="trition")
     with pytest.raises(ValueError, match=r"'trition'; allowed: auto, chunkwise"):
         model(random_tokens(model.config, 1, 3))
+    with pytest.raises(ValueError, match="leave one out"):
+        model(random_tokens(model.config, 1, 4), model.init_state(1), positions=torch.arange(4)[None])
 
 
 @pytest.mark.parametrize("option", ["plain", "rff"])

@@ -1,91 +1,85 @@
-"""Stands where a Triton kernel does: compiles each launch for a GPU that is not there, and executes the PTX on CPU tensors.
+"""Stands where the kernels of `chunkwise` do: compiles each launch for a GPU that is not there and follows it on CPU tensors.
 
-    with emulated(90) as launches:
+    with emulated(90) as findings:
         interdomain_scan(..., backend="chunkwise")
 
-What is compiled is what the launch code asks for (`triton_budget.Recorder`). `launches` is a list of reports.
+What is compiled is what the launch code asks for. The first and the last program of a launch are followed; what they write is
+no result, since numbers are not computed.
 """
 
 import contextlib
+import re
 
+import pytest
 import torch
 
-from interdomain.features import support
-from interdomain.features import triton_launch as features_launch
-from interdomain.features import triton_step as features_step
-from interdomain.scan import gluon_launch, ops, triton_launch, triton_plan, triton_sequential, triton_step
+from interdomain.scan import ops, triton_launch, triton_plan
 
 from ..scan import triton_budget
-from .emulator import execute
-from .parse import parse
-from .traffic import Traffic
+from .machine import Machine
+from .memory import SPAN, Fault, Findings, Global
+from .parse import Kernel, parse
 
-KERNELS = {
-    triton_launch: "contract_kernel mix_kernel expand_kernel adjoint_kernel tables_kernel sum_kernel chain_kernel",
-    gluon_launch: "forward_kernel reverse_kernel",
-    triton_sequential: "contract_scan_kernel expand_scan_kernel reverse_scan_kernel",
-    triton_step: "contract_step_kernel expand_step_kernel",
-    features_launch: "forward_kernel backward_kernel",
-    features_step: "step_kernel",
-}
+LARGEST = 227 * 1024  # bytes of shared memory of a program on sm_90
 
 
-class Emulated(triton_budget.Recorder):
+def follow(code: Kernel, passed, programs, shared) -> Findings:
+    """What is found in these programs of the entry on tensors and numbers. shared: bytes."""
+    if shared > LARGEST:
+        raise Fault(f"{code.name} asks for {shared} bytes of shared memory")
+    storages, pointers = [], {}
+    for x in passed:
+        if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in pointers:
+            storages.append(torch.tensor((), dtype=torch.uint8).set_(x.untyped_storage()).numpy())
+            pointers[x.untyped_storage().data_ptr()] = len(storages)
+
+    def value(x):
+        if isinstance(x, torch.Tensor):
+            return pointers[x.untyped_storage().data_ptr()] * SPAN + x.storage_offset() * x.element_size()
+        return x
+
+    opcodes = " ".join(i.opcode for block in code.blocks for i in block)
+    widths = re.findall(r"\b(?:ld|st)\.shared\S*?\.[busf](\d+)\b", opcodes)
+    granule = min([4, *(int(x) // 8 for x in widths)])  # the narrowest access to shared memory, 4 bytes at most
+    findings = Findings()
+    for program in sorted(set(programs)):
+        memory = Global(storages, code.constants)
+        Machine(code, memory, [value(x) for x in passed], program, shared, granule, findings).run()
+    return findings
+
+
+class Followed:
     """kernel[grid](*args, **constants) as Triton has it."""
 
     compiled: dict = {}  # noqa: RUF012 (of all kernels)
 
-    def __init__(self, kernel, capability, reports, traffic):
-        super().__init__(kernel, [])
-        self.capability, self.reports, self.traffic = capability, reports, traffic
+    def __init__(self, kernel, capability, findings):
+        self.kernel, self.capability, self.findings = kernel, capability, findings
 
     def __getitem__(self, grid):
         return lambda *args, **constants: self.launch(grid[0], args, constants)
 
     def launch(self, grid, args, constants):
-        self.record(*args, **constants)
-        launch = self.launches.pop()
+        launch = triton_budget.described(self.kernel, *args, **constants)
         key = repr((launch, self.capability))
         if key not in self.compiled:
-            self.compiled[key] = self.compile(launch)
+            compiled = triton_budget.compile_launch(launch, self.capability)
+            self.compiled[key] = parse(compiled.asm["ptx"]), compiled.metadata.shared
         code, shared = self.compiled[key]
         values = dict(zip(self.kernel.arg_names, args, strict=False))
         passed = [values[n] for n in launch[1]]  # what is no constant, in order
-        traffic = Traffic() if self.traffic else None
-        report = execute(code, passed, grid, shared, traffic)
-        self.reports.append(report | {"constants": launch[3], "traffic": traffic})
-
-    def compile(self, launch):
-        compiled = triton_budget.compile_launch(launch, self.capability)
-        return parse(compiled.asm["ptx"]), compiled.metadata.shared
+        self.findings.append((code.name, follow(code, passed, (0, grid - 1), shared)))
 
 
 @contextlib.contextmanager
-def emulated(capability, traffic=False):
-    """The Triton kernels run on CPU tensors, as compiled for this GPU (80, 89, 90); memory that torch.empty gives is NaN."""
-    reports, undo = [], contextlib.ExitStack()
-
-    def patch(owner, name, value):
-        undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-
-    def poisoned(make):
-        def made(*args, **kwargs):
-            x = make(*args, **kwargs)
-            return x.detach().fill_(float("nan")) if x.is_floating_point() else x
-
-        return made
-
-    with undo:
-        for module, names in KERNELS.items():
-            for name in names.split():
-                patch(module, name, Emulated(getattr(module, name), capability, reports, traffic))
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-            patch(owner, name, poisoned(getattr(owner, name)))
-        patch(triton_plan, "capability", lambda device: divmod(capability, 10))
-        patch(support, "unsupported", lambda *args: None)
-        undo.callback(ops.IMPLEMENTATIONS.pop, "parallel", None)
-        undo.callback(ops.IMPLEMENTATIONS.update, {"chunkwise": ops.IMPLEMENTATIONS["chunkwise"]})
+def emulated(capability):
+    """-> a list of (kernel, Findings), one for each launch."""
+    findings = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kernel in vars(triton_launch).copy().items():
+            if name.endswith("_kernel"):
+                patch.setattr(triton_launch, name, Followed(kernel, capability, findings))
+        patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
         for backend in ("chunkwise", "parallel"):
-            ops.IMPLEMENTATIONS[backend] = ops._triton(backend)
-        yield reports
+            patch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
+        yield findings

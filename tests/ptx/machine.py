@@ -1,13 +1,12 @@
-"""Executes compiled PTX with NumPy: one operation on arrays over all threads of all programs per instruction.
+"""Follows one program of a compiled kernel: addresses, branches, barriers and accesses to memory, in NumPy over its threads.
 
-Sections named here and beside are those of the PTX ISA. What is not here raises `Fault` by name when it is reached; nothing is
-skipped. Threads that take different branches wait for each other: the block that stands first in the text runs first, for the
-threads that are there. Registers and shared memory begin as NaN. Two things differ from a GPU: approximations (ex2.approx,
-...) are exact, and sums inside a matrix product are rounded as NumPy rounds them. What runs out of order there, cp.async and
-wgmma, takes effect here when it is waited for, and is watched until then.
+Numbers are not computed: instructions of floating point and matrix products write nothing, and their registers stay -1, which
+as an address is a `Fault`. An instruction that is not known is a `Fault`, too, when it is reached. Threads that take different
+branches wait for each other: the block that stands first in the text runs first, for the threads that are there. What a GPU
+runs out of order, cp.async and wgmma, is under way here until it is waited for. Sections named are those of the PTX ISA.
 """
 
-import functools
+import operator
 import re
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 from .memory import SHARED_BASE, Fault, Findings, Global, Shared
 from .parse import Instruction, Kernel
 
-FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
-TYPES = {f"{k}{n}": np.dtype(f"{'i' if k == 's' else 'u'}{n // 8}") for k in "ubs" for n in (8, 16, 32, 64)} | FLOATS
-GROUP = 128  # threads of a warp group
+FLOATS = {"f16", "f32", "f64", "bf16", "bf16x2", "f16x2", "tf32"}
+# Of the slow path of sine and cosine, and of numbers in pairs; local memory holds nothing else.
+IGNORED = {"call", "clz", "addc", "subc", "madc", "shf", "prmt", "fma", "mma", "ex2", "lg2", "sqrt", "rsqrt", "rcp"}
 OPERATIONS = {}
 
 
@@ -29,160 +28,418 @@ def operation(*names):
     return register
 
 
-def from_bf16(bits):
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def to_bf16(x):
-    """Round to nearest even; NaN as the instruction makes it."""
-    bits = np.asarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+def wrap(x, kind):
+    """int64 cut to the width of a type, with a sign if it has one."""
+    bits = int(kind[1:])
+    if bits == 64:
+        return x
+    x = x & ((1 << bits) - 1)
+    return (x ^ (1 << bits - 1)) - (1 << bits - 1) if kind[0] == "s" else x
 
 
 class Machine:
-    """A batch of programs of one launch."""
-
-    def __init__(
-        self, kernel: Kernel, memory: Global, parameters, programs, shared, granule, findings: Findings, traffic
-    ):
-        """parameters: bits of each as uint64; programs: range of program numbers; traffic: a `Traffic`, or None."""
-        self.kernel, self.memory, self.parameters, self.findings = kernel, memory, parameters, findings
-        self.traffic = traffic
-        self.threads, self.count = kernel.threads, len(programs)
-        self.n = n = self.count * self.threads
-        self.shared = Shared(self.count, shared, self.threads, granule, findings)
-        self.all = np.arange(n)
-        self.program = np.repeat(np.arange(programs.start, programs.stop, dtype=np.int64), self.threads)
-        self.special = {"%tid.x": self.all % self.threads, "%ctaid.x": self.program, "%laneid": self.all % 32}
-        self.registers, self.compiled = {}, {}
-        self.symbols = {name: 8 * k for k, name in enumerate(kernel.parameters)} | dict.fromkeys(kernel.local, 0)
-        self.symbols |= memory.symbols | {"global_smem": SHARED_BASE}
-        (local,) = kernel.local.values() or (0,)  # the compiler lays all of it out under one name
-        self.local = np.full((n, -(-local // 8) * 8), 0xFF, np.uint8)
-        self.copies, self.copy_groups = [], np.zeros(n, np.int64)
-        self.products, self.product_groups = [], np.zeros(n // GROUP, np.int64)
-        self.accumulators = {}  # of wgmma under way: {registers: (values [groups, 64, N], mask [groups])}
-        self.executed = 0
-
-    # ---------------------------------------------------------------- control flow
+    def __init__(self, kernel: Kernel, memory: Global, parameters, program, shared, granule, findings: Findings):
+        """parameters: their values; program: its number; shared: bytes."""
+        self.kernel, self.memory, self.n = kernel, memory, kernel.threads
+        self.shared = Shared(shared, self.n, granule, findings)
+        self.threads = np.arange(self.n)
+        self.parameters = dict(zip(kernel.parameters, parameters, strict=False))
+        self.parameters |= dict.fromkeys(
+            kernel.parameters[len(parameters) :], 0
+        )  # pointers to scratch that is not there
+        self.registers = {"%tid.x": self.threads, "%ctaid.x": np.full(self.n, program), "%laneid": self.threads % 32}
+        self.symbols = {"global_smem": SHARED_BASE, **memory.symbols}
+        self.copies, self.copy_groups = [], np.zeros(self.n, int)
+        self.products, self.product_groups = [], np.zeros(self.n // 32, int)
 
     def run(self):
-        at = np.zeros(self.n, np.int32)
-        with np.errstate(all="ignore"):
-            while True:
-                block = at.min()
-                if block >= len(self.kernel.blocks):
-                    return
-                where = at == block
-                where = True if where.all() else where
-                at[where] = block + 1
-                if block not in self.compiled:
-                    self.compiled[block] = [(i, self.compile(i)) for i in self.kernel.blocks[block]]
-                for instruction, run in self.compiled[block]:
-                    self.shared.now += 1
-                    self.executed += 1
-                    try:
-                        target = run(where)
-                    except Fault:
-                        raise
-                    except Exception as e:
-                        raise Fault(f"{instruction}: {e!r}") from e
-                    if type(target) is tuple:
-                        mask, to = target
-                        at[mask] = to
+        at, compiled = np.zeros(self.n, int), {}
+        while (block := at.min()) < len(self.kernel.blocks):
+            where = at == block
+            at[where] = block + 1
+            if block not in compiled:
+                compiled[block] = [(i, run) for i in self.kernel.blocks[block] if (run := self.compile(i)) is not None]
+            for i, run in compiled[block]:
+                self.shared.now += 1
+                active = where
+                if i.guard:
+                    active = where & (self.register(i.guard.lstrip("!")) ^ (i.guard[0] == "!"))
+                if active.any() and isinstance(target := run(active), int):  # of a branch
+                    at[active] = target
 
     def compile(self, i: Instruction):
-        """A function of the mask of active threads (True: all of them) that executes the instruction."""
+        """A function of the mask of active threads; None for what computes numbers only."""
         name, *rest = i.opcode.split(".")
-        run = OPERATIONS[name](self, i, rest) if name in OPERATIONS else None
-        if run is None:
-            return functools.partial(self.refuse, i)
-        if not i.guard:
-            return run
-        predicate = self.register(i.guard.lstrip("!"))
-        if i.guard[0] == "!":
-            return lambda w: run(~predicate & w)
-        return lambda w: run(predicate & w)
+        if name in IGNORED or "local" in rest or "cc" in rest or (FLOATS & {*rest} and name != "wgmma"):
+            return None
 
-    def refuse(self, i, w):
-        if w is True or w.any():
+        def refuse(w):
             raise Fault(f"the emulator has no {i}")
 
-    def lanes(self, w):
-        return self.all if w is True else np.flatnonzero(w)
+        return (OPERATIONS[name](self, i, rest) if name in OPERATIONS else None) or refuse
 
-    def whole(self, w, size, i):
-        """Numbers of the groups of `size` threads that are active, each as a whole."""
-        if w is True:
-            return slice(None)
+    def groups(self, w, size, i):
+        """The numbers of the groups of `size` threads that are active, each with all of its threads."""
         w = w.reshape(-1, size)
-        active = w.any(1)
-        if (w.all(1) != active).any():
+        if (w.all(1) != w.any(1)).any():
             raise Fault(f"not all threads of {size} are there: {i}")
-        return np.flatnonzero(active)
-
-    # ---------------------------------------------------------------- operands
+        return np.flatnonzero(w.any(1))
 
     def register(self, name):
         if name not in self.registers:
-            prefix = name if name in self.kernel.registers else name.rstrip("0123456789")
-            if prefix not in self.kernel.registers:
-                raise Fault(f"no register {name}")
-            width = self.kernel.registers[prefix]
-            self.registers[name] = np.full(self.n, 0 if width == 0 else -1, np.dtype(f"i{width}") if width else bool)
-            if width:
-                self.registers[name] = self.registers[name].view(f"u{width}")
+            predicate = {name, name.rstrip("0123456789")} & self.kernel.predicates
+            self.registers[name] = np.zeros(self.n, bool) if predicate else np.full(self.n, -1)
         return self.registers[name]
 
-    def read(self, name, kind):
-        """A register, special register, symbol or number as an array of this type, or a scalar."""
-        if kind == "pred":
-            return self.register(name) if name[0] == "%" else np.bool_(int(name) != 0)
-        dtype = np.dtype(TYPES[kind])
-        if name in self.special:
-            return self.special[name].astype(dtype)
-        if name in self.symbols:
-            return dtype.type(self.symbols[name])
-        if name[:2] in ("0f", "0d"):
-            return np.array([int(name[2:], 16)], "u4" if name[1] == "f" else "u8").view(dtype)[0]
-        if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", name):
-            bits = int(name.rstrip("U"), 0) & ((1 << 8 * dtype.itemsize) - 1)
-            return np.array([bits], f"u{dtype.itemsize}").view(dtype)[0]
-        x = self.register(name)
-        return x.view(dtype)[:: x.itemsize // dtype.itemsize]
-
-    def write(self, name, kind):
-        """A register as an array of this type to write to, at its own width."""
-        if name == "_":  # nowhere
-            return np.empty(self.n, TYPES[kind])
-        x = self.register(name)
-        if kind == "pred" or x.itemsize == np.dtype(TYPES[kind]).itemsize:
-            return x if kind == "pred" else x.view(TYPES[kind])
-        return x.view(f"{'i' if kind[0] == 's' else 'u'}{x.itemsize}")  # wider: extended as the type says
+    def read(self, text):
+        """A register (its array), or a number of any kind; floats are not computed."""
+        if text in self.symbols:
+            return np.int64(self.symbols[text])
+        if text[0] not in "-0123456789":
+            return self.register(text)
+        return np.int64(-1 if text[:2] in ("0f", "0d") else int(text.rstrip("U"), 0))
 
     def vector(self, text):
-        return [x.strip() for x in text.strip("{}").split(",")]
+        return [None if x.strip() == "_" else self.read(x.strip()) for x in text.strip("{}").split(",")]
 
     def address(self, text):
-        """(register or scalar, offset) of [register + offset] or [symbol + offset]."""
+        """A function of threads -> the addresses of [register + offset] or [symbol + offset]."""
         base, offset = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", text).groups()
-        wide = base in self.symbols or self.register(base).itemsize == 8
-        return self.read(base, "u64" if wide else "u32"), int(offset or "0", 0)
+        base, offset = np.broadcast_to(self.read(base), self.n), int(offset or "0", 0)
+        return lambda threads: base[threads] + offset
 
-    def at(self, address, lanes):
-        base, offset = address
-        return np.broadcast_to(base, self.n)[lanes].astype(np.int64) + offset
 
-    def own(self, address, lanes, size, width, i):
-        """Where numbers lie in the local memory of each thread."""
-        if ((address < 0) | (address + size > self.local.shape[1]) | (address % size != 0)).any():
-            raise Fault(f"an access outside of local memory, or not aligned: {i}")
-        return lanes[:, None], address[:, None] // width + np.arange(size // width)
+# ------------------------------------------------------------------ integers
 
-    def fragments(self, names, kind, select):
-        """Registers of some warps, [registers, warps, 32]."""
-        return np.stack([np.broadcast_to(self.read(x, kind), self.n).reshape(-1, 32)[select] for x in names])
 
-    def put(self, names, kind, select, values):
-        for name, value in zip(names, values, strict=True):
-            self.write(name, kind).reshape(-1, 32)[select] = value.reshape(-1, 32)
+def integers(function):
+    """op.type d, a, b, ...: a function of int64."""
+
+    def make(m, i, rest):
+        kind = rest[-1]
+        d, args = m.register(i.operands[0]), [m.read(x) for x in i.operands[1:]]
+        if kind == "pred":
+            return lambda w: np.copyto(d, function(*(np.not_equal(x, 0) for x in args)), where=w)
+        return lambda w: np.copyto(d, wrap(function(*(wrap(x, kind) for x in args)), f"u{kind[1:]}"), where=w)
+
+    return make
+
+
+def unsigned(x):
+    return np.asarray(x).view(np.uint64)
+
+
+def quotient(a, b):
+    """Towards zero, as in C; for a division by zero anything."""
+    q = np.abs(a) // np.maximum(np.abs(b), 1)
+    return np.where((a < 0) != (b < 0), -q, q)
+
+
+INTEGERS = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "neg", "xor")},
+    **{"and": operator.and_, "or": operator.or_, "not": np.invert, "min": np.minimum, "max": np.maximum},
+    **{"div": quotient, "rem": lambda a, b: a - quotient(a, b) * b, "abs": np.abs},
+    "shl": lambda a, n: np.where(n > 63, 0, a << np.minimum(n, 63)),
+}
+for name, function in INTEGERS.items():
+    operation(name)(integers(function))
+
+
+@operation("selp")
+def op_select(m, i, rest):
+    d, (a, b, p) = m.register(i.operands[0]), map(m.read, i.operands[1:])
+    return lambda w: np.copyto(d, wrap(np.where(p, a, b), f"u{rest[0][1:]}"), where=w)
+
+
+@operation("bfe")
+def op_extract(m, i, rest):
+    d, a, (at, bits) = m.register(i.operands[0]), m.read(i.operands[1]), (int(x, 0) for x in i.operands[2:])
+    return lambda w: np.copyto(d, wrap(wrap(a >> at, f"{rest[0][0]}{bits}"), f"u{rest[0][1:]}"), where=w)
+
+
+@operation("shr")
+def op_shift_right(m, i, rest):
+    d, (a, n), bits = m.register(i.operands[0]), map(m.read, i.operands[1:]), int(rest[0][1:])
+
+    def run(w):
+        x, by = wrap(a, rest[0]), np.minimum(n, 63)
+        x = x >> by if rest[0][0] == "s" or bits < 64 else (unsigned(x) >> unsigned(by)).view(np.int64)
+        np.copyto(d, wrap(x, f"u{bits}"), where=w)
+
+    return run
+
+
+@operation("mul", "mad")
+def op_multiply(m, i, rest):
+    how, kind = rest
+    d, (a, b, *c) = m.register(i.operands[0]), map(m.read, i.operands[1:])
+    to = "u" + (kind[1:] if how != "wide" else str(2 * int(kind[1:])))
+
+    def run(w):
+        x = wrap(a, kind) * wrap(b, kind)
+        if how == "hi":  # of 32 bits: 64 hold the product
+            x = x >> 32 if kind[0] == "s" else (unsigned(x) >> np.uint64(32)).view(np.int64)
+        np.copyto(d, wrap(x + c[0] if c else x, to), where=w)
+
+    return run
+
+
+@operation("cvt", "cvta")
+def op_convert(m, i, rest):
+    d, a = m.register(i.operands[0]), m.read(i.operands[1])
+    return lambda w: np.copyto(d, wrap(wrap(a, rest[-1]), "u" + rest[-2][1:]) if len(rest) == 2 else a, where=w)
+
+
+COMPARE = {x: getattr(operator, x) for x in ("eq", "ne", "lt", "le", "gt", "ge")}
+COMPARE |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
+
+
+@operation("setp")
+def op_compare(m, i, rest):
+    how, kind = rest
+    d, (a, b) = m.register(i.operands[0]), map(m.read, i.operands[1:])
+    as_compared = unsigned if kind == "u64" else lambda x: wrap(x, kind)
+    return lambda w: np.copyto(d, COMPARE[how](as_compared(a), as_compared(b)), where=w)
+
+
+@operation("mov")
+def op_move(m, i, rest):
+    """Also between a register and the parts of it."""
+    d, a = i.operands
+    if d[0] == "{" or a[0] == "{":
+        parts, one = (m.vector(d), m.read(a)) if d[0] == "{" else (m.vector(a), m.register(d))
+        bits = int(rest[0][1:]) // len(parts)
+
+        def run(w):
+            if d[0] == "{":
+                for k, part in enumerate(parts):
+                    if part is not None:
+                        np.copyto(part, wrap(one >> bits * k, f"u{bits}"), where=w)
+            else:
+                np.copyto(one, sum(wrap(part, f"u{bits}") << bits * k for k, part in enumerate(parts)), where=w)
+
+        return run
+    out, value = m.register(d), m.read(a)
+    return lambda w: np.copyto(out, np.not_equal(value, 0) if rest == ["pred"] else value, where=w)
+
+
+# ------------------------------------------------------------------ control and threads together
+
+
+@operation("bra")
+def op_branch(m, i, rest):
+    return lambda w: m.kernel.labels[i.operands[0]]
+
+
+@operation("ret", "exit")
+def op_return(m, i, rest):
+    return lambda w: len(m.kernel.blocks)
+
+
+@operation("bar", "barrier", "fence")
+def op_barrier(m, i, rest):
+    if rest == ["warp", "sync"] and i.operands == ("-1",):
+        return lambda w: m.groups(w, 32, i)
+    if rest == ["proxy", "async", "shared::cta"]:
+        times, together = m.shared.fence, 1
+    elif rest in (["sync"], ["cta", "sync"]) and i.operands[1:] in ((), (str(m.n),)):
+        times, together = m.shared.barrier, m.n
+    else:
+        return None
+
+    def run(w):
+        m.groups(w, together, i)
+        times[w] = m.shared.now
+
+    return run
+
+
+@operation("shfl")
+def op_shuffle(m, i, rest):
+    d, a, by, _, members = i.operands
+    if rest[0] != "sync" or members != "-1" or "|" in d:
+        return None
+    out, value, lane = m.register(d).reshape(-1, 32), m.read(a).reshape(-1, 32), np.arange(32)
+    by = np.broadcast_to(m.read(by), m.n).reshape(-1, 32)
+
+    def run(w):
+        warps = m.groups(w, 32, i)
+        n = by[warps] & 31
+        j = {"up": lane - n, "down": lane + n, "bfly": lane ^ n, "idx": n}[rest[1]]
+        out[warps] = np.take_along_axis(value[warps], np.where((j >= 0) & (j < 32), j, lane), axis=1)
+
+    return run
+
+
+# ------------------------------------------------------------------ memory
+
+
+@operation("ld", "st")
+def op_access(m, i, rest):
+    """ld and st, of vectors, too. -1 is what a register of a float stores."""
+    load, space, width = i.opcode.startswith("ld"), rest[0].split("::")[0], int(re.sub(r"\D", "", rest[-1])) // 8
+    registers, address = i.operands if load else i.operands[::-1]
+    if space == "param":
+        name = address.strip("[] ")
+        if not load or name not in m.parameters:  # of a call
+            return lambda w: None
+        d = m.register(registers)
+        return lambda w: np.copyto(d, m.parameters[name], where=w)
+    if space not in ("global", "shared"):
+        return None
+    values, where = m.vector(registers), m.address(address)
+    size = width * len(values)
+
+    def run(w):
+        threads = m.threads[w]
+        if space == "global":
+            memory, index = m.memory.bytes(where(threads), size, i)
+        else:
+            place = m.shared.place(where(threads), size, i)
+            g, me = m.shared.granules(place, size, threads)
+            (m.shared.on_read if load else m.shared.on_write)(g, me, i)
+            if not load:
+                m.shared.note_write(g, me)
+            memory, index = m.shared.bytes, place[:, None] + np.arange(size)
+        for k, x in enumerate(values):
+            part = index[:, k * width : (k + 1) * width]
+            if load and x is not None:
+                x[threads] = np.ascontiguousarray(memory[part]).view(f"u{width}")[:, 0].astype(np.int64)
+            elif not load:
+                bits = np.broadcast_to(x, m.n)[threads].astype(f"i{width}" if width == 8 else np.int64)
+                memory[part] = bits.astype(np.int64).view(np.uint8).reshape(-1, 8)[:, :width]
+
+    return run
+
+
+@operation("cp")
+def op_copy(m, i, rest):
+    """cp.async: lands when its group is waited for; until then nothing may touch the place. Given no bytes: zeros."""
+    if rest == ["async", "commit_group"]:
+        return lambda w: np.add(m.copy_groups, 1, out=m.copy_groups, where=w)
+    if rest == ["async", "wait_group"]:
+
+        def wait(w):
+            remaining = []
+            for threads, group, place, data, g, me in m.copies:
+                ready = w[threads] & (group < m.copy_groups[threads] - int(i.operands[0]))
+                m.shared.copying[g[ready]] = 0
+                m.shared.note_write(g[ready], me[ready], copied=True)
+                m.shared.bytes[place[ready, None] + np.arange(data.shape[1])] = data[ready]
+                remaining.append(tuple(x[~ready] for x in (threads, group, place, data, g, me)))
+            m.copies = [x for x in remaining if len(x[0])]
+
+        return wait
+    if rest[0] != "async" or rest[2:] != ["shared", "global"]:
+        return None
+    to, source, size = m.address(i.operands[0]), m.address(i.operands[1]), int(i.operands[2], 0)
+    given = np.broadcast_to(m.read(i.operands[3]) if len(i.operands) > 3 else size, m.n)
+
+    def run(w):
+        threads = m.threads[w]
+        place = m.shared.place(to(threads), size, i)
+        data, full = np.zeros((len(threads), size), np.uint8), given[threads] == size
+        if full.any():
+            memory, index = m.memory.bytes(source(threads[full]), size, i)
+            data[full] = memory[index]
+        g, me = m.shared.granules(place, size, threads)
+        m.shared.on_write(g, me, i)
+        m.shared.copying[g], m.shared.writer[g] = 1, me
+        g, me = g.reshape(len(threads), -1), me.reshape(len(threads), -1)
+        m.copies.append((threads, m.copy_groups[threads], place, data, g, me))
+
+    return run
+
+
+@operation("ldmatrix", "stmatrix")
+def op_matrix(m, i, rest):
+    """8 x 8 matrices of 16 bits: row r of the j-th lies where lane 8 j + r says."""
+    load, count = i.opcode.startswith("ld"), int(rest[3][1:])
+    where = m.address(i.operands[1 if load else 0])
+
+    def run(w):
+        threads = m.threads.reshape(-1, 32)[m.groups(w, 32, i), : 8 * count].ravel()
+        g, me = m.shared.granules(m.shared.place(where(threads), 16, i), 16, threads)
+        (m.shared.on_read if load else m.shared.on_write)(g, me, i)
+        if not load:
+            m.shared.note_write(g, me)
+
+    return run
+
+
+# ------------------------------------------------------------------ wgmma
+
+GROUP = 128  # threads of a warp group
+
+
+def tile(rows, swizzle, transposed):
+    """Where a tile [rows, 16] of bf16 lies: (bytes, multiples of the leading offset, of the stride offset) [rows, 16] each.
+
+    Strides of the canonical layouts (Asynchronous Warpgroup Level Matrix Shared Memory Layout), T = 8 numbers of 16 bytes; rows
+    are those of A and the columns of B. As they are: ((8, rows), (T, 2)) : ((W T, SBO), (1, LBO or T)), W = 1, 2, 4, 8 for
+    swizzles of 0, 32, 64, 128 bytes. Transposed: ((T, W, rows), (8, 2)) : ((1, T, LBO), (W T, SBO)).
+    """
+    wide = max(16, swizzle)
+    r, k = np.arange(rows)[:, None], np.arange(16)[None, :]
+    none = 0 * (r + k)
+    if not transposed:
+        far = k // 8
+        return r % 8 * wide + k % 8 * 2 + (16 * far if swizzle else 0), (none if swizzle else far + none), r // 8 + none
+    if swizzle == 0:
+        return r % 8 * 2 + k % 8 * 16 + none, k // 8 + none, r // 8 + none
+    return r % (wide // 2) * 2 + k % 8 * wide + none, r // (wide // 2) + none, k // 8 + none
+
+
+@operation("wgmma")
+def op_wgmma(m, i, rest):
+    """Asynchronous Warpgroup Level Matrix Multiply-Accumulate: its operands in shared memory are free when it is waited for."""
+    shared = m.shared
+    if rest[0] == "fence":
+        return lambda w: m.groups(w, GROUP, i)
+    if rest[0] == "commit_group":
+
+        def commit(w):
+            m.product_groups[m.groups(w, GROUP, i)] += 1
+
+        return commit
+    if rest[0] == "wait_group":
+
+        def wait(w):
+            active, remaining = m.groups(w, GROUP, i), []
+            for group, number, read in m.products:
+                if group in active and number < m.product_groups[group] - int(i.operands[0]):
+                    shared.multiplied[read] -= 1
+                    first = np.full(len(read), group * GROUP)
+                    shared.note_read(read, first, first + GROUP - 1)
+                else:
+                    remaining.append((group, number, read))
+            m.products = remaining
+
+        return wait
+    columns = int(re.fullmatch(r"m64n(\d+)k16", rest[3]).group(1))
+    _, a, b, _, *immediate = i.operands
+    operands = [(b, columns, int(immediate[-1]))]
+    if a[0] == "%":  # a descriptor, too, and no registers
+        operands.append((a, 64, int(immediate[2])))
+
+    def granules(descriptor, rows, transposed, group):
+        """What one warp group reads through a matrix descriptor."""
+        bits = m.register(descriptor).reshape(-1, GROUP)[group]
+        if (bits != bits[0]).any() or bits[0] >> 49 & 7:
+            raise Fault(f"a matrix descriptor that differs among threads, or with a base offset: {i}")
+        start, leading, stride = ((int(bits[0]) >> shift & 0x3FFF) * 16 for shift in (0, 16, 32))
+        swizzle = (0, 128, 64, 32)[int(bits[0]) >> 62 & 3]
+        inside, l, s = tile(rows, swizzle, transposed)
+        address = start + inside + leading * l + stride * s
+        if swizzle:  # bits 4.. meet bits 7..
+            address ^= (address >> 3) & (swizzle - 16)
+        return np.unique(shared.place(address.ravel(), 2, i) // shared.granule)
+
+    def run(w):
+        for group in m.groups(w, GROUP, i):
+            read = np.unique(np.concatenate([granules(*operand, group) for operand in operands]))
+            shared.on_product(read, group * GROUP, i)
+            shared.multiplied[read] += 1
+            m.products.append((group, m.product_groups[group], read))
+
+    return run

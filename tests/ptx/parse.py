@@ -1,9 +1,7 @@
-"""PTX as text -> parameters, constants, registers and basic blocks of its one entry (PTX ISA: Syntax, Directives)."""
+"""PTX as text -> parameters, registers and basic blocks of its one entry (PTX ISA: Syntax, Directives)."""
 
 import re
 from typing import NamedTuple
-
-WIDTHS = {"pred": 0, "b8": 2, "b16": 2, "b32": 4, "b64": 8, "f32": 4, "f64": 8, "u16": 2, "u32": 4, "u64": 8}
 
 
 class Instruction(NamedTuple):
@@ -20,22 +18,21 @@ class Instruction(NamedTuple):
 class Kernel(NamedTuple):
     name: str
     threads: int  # of a program
-    parameters: dict[str, str]  # name: type
-    constants: dict[str, bytes]
-    local: dict[str, int]  # names of local memory: bytes
-    registers: dict[str, int]  # prefix of numbered ones, or name: bytes, 0 for predicates
+    parameters: list[str]
+    constants: dict[str, bytes]  # tables in global memory
+    predicates: set[str]  # prefixes of predicate registers
     blocks: list[list[Instruction]]  # a branch ends a block
     labels: dict[str, int]  # the block that begins there
 
 
 def parse(ptx: str) -> Kernel:
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)\s*(.*?)\{", ptx, re.DOTALL)
-    declared = re.findall(r"\.param \.(\w+)[^,]*?(\w+)\s*(?:,|$)", entry.group(2))
+    assert entry is not None
     constants = {
         name: bytes(map(int, data.split(",")))
         for name, data in re.findall(r"\.global [^;=]*?\.b8 ([\w$]+)\[\d+\] = \{(.*?)\};", ptx)
     }
-    local, registers, blocks, labels = {}, {}, [[]], {}
+    predicates, blocks, labels = set(), [[]], {}
     for line, source, text in _statements(ptx, entry.end()):
         if text.endswith(":"):
             if text.startswith(("$L__tmp", "$L__func")):  # for debuggers
@@ -43,21 +40,17 @@ def parse(ptx: str) -> Kernel:
             if blocks[-1]:
                 blocks.append([])
             labels[text[:-1]] = len(blocks) - 1
-        elif text.startswith(".reg"):
-            _, kind, names = text.split(None, 2)
-            for name in names.split(","):
-                registers[name.split("<")[0].strip()] = WIDTHS[kind[1:]]
-        elif text.startswith(".local"):
-            name, size = re.search(r"(\w+)\[(\d+)\]", text).groups()
-            local[name] = int(size)
-        elif not text.startswith("."):  # other directives are for debuggers, or for calls, which `call` refuses
+        elif text.startswith(".reg .pred"):
+            predicates |= {name.split("<")[0].strip() for name in text.removeprefix(".reg .pred").split(",")}
+        elif not text.startswith("."):  # other directives declare registers and local memory, or are for debuggers
             guard, opcode, operands = re.fullmatch(r"(?:@(!?%\w+)\s+)?([\w.:]+)\s*(.*)", text, re.DOTALL).groups()
             operands = tuple(x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", operands))
             blocks[-1].append(Instruction(guard or "", opcode, operands, line, source))
             if opcode.split(".")[0] in ("bra", "ret"):
                 blocks.append([])
     threads = int(re.search(r"\.reqntid (\d+)", entry.group(3)).group(1))
-    return Kernel(entry.group(1), threads, {n: t for t, n in declared}, constants, local, registers, blocks, labels)
+    parameters = re.findall(r"\.param \.\w+[^,]*?(\w+)\s*(?:,|$)", entry.group(2))
+    return Kernel(entry.group(1), threads, parameters, constants, predicates, blocks, labels)
 
 
 def _statements(ptx: str, start: int):
@@ -75,9 +68,7 @@ def _statements(ptx: str, start: int):
             at = at if pending else line
             *complete, pending = f"{pending} {text}".split(";")
             for statement in complete:
-                statement = re.sub(
-                    r"^[\s{}]+", "", statement
-                ).strip()  # braces of a scope; those of a vector come later
+                statement = re.sub(r"^[\s{}]+", "", statement).strip()  # braces of a scope; a vector's come later
                 if statement:
                     yield at, source, statement
             pending = pending.strip()

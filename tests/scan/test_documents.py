@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
-from interdomain.scan.documents import check_numbers
+from interdomain.scan.packing import checked_documents
 
 from .common import ON_CPU, Case, assert_agree, gradients, op_inputs, run_op
 
@@ -133,4 +133,4 @@ def test_numbers_that_are_no_documents(wrong):
     with pytest.raises(RuntimeError, match="documents must number"):
         compiled(**inputs, documents=numbers)
     with FakeTensorMode() as mode:  # its tensors have no numbers that the host could look at
-        check_numbers(mode.from_tensor(numbers))
+        checked_documents(mode.from_tensor(numbers), mode.from_tensor(numbers))

@@ -28,7 +28,7 @@ def zeros(*shape, **kwargs):
         ({"chunk_size": 0}, "chunk_size is 0; allowed: 1 to 64"),
         ({"chunk_size": 128}, "chunk_size is 128; allowed: 1 to 64"),
         ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
-        ({"v": zeros(2, 5, 6)}, r"v has shape .* expected \[B, T, H, D\] = \[2, 5, 2, D\]"),
+        ({"v": zeros(2, 5, 6)}, r"v has shape \(2, 5, 6\); expected \(2, 5, 2, 6\)"),
         ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
         ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
         ({"q": zeros(2, 5, 6, 3)}, "q has shape"),

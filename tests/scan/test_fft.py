@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interdomain import scan
-from interdomain.scan import fft
+from interdomain.scan.alternatives import fft
 
 from .common import Case, assert_agree, error, exact, op_inputs, run_op
 

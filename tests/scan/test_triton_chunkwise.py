@@ -50,7 +50,7 @@ def kernels(monkeypatch):
     from interdomain.scan import triton_chunkwise
 
     for backend in ("chunkwise", "parallel"):
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
+        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, ops.TRITON[backend])
 
     def poisoned(make):
         def made(*args, **kwargs):
@@ -332,7 +332,8 @@ def test_w_in_a_pass_of_its_own(kernels, monkeypatch):
     results, plans, mix = [], [], kernels.launch.mix
     for fused in ((4096, 4, 2), None):
         monkeypatch.setattr(kernels.launch, "mix", lambda *args, f=fused: plans.append(f) or mix(*args))
-        with torch.no_grad(), triton_plan.alternatives(fused=fused):
+        monkeypatch.setattr(kernels, "make_plan", lambda *args, f=fused: triton_plan.make_plan(*args)._replace(fused=f))
+        with torch.no_grad():
             results.append(scan.interdomain_scan(**inputs, backend="chunkwise"))
     assert plans == [None]
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
@@ -346,9 +347,10 @@ def test_decay_in_a_launch_of_its_own(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
     results, joined = [], []
     for stages in (2, 3):
-        with triton_plan.alternatives(decay=(512, 4, stages)):
-            joined.append(kernels.make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 64).joined)
-            results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=64))
+        tiles = {"decay": (512, 4, stages)}
+        monkeypatch.setattr(kernels, "make_plan", lambda *args, t=tiles: triton_plan.make_plan(*args)._replace(**t))
+        joined.append(kernels.make_plan(torch.device(DEVICE), torch.bfloat16, 32, 20, 64).joined)
+        results.append(run_op(inputs, cotangents, False, backend="chunkwise", chunk_size=64))
     assert joined == [True, False]
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 

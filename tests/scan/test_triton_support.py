@@ -122,13 +122,11 @@ def test_shapes_on_cuda_without_one(pretend_gpu):
 
 
 def test_nothing_imports_triton_before_it_runs():
-    """Nor torch.compile's front end and DTensor, which take as long to import as torch."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from interdomain import scan; import interdomain.model.generation\n"
         "x = torch.randn(1, 5, 1, 4); theta = -torch.rand(1, 3, 2)\n"
         "o, _ = scan.interdomain_scan(x, x, x, theta, torch.randn(1, 6, 6)); assert o.isfinite().all()\n"
-        "assert not sys.modules.keys() & {'torch._dynamo', 'torch.distributed.tensor'}\n"
         "assert not scan.triton_support._INSTALLED and 'interdomain.scan.triton_chunkwise' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -2,9 +2,9 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
 `sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
-`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:one`
-the forward and pass 3 with the decay in one program each (Gluon), `:most` of each kernel the launch that does most. More may
-follow, `80 fp32 ...` for another GPU and dtype. What would compile to the same is listed once. TRITON_INTERPRET must be unset.
+`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:most`
+of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the
+same is listed once. TRITON_INTERPRET must be unset.
 The launches are recorded, not described a second time: what is compiled is what runs.
 
 `python -m tests.scan.triton_budget all` compiles every shipped tile (`every`, twenty minutes on one core) and fails if ptxas
@@ -23,17 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from interdomain.scan import (
-    gluon_launch,
-    triton_chunkwise,
-    triton_launch,
-    triton_plan,
-    triton_sequential,
-    triton_step,
-    triton_support,
-)
+from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step, triton_support
+from interdomain.scan.alternatives import sequential as triton_sequential
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -47,6 +39,28 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
 
 
+def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
+    """What determines the code of a launch, as Triton's specialization sees it."""
+    signature, divisible = {}, []
+    for parameter, value in zip(kernel.params, args, strict=False):
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            if value.data_ptr() % 16:
+                continue
+        elif parameter.do_not_specialize:
+            signature[parameter.name] = "i32"
+            continue
+        elif value is None or value == 1:
+            constants[parameter.name] = value
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16:
+                continue
+        divisible.append(parameter.name)
+    options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
+    return kernel, signature, divisible, constants, options
+
+
 class Recorder:
     """Stands where a kernel does and keeps the launches, without those that would compile to the same."""
 
@@ -56,41 +70,21 @@ class Recorder:
     def __getitem__(self, grid):
         return self.record
 
-    def record(self, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
-        signature, divisible = {}, []
-        for parameter, value in zip(self.kernel.params, args, strict=False):
-            if isinstance(value, torch.Tensor):
-                signature[parameter.name] = TYPES[value.dtype]
-                if value.data_ptr() % 16:
-                    continue
-            elif parameter.do_not_specialize:
-                signature[parameter.name] = "i32"
-                continue
-            elif value is None or value == 1:
-                constants[parameter.name] = value
-            else:
-                signature[parameter.name] = "i32"
-                if value % 16:
-                    continue
-            divisible.append(parameter.name)
-        options = dict(num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg, enable_fp_fusion=enable_fp_fusion)
-        launch = (self.kernel, signature, divisible, constants, options)
+    def record(self, *args, **constants):
+        launch = described(self.kernel, *args, **constants)
         if launch not in self.launches:
             self.launches.append(launch)
 
 
-def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, one=False, **kw):
+def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, **kw):
     """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
     found = []
     passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
     for name in (*passes, "tables_kernel", "sum_kernel", "chain_kernel"):
         _record(triton_launch, name, found)
-    for name in ("forward_kernel", "reverse_kernel"):
-        _record(gluon_launch, name, found)
     triton_plan.capability = lambda device: divmod(capability, 10)
     T = 64 if kw.get("training") else 1024  # two segments, which have states between them
-    with triton_plan.alternatives(one_forward=one, one_reverse=one):
-        _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
+    _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
     return found
 
 
@@ -157,8 +151,7 @@ FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": la
 def compile_launch(launch, capability):
     kernel, signature, divisible, constants, options = launch
     names = kernel.arg_names
-    make = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = make(
+    source = ASTSource(
         fn=kernel,
         signature={n: signature.get(n, "constexpr") for n in names},
         constexprs={(names.index(n),): value for n, value in constants.items()},
@@ -225,7 +218,7 @@ def every():
     """Arguments that name every shipped tile. Only sm_90 in bf16 has wgmma; elsewhere fewer launches are enough."""
     widths = ("64x64", "64x65", "96x96", "128x128", "256x256")
     kinds = ("training", "training+ragged", "most", "documents+most", "linear+most", "linear+training+ragged+most")
-    yield from ("90", "bf16", "64x64x64:one", "64x64x64:ragged+one", "64x64x64:training+one")
+    yield from ("90", "bf16")
     for M in triton_support.BASIS_SIZES:
         yield from (f"{width}x{M}:{kind}" for width in widths for kind in kinds)
         yield from (f"64x64x{M}:{kind}" for kind in ("L16+training+most", "L32+training+most", "ragged+most"))
@@ -252,7 +245,7 @@ def main(argv=None) -> int:
             find = FAMILIES[family or "chunkwise"]
             kinds = kind.split("+")
             G = next((int(k[1:]) for k in kinds if k.startswith("G")), 1)
-            options = {name: True for name in ("documents", "training", "ragged", "one") if name in kinds}
+            options = {name: True for name in ("documents", "training", "ragged") if name in kinds}
             options["chunk"] = next((int(k[1:]) for k in kinds if k.startswith("L")), None)
             found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
             for launch in most(found) if "most" in kinds else found:

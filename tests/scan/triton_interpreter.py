@@ -1,14 +1,13 @@
 """What Triton's interpreter lacks: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
 `repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them;
-associative scans by doubling, where it goes number by number; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. It also
-ends what the interpreter does again for every operation. Call it in a process that runs with TRITON_INTERPRET=1.
+associative scans by doubling, where it goes number by number; masks from comparisons of scalars; and in Triton 3.6 `range(T)`,
+which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
 """
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -64,11 +63,19 @@ def repair(monkeypatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self, shape, arg):
+        # A comparison of scalars calls itself an integer there, and a mask made of one is refused.
+        return splat(self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
+
     _hasten(monkeypatch)
 
 
 def _hasten(monkeypatch) -> None:
-    """The same results sooner: what is computed is left alone, but for an assertion that is dropped without `debug`."""
+    """Without a check for overflow that GPUs do not have, and with the language patched once: half of the time."""
     monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, op: None)
 
     # A kernel patches the language for its module, and a function that it calls, at every call, for its own.
@@ -87,133 +94,3 @@ def _hasten(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(InterpretedFunction, "__call__", call)
-
-    np_dtype, np_dtypes = interpreter._get_np_dtype, {}
-
-    def get_np_dtype(dtype):
-        name = dtype.scalar.name
-        if name not in np_dtypes:
-            np_dtypes[name] = np_dtype(dtype)
-        return np_dtypes[name]
-
-    monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
-
-    # Types of blocks and what tensors say of their shape, made once for each shape.
-    make_type, types = core.block_type.__init__, {}
-
-    def block_type(self, element_ty, shape):
-        key = element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in shape)
-        if key not in types:
-            make_type(self, element_ty, shape)
-            types[key] = self.__dict__
-        self.__dict__ = types[key]
-
-    make_tensor, shapes = core.tensor.__init__, {}
-
-    def tensor(self, handle, type):
-        key = type.name
-        if key not in shapes:
-            make_tensor(self, handle, type)
-            shapes[key] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key]
-
-    monkeypatch.setattr(core.block_type, "__init__", block_type)
-    monkeypatch.setattr(core.tensor, "__init__", tensor)
-
-    # Types that met before meet in the same types again, and NumPy spreads the operands of an operation by itself. A number
-    # becomes the same tensor whenever it meets tensors of the same type.
-    promote, broadcast, joint = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, {}
-    numbers = {}
-
-    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        left, right = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
-        if kwargs or not (left or right):
-            return promote(self, lhs, rhs, *args, **kwargs)
-        if left and right:
-            key = lhs.type.name, rhs.type.name, *args
-            if key in joint:
-                first, second = joint[key]
-                return (
-                    lhs if first is None else self.tensor(lhs.handle, first),
-                    rhs if second is None else self.tensor(rhs.handle, second),
-                )
-            both = promote(self, lhs, rhs, *args)
-            if both[0].dtype.name == lhs.dtype.name and both[1].dtype.name == rhs.dtype.name:
-                joint[key] = [None if y is x else y.type for x, y in zip((lhs, rhs), both, strict=True)]
-            return both
-        given, number = (lhs, rhs) if left else (rhs, lhs)
-        key = given.type.name, left, type(number), repr(number), *args
-        if key not in numbers:
-            both = promote(self, lhs, rhs, *args)
-            if both[right] is not given:
-                return both
-            numbers[key] = both[left]
-        return (given, numbers[key]) if left else (numbers[key], given)
-
-    def broadcast_impl_value(self, lhs, rhs):
-        if lhs.shape is rhs.shape:
-            return lhs, rhs
-        key = lhs.type.name, rhs.type.name, "spread"
-        if key not in joint:
-            joint[key] = [x.type for x in broadcast(self, lhs, rhs)]
-        return tuple(
-            x if x.type.name == type.name else self.tensor(spread(x.handle, type), type)
-            for x, type in zip((lhs, rhs), joint[key], strict=True)
-        )
-
-    def spread(handle, type):
-        return TensorHandle(np.broadcast_to(handle.data, type.shape.values), handle.dtype)
-
-    cast = TritonSemantic.cast
-    monkeypatch.setattr(
-        TritonSemantic,
-        "cast",
-        lambda self, x, to, *args, **kw: x if x.dtype.name == to.scalar.name else cast(self, x, to, *args, **kw),
-    )
-    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
-    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)
-
-    # How every operation is called, and what each makes of its result.
-    unwrap, bare = core._unwrap_if_constexpr, {core.tensor, int, float, str, type(None)}
-
-    def unwrap_if_constexpr(o):
-        return o if type(o) in bare else unwrap(o)
-
-    monkeypatch.setattr(core, "_unwrap_if_constexpr", unwrap_if_constexpr)
-
-    def patch_attr(obj, name, member, builder, scope):
-        inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
-
-        def call(*args, **kwargs):
-            kwargs["_semantic"] = semantic
-            return inner(*args, **kwargs)
-
-        scope.set_attr(obj, name, call)
-
-    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
-
-    sizes = {}
-
-    def size(dtype):
-        """The most bytes of a number."""
-        if dtype.name not in sizes:
-            sizes[dtype.name] = 8 if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) // 8
-        return sizes[dtype.name]
-
-    def handle(self, data, dtype, attr=None):
-        assert data.itemsize <= size(dtype)
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-
-    general, boolean = InterpreterBuilder.binary_op, np.dtype(bool)
-
-    def binary_op(self, lhs, rhs, op):
-        if lhs.data.dtype is boolean:
-            return general(self, lhs, rhs, op)
-        dtype, data = lhs.dtype.scalar, op(lhs.data, rhs.data)
-        if data.itemsize > size(dtype):
-            data = data.astype(get_np_dtype(dtype))
-        return TensorHandle(data, dtype)
-
-    monkeypatch.setattr(TensorHandle, "__init__", handle)
-    monkeypatch.setattr(InterpreterBuilder, "binary_op", binary_op)

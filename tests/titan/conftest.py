@@ -178,12 +178,8 @@ def two(tmp_path_factory, corpus, short, launch):
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}
         runs.add(condition, **local, **settings, training__steps=4)
-    # Of a run of 200 steps, the first: what two nodes are compared with.
-    long = {"lr_scheduler__total_steps": 200, "metrics__enable_tensorboard": True}
-    runs.add("machine", **local, **long)
     runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
     products = {"training__precision": "bf16-products", "training__steps": 2}
-    runs.add("products", **local, **products, probes=["scan"])
     runs.add("products compiled", **local, **products, **COMPILED, compile__backend="aot_eager", probes=["scan"])
     # One shape to compile. A last batch that is smaller: the documents on one rank.
     alike = {"validation__local_batch_size": 4}

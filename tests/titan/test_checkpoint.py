@@ -1,9 +1,17 @@
-"""Whole checkpoints are found, damaged and foreign ones refused, and a full disk leaves nothing that looks whole."""
+"""What is saved, what is loaded, and what happens to damaged checkpoints: real saves of a small module.
+
+A damaged or half-written checkpoint is never resumed from and never costs an older one; what a command asks for once (going
+back to a step, leaving out a part) happens once, however often it is started.
+"""
 
 import errno
 import json
+import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -11,183 +19,433 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import MODEL, OPTIMIZER, TRAIN_STATE, AsyncMode
+from torchtitan.components.checkpoint import CheckpointManager
 
-from interdomain.model import build_config, meta_model
-from interdomain.model.distributed_checkpoint import write_tensors
+from interdomain.model import build_config
+from interdomain.model.distributed_checkpoint import altered_entry, finished_steps, parse_index
+from interdomain.titan import resume_from
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
-from interdomain.titan.resume_from import Candidates
+from interdomain.titan.guard import Guard
+from interdomain.titan.host import translate
+from interdomain.titan.integrity import read_checked
+from interdomain.titan.lock import FolderLock
+from interdomain.titan.settings import read_job_config
 
-from .conftest import refusal
-
-
-def manager(folder, config=None):
-    """The parts of a manager that look at folders, without a trainer."""
-    config = config or build_config("debug", vocab_size=512, max_seq_len=64)
-    this = SelfDescribingCheckpoints.__new__(SelfDescribingCheckpoints)
-    this.enable, this.folder, this.initial_load_path, this.keep_latest_k = True, str(folder), None, 2
-    this.purge_queue = SimpleNamespace(put=lambda path: shutil.rmtree(path))
-    this.async_mode, this.save_future = AsyncMode.ASYNC, None
-    this.states = {
-        MODEL: SimpleNamespace(state_dict=meta_model(config).state_dict),
-        OPTIMIZER: SimpleNamespace(guard=SimpleNamespace(skipped=4)),
-        TRAIN_STATE: SimpleNamespace(step=5, ntokens_seen=0),
-    }
-    this.checksums, this.load_only, this.lock = True, False, None
-    this.record = {"model": config.to_dict(), "run": {"tokens_per_step": 512}}
-    this.close = lambda: None  # called when it is collected
-    return this
+from .conftest import TINY, refusal
 
 
-def step_folder(folder, step, whole=True):
-    path = folder / f"step-{step}"
-    write_tensors(path, {"w": torch.arange(1000.0) + step, "b": torch.ones(3)})
-    if not whole:
-        (path / ".metadata").unlink()
-    return path
+class State:
+    """An optimizer, a loader, a schedule: one number each, equal to the step."""
+
+    def __init__(self):
+        self.value = 0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
 
 
-def test_the_latest_whole_step_is_found(tmp_path):
-    for step, whole in ((3, True), (9, True), (10, True), (12, False)):
-        step_folder(tmp_path, step, whole)
-    step_folder(tmp_path, 11).rename(tmp_path / "step-11.copy")
-    settings = {"exclude": [], "data": None, "saving": True}
-    assert Candidates(tmp_path).choose(-1, **settings).step == 10
-    assert Candidates(tmp_path / "none").choose(-1, **settings) is None
+class Trainer(State):
+    step = ntokens_seen = 0
+
+    def __init__(self):
+        self.metrics_processor = SimpleNamespace()
+
+    def state_dict(self):
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
 
 
-def test_retention_counts_whole_steps_and_unmarks_before_it_removes(tmp_path, monkeypatch):
-    for step, whole in ((1, True), (2, False), (3, True), (4, True), (9, False)):
-        step_folder(tmp_path, step, whole)
-    step_folder(tmp_path, 5, whole=False)  # being saved
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    this = manager(tmp_path)
-    this.saving = str(tmp_path / "step-5")
-    marked = []
-    this.purge_queue.put = lambda path: marked.append((os.path.basename(path), os.path.exists(f"{path}/.metadata")))
-    this._purge_stale_checkpoints()
-    assert marked == [("step-1", False), ("step-2", False), ("step-3", False)]
+class Run:
+    """A manager and what it saves: the weights of step N are all N."""
 
-
-def test_a_step_that_is_not_there(tmp_path, alone, capsys):
-    for step, whole in ((3, True), (6, True), (7, False)):
-        step_folder(tmp_path, step, whole)
-    for step in (5, 7):
-        error = refusal(capsys, manager(tmp_path).load, step)
-        assert f"load_step = {step}" in error
-        assert "it has: 3, 6" in error
-
-
-def test_an_initial_checkpoint_that_is_not_there(tmp_path, alone, capsys):
-    this = manager(tmp_path)
-    this.initial_load_path = str(tmp_path / "nowhere")
-    assert "nowhere is not a folder" in refusal(capsys, this.load)
-
-
-@pytest.mark.e2e
-class TestRealCheckpoint:
-    @pytest.fixture
-    def real(self, one, alone, tmp_path):
-        folder = one.folder / "halves" / "checkpoint" / "step-3"
-        return shutil.copytree(folder, tmp_path / "step-3")
-
-    def test_its_own_model_passes(self, real):
-        assert manager(real.parent)._check(real)[1]["tokens"] == 1536
-
-    def test_a_longer_context_is_the_same_model(self, real):
-        config = build_config("debug", vocab_size=512, max_seq_len=128)
-        assert manager(real.parent, config)._check(real)
-
-    @pytest.mark.parametrize(
-        ("condition", "overrides", "said"),
-        [
-            ("softmax", {}, "mixer.kind is interdomain there and softmax here"),
-            ("interdomain-norope", {}, "mixer.rope is True there and False here"),  # the very same tensors
-            ("interdomain", {"readout": "hermitian"}, "mixer.readout is complex there and hermitian here"),
-            ("interdomain", {"n_layers": 2}, "n_layers is 4 there and 2 here"),
-            ("s4d", {}, "mixer.dual_input is True there and False here"),
-        ],
-    )
-    def test_another_model_is_refused(self, real, capsys, condition, overrides, said):
-        config = build_config("debug", condition, **{"vocab_size": 512, **overrides})
-        error = refusal(capsys, manager(real.parent, config)._check, real)
-        assert (
-            f"{real} is a checkpoint of another model (there: debug with vocab_size 512, max_seq_len 64, interdomain)"
-            in error
+    def __init__(self, folder, tokenizer, width=7, model=None, run=(), **settings):
+        config = translate(read_job_config(["--job.config_file", str(TINY)])).checkpoint
+        config.enable, config.interval = True, 1
+        for name, value in settings.items():
+            setattr(config, name, value)
+        self.model, self.trainer = torch.nn.Linear(300, width), Trainer()
+        self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
+        self.others["optimizers"].guard = Guard()
+        model = model or build_config("debug")
+        self.manager = SelfDescribingCheckpoints(
+            **self.others,
+            model_parts=[self.model],
+            states={"train_state": self.trainer},
+            checkpoint_config=config,
+            base_folder=str(folder),
+            record={
+                **{"model": model.to_dict(), "size": "debug", "condition": "interdomain"},
+                "run": {"tokens_per_step": 512, "planned_steps": 100, "data_fingerprint": "a", **dict(run)},
+            },
+            tokenizer=tokenizer,
+            lock=None,
         )
+
+    def save(self, *steps):
+        for step in steps:
+            self.trainer.step = step
+            for state in self.others.values():
+                state.value = step
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.fill_(step)
+            self.manager.save(step)
+        return self
+
+    def load(self, step=-1):
+        """The step that was loaded: weights and all other state are of it."""
+        loaded = self.manager.load(step)
+        self.manager.close()
+        (weights,) = {value for p in self.model.parameters() for value in p.unique().tolist()} if loaded else (None,)
+        assert not loaded or {state.value for state in self.others.values()} == {weights} == {self.trainer.step}
+        return weights
+
+
+@pytest.fixture
+def new(alone, tmp_path):
+    """A run in the folder, as a process that starts makes it."""
+    tokenizer = SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer"))
+    return lambda **settings: Run(tmp_path / "run", tokenizer, **settings)
+
+
+@pytest.fixture
+def folder(new, tmp_path):
+    """Checkpoints of steps 1, 2 and 3."""
+    new().save(1, 2, 3).manager.close()
+    return tmp_path / "run" / "checkpoint"
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def record(folder, step):
+    return json.loads((folder / f"step-{step}" / "interdomain.json").read_text())
+
+
+def shorten(path, by):
+    with open(path, "ab") as f:
+        f.truncate(path.stat().st_size - by)
+
+
+def alter(path, at):
+    data = bytearray(path.read_bytes())
+    place = int(at * len(data))
+    data[place : place + 16] = bytes(255 - byte for byte in data[place : place + 16])
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "index cut": (lambda f: shorten(f / ".metadata", 50), ".metadata is damaged"),
+    "index of garbage": (lambda f: (f / ".metadata").write_bytes(b"\x80\x04garbage"), ".metadata is damaged"),
+    "shard gone": (lambda f: (f / "__0_0.distcp").unlink(), "its shard __0_0.distcp is missing"),
+    "shard short": (lambda f: shorten(f / "__0_0.distcp", 1), "its shard __0_0.distcp has"),
+    "shard altered": (lambda f: alter(f / "__0_0.distcp", 0.5), "do not match their checksum"),
+    "record cut": (lambda f: shorten(f / "interdomain.json", 10), "interdomain.json is damaged"),
+    "only reading finds it": (lambda f: alter(f / "__0_0.distcp", 0), "could not be read (rank 0: "),
+    "record of nothing": (lambda f: (f / "interdomain.json").write_text("[]"), "interdomain.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(new, folder, caplog, kind):
+    damage, said = DAMAGE[kind]
+    damage(folder / "step-3")
+    with caplog.at_level(logging.WARNING):
+        assert new(checksums=kind != "only reading finds it").load() == 2
+    assert said in caplog.text
+    assert caplog.text.count("SKIPPED") == 1
+    assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
+
+
+def test_several_in_a_row_and_every_index_read_once(new, folder, monkeypatch):
+    """The checksums of step 2 are found to be wrong only after it was chosen."""
+    reads = []
+    monkeypatch.setattr(resume_from, "read_checked", lambda path: reads.append(path.name) or read_checked(path))
+    DAMAGE["shard short"][0](folder / "step-3")
+    DAMAGE["shard altered"][0](folder / "step-2")
+    assert new().load() == 1
+    assert reads == ["step-3", "step-2", "step-1"]
+    new().save(2).manager.close()
+    DAMAGE["shard short"][0](folder / "step-2")
+    assert new().load() == 1  # and once more: nothing that was set aside is overwritten
+    assert names(folder) == ["step-1", "step-2.damaged", "step-2.damaged-2", "step-3.damaged"]
+
+
+def test_a_save_that_was_cut_short_is_left_where_it_is(new, folder, caplog):
+    (folder / "step-3" / ".metadata").unlink()
+    assert new().load() == 2
+    assert f"SKIPPED: {folder / 'step-3'} has no .metadata" in caplog.text
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+    for step in (1, 2):
+        (folder / f"step-{step}" / ".metadata").unlink()
+    assert new().load() is None  # the first save of all: nothing was lost
+
+
+def test_a_run_does_not_start_over_where_all_are_damaged(new, folder, capsys):
+    for step in (1, 2, 3):
+        DAMAGE["shard short"][0](folder / f"step-{step}")
+    for _ in range(2):  # nor at the second try
+        assert "no complete checkpoint is left" in refusal(capsys, new().load)
+
+
+@pytest.mark.parametrize("ranks", [1, 5])
+def test_ranks_share_the_reading_and_miss_nothing(folder, ranks):
+    index = parse_index(read_checked(folder / "step-3")[0], folder / "step-3")
+    assert not any(altered_entry(folder / "step-3", index, rank, ranks) for rank in range(ranks))
+    alter(folder / "step-3" / "__0_0.distcp", 0.5)
+    found = [altered_entry(folder / "step-3", index, rank, ranks) for rank in range(ranks)]
+    assert len(list(filter(None, found))) == 1
+
+
+def test_the_step_that_was_asked_for_is_not_replaced(new, folder, capsys):
+    shorten(folder / "step-3" / "__0_0.distcp", 1)
+    alter(folder / "step-2" / "__0_0.distcp", 0.5)
+    for step, said in (
+        (3, "its shard __0_0.distcp has"),
+        (2, "do not match their checksum"),
+        (5, "There are: 1, 2, 3"),
+    ):
+        error = refusal(capsys, new(load_only=True).load, step)
         assert said in error
-        assert "--job.dump_folder" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]
 
-    def test_without_a_record_the_tensors_speak(self, real, capsys):
-        (real / "interdomain.json").unlink()
-        assert manager(real.parent)._check(real)[1] == {}
-        config = build_config("debug", vocab_size=640)
-        error = refusal(capsys, manager(real.parent, config)._check, real)
-        assert "tok_embeddings.weight is [512, 128] there and [640, 128] here" in error
 
-    def test_damage_is_named(self, real, capsys):
-        shard = real / "__0_0.distcp"
-        size = shard.stat().st_size
-        with open(shard, "ab") as f:
-            f.truncate(size // 2)
-        error = refusal(capsys, manager(real.parent)._check, real)
-        assert f"its shard __0_0.distcp has {size // 2:,} bytes" in error
-        shard.unlink()
-        assert "its shard __0_0.distcp is missing" in refusal(capsys, manager(real.parent)._check, real)
-        (real / ".metadata").write_bytes((real / ".metadata").read_bytes()[:100])
-        assert ".metadata is damaged" in refusal(capsys, manager(real.parent)._check, real)
-        (real / ".metadata").unlink()
-        assert "is not a whole checkpoint" in refusal(capsys, manager(real.parent)._check, real)
+@pytest.mark.parametrize("step", [-1, 2, 3])
+def test_what_a_newer_pytorch_wrote_is_refused_and_left_alone(new, folder, capsys, step):
+    """Of the newest checkpoint, whose index has a class that this PyTorch does not have."""
+    index, of = (folder / "step-3" / name for name in (".metadata", "interdomain.json"))
+    index.write_bytes(index.read_bytes().replace(b"TensorProperties", b"TensorPropertieZ"))
+    of.write_text(json.dumps(json.loads(of.read_text()) | {"versions": {"torch": "99.1.0+cu990"}}))
+    error = refusal(capsys, new().load, step)
+    assert f"{folder / 'step-3'} was written by PyTorch 99.1.0+cu990, and PyTorch {torch.__version__}, which" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+def test_another_model_is_refused_before_its_tensors_are_read(new, folder, capsys):
+    softmax = build_config("debug", "softmax")
+    norope = build_config("debug", "interdomain-norope")  # the very same tensors
+    for settings, said in (
+        ({"model": softmax}, "mixer.kind is interdomain there and softmax here"),
+        ({"model": norope}, "mixer.rope is True there and False here"),
+        ({"width": 8}, "weight is [7, 300] there and [8, 300] here"),
+    ):
+        error = refusal(capsys, new(**settings).load)
+        assert f"{folder / 'step-3'} is a checkpoint of another model (there: debug" in error
+        assert said in error
+    assert new(model=build_config("debug", max_seq_len=128)).load() == 3  # a longer context is the same model
+    (folder / "step-3" / "interdomain.json").unlink()
+    assert "[8, 300] here" in refusal(capsys, new(width=8).load)
+
+
+def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
+    """Loaded where the run's own folder holds only the remains of a save."""
+    (tmp_path / "other" / "step-5").mkdir(parents=True)
+
+    def load(initial):
+        run = new(initial_load_path=str(initial), initial_load_model_only=False)
+        run.manager.folder = str(tmp_path / "other")
+        return run.load()
+
+    assert load(folder / "step-2") == 2
+    shorten(folder / "step-2" / "__0_0.distcp", 1)
+    assert "its shard" in refusal(capsys, load, folder / "step-2")
+    assert "is not a folder" in refusal(capsys, load, "nowhere")
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+
+
+# Saving
+
+
+def test_retention_counts_finished_steps_and_reads_no_index(new, folder, monkeypatch):
+    shorten(folder / "step-2" / "__0_0.distcp", 1)
+    shorten(folder / "step-3" / ".metadata", 20)
+    (folder / "step-9").mkdir()  # later than what is saved: none of its business
+    run = new(keep_latest_k=2)
+    run.manager.load()
+    monkeypatch.setattr(resume_from, "read_checked", lambda path: pytest.fail(f"{path} was read"))
+    unfinished = []
+    remove = run.manager.purge_queue.put
+    note = lambda path: (unfinished.append(os.path.exists(f"{path}/.metadata")), remove(path))  # noqa: E731
+    run.manager.purge_queue.put = lambda path: note(path) if isinstance(path, str) else remove(path)
+    run.save(4, 5).manager.close()
+    assert names(folder) == ["step-2.damaged", "step-3.damaged", "step-4", "step-5", "step-9"]
+    assert unfinished == [False]  # without its index before it is removed
+
+
+def test_a_step_is_saved_anew_from_nothing(new, folder):
+    """Four ranks saved it, one saves it again: nothing of the other three may stay."""
+    (folder / "step-3" / "__3_0.distcp").write_bytes(b"shard")
+    run = new()
+    run.others["optimizers"].guard.skipped = 4
+    run.manager.resumed = (1, 1000)
+    run.save(3).manager.close()
+    assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
+    assert [record(folder, 3)[name] for name in ("step", "tokens", "skipped_steps")] == [3, 1000 + 2 * 512, 4]
+    assert set(finished_steps(folder)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("ended", [None, EOFError("its process is gone"), CheckpointException("write", {})])
+def test_now_means_on_the_disk(new, folder, caplog, ended, monkeypatch):
+    """Where nothing is saved yet, where an asynchronous save is under way, and where the signal has ended that."""
+    run = new(async_mode="async", interval=4).save(4)
+    if ended:
+        run.manager._async_wait()
+        (folder / "step-4" / ".metadata").unlink()
+        run.manager.save_future = Future()
+        run.manager.save_future.set_exception(ended)
+    assert run.manager.save_now(4)
+    assert ("that was under way failed" in caplog.text) == bool(ended)
+    assert run.manager.save_future is None
+    run.save(7)  # not due
+    assert names(folder)[-1] == "step-4"
+    assert run.manager.save_now(7)
+    run.manager.close()
+    assert new().load() == 7
+    assert new(load_only=True).manager.save_now(8) is False
+
+
+def test_all_ranks_save_anew_where_one_failed(new, folder, monkeypatch):
+    run = new(async_mode="async").save(4)
+    run.manager._async_wait()
+    (folder / "step-4" / ".metadata").unlink()
+    with monkeypatch.context() as others:
+        others.setattr(dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), [own, True]))
+        assert run.manager.save_now(4)
+    run.manager.close()
+    assert new().load() == 4
+
+
+def test_a_run_that_leaves_at_once_does_not_touch_what_it_loaded(new, folder):
+    run = new()
+    run.manager.load()
+    before = (folder / "step-3" / ".metadata").stat().st_mtime_ns
+    assert run.manager.save_now(3)
+    assert (folder / "step-3" / ".metadata").stat().st_mtime_ns == before
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing(new, folder, tmp_path, capsys):
+    run, holder = new(), FolderLock(tmp_path / "run")
+    run.manager.lock = holder
+    holder.path.write_text("{}")  # another's
+    assert "was taken over by another run" in refusal(capsys, run.save, 4)
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+    assert "was taken over" in refusal(capsys, run.manager.require_folder)
+    run.manager.note_validation(3, 2.0, 7.39)
+    assert not (folder / "step-3" / "validation.json").exists()
+
+
+def test_a_process_that_saves_survives_the_schedulers_signal(new, folder, monkeypatch):
+    def in_a_process(*args, **kwargs):
+        program = "import os, signal; os.kill(os.getpid(), signal.SIGUSR1)"
+        assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+    monkeypatch.setattr(CheckpointManager, "dcp_save", in_a_process)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    new().save(4).manager.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_disk_that_fills_while_the_record_is_written(tmp_path, alone, capsys, monkeypatch):
-    step_folder(tmp_path, 3)
-    this = manager(tmp_path)
-    this.tokenizer = tmp_path / "tokenizer.model"
-
-    def full(*_):
-        raise FULL
-
-    monkeypatch.setattr(shutil, "copyfile", full)
-    error = refusal(capsys, this.dcp_save, {}, str(tmp_path / "step-5"))
-    assert f"The disk is full: saving {tmp_path / 'step-5'} failed (No space left on device)" in error
-    assert "The last whole checkpoint is step 3" in error
-    assert not (tmp_path / "step-5").exists()
-
-
-@pytest.mark.parametrize(
-    "failure", [FULL, RuntimeError("writing file failed: No space left on device")], ids=["system", "hidden"]
-)
-def test_a_disk_that_fills_behind_an_asynchronous_save(tmp_path, alone, capsys, failure):
-    this = manager(tmp_path)
-    this.saving = str(step_folder(tmp_path, 5, whole=False))
-    this.save_future = Future()
-    this.save_future.set_exception(CheckpointException("write", {1: (failure, None)}))
-    error = refusal(capsys, this._async_wait)
-    assert "There is no earlier checkpoint" in error
-    assert not (tmp_path / "step-5").exists()
+@pytest.mark.parametrize("failure", [FULL, RuntimeError("writing failed: No space left on device"), None])
+def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, failure, monkeypatch):
+    """Behind an asynchronous save, where the system's error may be hidden; and (None) while the record is written."""
+    run = new(async_mode="async")
+    if failure:
+        run.save(5).manager._async_wait()
+        run.manager.save_future = Future()
+        run.manager.save_future.set_exception(CheckpointException("write", {1: (failure, None)}))
+        error = refusal(capsys, run.manager._async_wait)
+    else:
+        monkeypatch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(FULL))
+        error = refusal(capsys, run.save, 5)
+    assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]
+    run.manager.save_future = Future()
+    run.manager.save_future.set_exception(CheckpointException("write", {0: (OSError(errno.EIO, "broken"), None)}))
+    with pytest.raises(CheckpointException, match="broken"):  # other failures are not called a full disk
+        run.manager._async_wait()
 
 
-def test_other_failures_are_not_called_a_full_disk(tmp_path, alone):
-    this = manager(tmp_path)
-    this.save_future = Future()
-    this.save_future.set_exception(CheckpointException("write", {0: (OSError(errno.EIO, "Input/output error"), None)}))
-    with pytest.raises(CheckpointException, match="Input/output error"):
-        this._async_wait()
+# The same command, started again
 
 
-def test_a_step_is_saved_anew_from_nothing(tmp_path, alone):
-    """Four ranks saved it, one saves it again: nothing of the other three may stay."""
-    old = step_folder(tmp_path, 5)
-    (old / "__3_0.distcp").write_bytes(b"shard")
-    this = manager(tmp_path)
-    this.tokenizer = tmp_path / "tokenizer.model"
-    this.tokenizer.write_bytes(b"tokenizer")
-    this.resumed = (3, 1000)
-    this._make_folder(old)
-    assert sorted(path.name for path in old.iterdir()) == ["interdomain.json", "tokenizer.model"]
-    record = json.loads((old / "interdomain.json").read_text())
-    assert (record["step"], record["tokens"], record["skipped_steps"]) == (5, 1000 + 2 * 512, 4)
+def start(new, step=-1, save=(), **settings):
+    """A start of the command that saves these steps and ends. Returns (the step it began at, the loader's state there)."""
+    run = new(**settings)
+    run.manager.load(step)
+    began = run.trainer.step, run.others["dataloader"].value
+    run.save(*save).manager.close()
+    return began
+
+
+DATA = {"exclude_from_loading": ["dataloader"]}
+OTHER_DATA = {"run": {"data_fingerprint": "b"}}
+
+
+def test_data_that_was_begun_anew_goes_on(new, folder, caplog):
+    assert [start(new, **DATA), start(new, save=[4], **DATA)] == [(3, 0), (3, 0)]
+    assert record(folder, 4)["started_without"] == ["dataloader"]
+    assert start(new, save=[5], **DATA) == (4, 4)
+    assert "the run began without it before step-4" in caplog.text
+    assert start(new, **DATA, **OTHER_DATA) == (5, 0)
+    assert start(new, step=5, **DATA) == (5, 0)
+    assert start(new, **DATA, load_only=True) == (5, 0)  # nothing follows
+    assert start(new, save=[6]) == (5, 5)  # without it
+    assert start(new, **DATA) == (6, 0)
+
+
+def test_a_run_does_not_count_from_0_above_its_own_checkpoints(new, folder, capsys):
+    error = refusal(capsys, start, new, exclude_from_loading=["train_state"])
+    assert f"checkpoint.initial_load_path = {folder / 'step-3'}" in error
+    assert start(new, exclude_from_loading=["train_state"], load_only=True) == (0, 3)
+
+
+def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, caplog):
+    assert start(new, step=1, load_only=True) == (1, 1)
+    assert names(folder) == ["step-1", "step-2", "step-3"]  # a run that saves nothing renames nothing
+    assert start(new, step=1) == (1, 1)
+    assert names(folder) == ["step-1", "step-2.superseded", "step-3.superseded"]
+    assert "renamed step-2, step-3 to step-N.superseded" in caplog.text
+    assert start(new, step=1, save=[2, 3], **DATA) == (1, 0)  # ended before a save: the same again
+    assert record(folder, 3)["branched_from"] == 1
+    assert start(new, step=1, save=[4], **DATA) == (3, 3)
+    assert f"continues from {folder / 'step-3'}, which it saved since" in caplog.text
+    assert start(new, save=[5]) == (4, 4)  # without naming it, the same course
+    assert start(new, step=1) == (5, 5)
+    assert start(new, step=4, save=[5]) == (4, 4)  # to another step
+    assert start(new, step=1, save=[2], keep_latest_k=2) == (1, 1)  # to the first, for the run's last course is another
+    DAMAGE["shard altered"][0](folder / "step-2")
+    assert start(new, step=1) == (1, 1)  # all of that course is damaged: back to where it began
+    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2"} <= {*names(folder)}
+
+
+def test_steps_of_another_number_of_tokens_are_counted_on(new, folder, caplog, capsys):
+    twice = {"tokens_per_step": 1024}
+    run = new(run=twice | {"planned_steps": 5})
+    run.load()
+    assert run.trainer.metrics_processor.resumed == run.manager.resumed == (3, 3 * 512)
+    assert "of 512 tokens each, and this run's are of 1024" in caplog.text
+    run.save(4)
+    assert record(folder, 4)["tokens"] == 3 * 512 + 1024
+    error = refusal(capsys, new(run={"planned_steps": 4}).load)  # half the batch: a run that would be over at once
+    assert "nothing would be trained" in error
+    assert new(run=twice | {"planned_steps": 4}).load() == 4  # finished, and started again by a scheduler
+    assert "nothing is left to train: 4 of 4 steps are done" in caplog.text
+
+
+def test_a_missed_validation_is_tried_once(new, folder):
+    """Else no start would get beyond it."""
+    assert [new().manager.claim_validation(3) for _ in range(2)] == [True, False]
+    new().manager.note_validation(2, 2.0, 7.39)
+    noted = json.loads((folder / "step-2" / "validation.json").read_text())
+    assert noted == {"step": 2, "loss": 2.0, "perplexity": 7.39}
+    assert [new().manager.claim_validation(step) for step in (2, 1, 7)] == [False, True, False]  # 7: there is none
+    assert not new(load_only=True).manager.claim_validation(1)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import Transformer
-from interdomain.titan.corpora import open_dataset
+from interdomain.titan.data_folders import open_dataset
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 

@@ -1,5 +1,7 @@
 """Who speaks when a run ends on a user's mistake."""
 
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +15,19 @@ from interdomain.titan.preemption import Preemption
 
 @pytest.mark.parametrize(("rank", "begins"), [("0", "error: the disk"), ("3", "error: rank 3: the disk")])
 def test_rank_0_speaks_at_once_and_others_only_if_they_are_left_alone(rank, begins, monkeypatch, capsys):
-    waited = []
+    waited, ended = [], []
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setattr(errors.os, "kill", lambda *to: ended.append(to))
+    for name in ("signal", "alarm"):
+        monkeypatch.setattr(errors.signal, name, lambda *_: None)
     with pytest.raises(SystemExit) as end:
         errors.stop("the disk is full")
     assert end.value.code == 1
     assert capsys.readouterr().err.strip().startswith(begins)
     assert waited == ([] if rank == "0" else [errors.GRACE_SECONDS])  # torchrun ends them meanwhile
+    assert ended == [(os.getppid(), signal.SIGTERM)]  # torchrun, which would start the ranks again
 
 
 def test_only_refusals_are_turned_into_a_paragraph(capsys):
@@ -35,14 +42,12 @@ def test_only_refusals_are_turned_into_a_paragraph(capsys):
         check(KeyError("x"))
 
 
-def test_what_is_left_of_a_start_that_was_killed_ends(tmp_path, monkeypatch):
-    """Ranks take seconds to begin, and torchrun can be killed meanwhile; the launcher ends then, and its folder with it."""
+def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
+    """Ranks take seconds to begin, and torchrun can be killed meanwhile."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv(outcome.OUTCOME, raising=False)
     Preemption()  # torchrun alone
-    monkeypatch.setenv(outcome.OUTCOME, str(tmp_path / "outcome"))
-    Preemption()
-    monkeypatch.setenv(outcome.OUTCOME, str(tmp_path / "removed" / "outcome"))
+    monkeypatch.setenv(outcome.OUTCOME, "/proc/1073741824/fd/3")
     with pytest.raises(SystemExit, match="torchrun was killed"):
         Preemption()
 

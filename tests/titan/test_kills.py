@@ -16,8 +16,9 @@ import torch
 
 from interdomain.model.distributed_checkpoint import VALIDATION, read_sidecar, read_tensors, tensor_index
 from interdomain.titan.lock import NAME
+from interdomain.tools import _torchrun
 from interdomain.tools._curves import read_curves
-from interdomain.tools._supervise import CONTINUE, supervise
+from interdomain.tools._torchrun import CONTINUE
 
 from .conftest import HERE, TIMEOUT, environment, flags, torchrun_command
 
@@ -47,7 +48,7 @@ def story(tmp_path_factory, corpus):
     checkpoints = folder / "run" / "checkpoint"
     chapters = []
     for i, plan in enumerate(STARTS):
-        if i == 1:  # the newest was whole when the run left
+        if i == 1:  # the newest was complete when the run left
             shard = checkpoints / "step-5" / "__1_0.distcp"
             os.truncate(shard, shard.stat().st_size - 1)
         (folder / f"plan{i}.json").write_text(json.dumps(plan))
@@ -56,12 +57,11 @@ def story(tmp_path_factory, corpus):
         settings |= {"validation__enable": True, "validation__freq": 1, "validation__tokens": 128}
         program = [f"--max-restarts={len(plan) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py"]
         program += [folder / f"plan{i}.json", *flags(corpus, folder / "run", **settings)]
-        torchrun = torchrun_command(2, *program, forked=True)
         to_log = ["timeout", "--foreground", "-s", "KILL", TIMEOUT, "sh", "-c", 'exec "$@" > "$0" 2>&1', log]
-        launcher = {"LAUNCHER": str(os.getpid())}
-        status = supervise([*map(str, to_log), *torchrun], environment() | launcher)
+        command = [*map(str, to_log), *torchrun_command(2, *program, forked=True)]
+        status = _torchrun.run(command, _torchrun.ELASTIC | environment() | {"LAUNCHER": str(os.getpid())})
         orphans = remaining(folder / f"plan{i}.json")
-        found = {path.name: (path / ".metadata").is_file() for path in checkpoints.iterdir()}
+        found = {path.name for path in checkpoints.iterdir() if (path / ".metadata").is_file()}
         measured = {path.parent.name for path in checkpoints.glob(f"*/{VALIDATION}")}
         seen = {"found": found, "measured": measured, "held": (folder / "run" / NAME).exists()}
         chapters.append(SimpleNamespace(status=status, said=log.read_text(), orphans=orphans, **seen))
@@ -91,79 +91,54 @@ def loaded(said):
     return [Path(line.rstrip(".")).name for line in said.splitlines() if "Loading the checkpoint from" in line]
 
 
-def left(story):
-    """The step after which the ranks left that torchrun had told: it tells them in step 4, each at its own moment."""
-    return next(step for step in (4, 5) if f"leaving after step {step} " in story.chapters[1].said)
-
-
-def test_killed_ranks_come_back_by_themselves_from_the_last_whole_checkpoint(story):
-    said = story.chapters[0].said
-    assert loaded(said) == ["step-1", "step-2", "step-3"]  # of 2, then of 3, only shards were written at first
-    for step in (2, 3):
-        assert f"step-{step} has no .metadata: the save of it was cut short." in said
-
-
-def test_a_signal_to_one_rank_makes_all_save_and_leave(story):
+def test_killed_ranks_come_back_from_the_last_complete_checkpoint_and_leave_on_a_signal_to_one(story):
     chapter = story.chapters[0]
+    assert loaded(chapter.said) == ["step-1", "step-2", "step-3"]  # of 2, then of 3, only shards were written at first
+    for step in (2, 3):
+        assert f"step-{step} has no .metadata: the save of it was cut short." in chapter.said
+    assert "step 3 was saved and not validated: validating it now" in chapter.said
     assert chapter.status == CONTINUE  # where torchrun's own is 0: it has seen all ranks end well
     assert "leaving after step 5 (a signal to another rank): saved. The same command continues" in chapter.said
-    assert chapter.found == {"step-1": True, "step-2": True, "step-3": True, "step-5": True}
+    assert chapter.found == {"step-1", "step-2", "step-3", "step-5"}
 
 
-def test_a_damaged_checkpoint_is_skipped_and_kept(story):
-    chapter = story.chapters[1]
-    assert f"SKIPPED: {story.checkpoints / 'step-5'} is damaged: its shard __1_0.distcp has" in chapter.said
+def test_a_damaged_checkpoint_is_skipped_and_a_signal_to_the_launcher_makes_all_save_and_leave(story):
+    chapter, killed = story.chapters[1:3]
+    assert "step-5 is damaged: its shard __1_0.distcp has" in chapter.said
     assert loaded(chapter.said) == ["step-3"]
-    assert chapter.found["step-5.damaged"]
-
-
-def test_the_schedulers_signal_to_the_launcher_makes_all_save_and_leave(story):
-    chapter = story.chapters[1]
+    assert "step-5.damaged" in chapter.found
     assert chapter.status == CONTINUE
-    assert f"leaving after step {left(story)} (SIGTERM): saved. The same command continues" in chapter.said
-    assert chapter.found[f"step-{left(story)}"]
+    # torchrun tells the ranks in step 4, each at its own moment.
+    left = next(step for step in (4, 5) if f"leaving after step {step} (SIGTERM): saved" in chapter.said)
+    assert f"step-{left}" in chapter.found
+    assert loaded(killed.said) == [f"step-{left}"]
 
 
-def test_ranks_do_not_outlive_torchrun(story):
-    chapter = story.chapters[2]
-    assert loaded(chapter.said) == [f"step-{left(story)}"]
-    assert chapter.status not in (0, CONTINUE)
+def test_ranks_do_not_outlive_torchrun_and_the_folder_is_never_waited_for(story):
+    assert story.chapters[2].status not in (0, CONTINUE)
     assert [c.orphans for c in story.chapters] == [[]] * 4
-
-
-def test_the_folder_is_held_while_the_run_lasts_and_never_waited_for(story):
     assert [c.held for c in story.chapters] == [False, False, True, False]  # the third: nobody was left to release it
     assert not any("is held by" in c.said for c in story.chapters)
 
 
-def test_the_same_command_brings_it_to_its_end(story):
-    chapter = story.chapters[3]
-    assert (chapter.status, loaded(chapter.said)) == (0, ["step-6"])
-    assert chapter.found["step-6"]
-
-
-def test_no_validation_is_missing(story):
-    """The next start runs the missed validation: of step 3 before training goes on, and of the last step."""
-    assert "step 3 was saved and not validated: validating it now" in story.chapters[0].said
+def test_the_same_command_brings_it_to_its_end_and_no_validation_is_missing(story):
     before, after = story.chapters[2:]
-    assert before.found["step-6"]
-    assert "step-6" not in before.measured
+    assert (after.status, loaded(after.said)) == (0, ["step-6"])
+    assert "step-6" in before.found - before.measured
     assert "step 6 was saved and not validated: validating it now" in after.said
-    assert after.measured == {*after.found}
+    assert after.measured == after.found - {"step-5.damaged"}
     curves = read_curves(story.checkpoints.parent / "tb")
     drawn = curves["validation_metrics/loss"]
     assert sorted(drawn) == sorted(curves["grad_norm"]) == [1, 2, 3, 4, 5, 6]
     last = json.loads((story.checkpoints / "step-6" / VALIDATION).read_text())
-    assert last["step"] == 6
-    assert last["loss"] == pytest.approx(drawn[6], rel=1e-6)
-    assert last["perplexity"] == pytest.approx(curves["validation_metrics/perplexity"][6], rel=1e-6)
+    assert (last["step"], last["loss"]) == (6, pytest.approx(drawn[6], rel=1e-6))
 
 
 def test_it_ends_with_the_bits_of_the_undisturbed_run(story, two):
     ours, reference = story.checkpoints / "step-6", two.folder / "interdomain" / "checkpoint" / "step-6"
     index = tensor_index(reference)
     assert tensor_index(ours).keys() == index.keys()
-    ours_record = read_sidecar(ours)[1]
-    assert (ours_record["tokens"], ours_record["skipped_steps"]) == (3072, 0)
+    record = read_sidecar(ours)[1]
+    assert (record["tokens"], record["skipped_steps"]) == (3072, 0)
     ours, reference = (read_tensors(folder, list(index), index) for folder in (ours, reference))
     assert not [name for name in index if not torch.equal(ours[name], reference[name])]

@@ -1,22 +1,16 @@
 """The mixer's life signs against their definition, and the steps at which they are due."""
 
 import math
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.overrides import TorchFunctionMode
 from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan import metrics
 from interdomain.titan.guard import Guard
 from interdomain.titan.metrics import GROUPS, InterdomainMetrics, SpikeSign, gradient_norms, life_signs, perplexity
-from interdomain.titan.parallelize import shard
 from interdomain.titan.settings import read_job_config
 
 from .conftest import TINY
@@ -38,111 +32,64 @@ def test_life_signs_at_the_start():
         assert signs[f"{name}/aliased_fraction"] == pytest.approx(aliased.float().mean().item())
 
 
-class Counted(TorchFunctionMode):
-    """Reads of the device by the host."""
-
-    READS = ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__")
-
-    def __init__(self):
-        super().__init__()
-        self.reads = []
-
-    def __torch_function__(self, func, kinds, args=(), kwargs=None):
-        self.reads += [name for name in self.READS if name == getattr(func, "__name__", None)]
-        return func(*args, **(kwargs or {}))
-
-
-def test_life_signs_of_all_layers_are_read_at_once(alone, monkeypatch):
-    """24 layers at 1.3B: number by number the host would wait for the device 192 times."""
-    model = Transformer(build_config("debug", n_basis=8, vocab_size=64))
-    model.init_weights()
-    job = read_job_config(["--job.config_file", str(TINY)])
-    shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)), job)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    collectives, all_reduce = [], dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda *given, **named: collectives.append(all_reduce(*given, **named)))
-    with CommDebugMode() as sent, Counted() as signs:
-        assert len(life_signs(model)) == 8 * 4
-    assert (signs.reads, collectives, sent.get_total_counts()) == (
-        ["cpu", "tolist"],
-        [],
-        0,
-    )  # the second is on the host
-    with CommDebugMode() as sent, Counted() as gradients:
-        gradient_norms(model, total=1.0, max_norm=1.0)
-    assert (len(collectives), sent.get_total_counts()) == (1, 1)
-    assert gradients.reads == ["tolist"]
-
-
 def test_softmax_has_none():
     assert life_signs(Transformer(build_config("debug", "softmax", vocab_size=64))) == {}
+
+
+@pytest.fixture
+def slow(alone, monkeypatch):
+    """slow(log_freq, mixer_freq, first, validated): what is logged, by step, of a run whose steps take two seconds each, of
+    which a rank waits half a second for data, and whose validations take a hundred."""
+    now, seen = [0.0], {}
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+    monkeypatch.setattr(metrics, "gradient_norms", lambda *_: {})
+    monkeypatch.setattr(metrics, "life_signs", lambda *_: {"sign": 1.0})
+    monkeypatch.setattr(metrics, "histograms", lambda *_: {})
+
+    def log(self, step, *given):
+        seen[step] = given[-1]
+        self.data_loading_times.clear()
+        self.time_last_log = now[0]
+
+    monkeypatch.setattr(MetricsProcessor, "log", log)
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: setattr(self, "time_last_log", now[0]))
+
+    def run(log_freq, mixer_freq, first=1, validated=()):
+        this = InterdomainMetrics.__new__(InterdomainMetrics)
+        frequencies = [f"--metrics.log_freq={log_freq}", f"--metrics.mixer_freq={mixer_freq}"]
+        this.job_config = read_job_config(["--job.config_file", str(TINY), *frequencies])
+        this.plan = SimpleNamespace(tokens_per_step=512, steps=50, accumulation=2)
+        this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
+        this.model_parts, this.data_loading_times, this.time_last_log, this.resumed = [None], [], 0.0, (0, 0)
+        this.spikes, this.run_log, this.began, this.life_signs_at, this.started = SpikeSign(), None, False, None, None
+        for step in range(first, 51):
+            now[0] += 2
+            this.data_loading_times += [0.25, 0.25]  # two micro-batches
+            if this.should_log(step):
+                this.log_step(step, 1.0, 1.0, 1.0)
+            if step in validated:
+                now[0] += 100
+                this.log_validation(1.0, step)
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize(("first", "validated"), [(1, (1, 15, 20)), (7, (15,)), (10, ())])
+def test_seconds_per_step_whatever_number_of_steps_a_log_is_of(slow, first, validated):
+    """And the share of them that a rank waited for data: neither counts a validation."""
+    seen = slow(10, 0, first, validated)
+    expected = {step: (2.0, 25.0) for step in (1, 10, 20, 30, 40, 50) if step >= first}
+    names = ("time_metrics/end_to_end(s)", "machine/data_wait_percent")
+    assert {step: tuple(logged[name] for name in names) for step, logged in seen.items()} == expected
 
 
 @pytest.mark.parametrize(
     ("log_freq", "freq", "expected"),
     [(10, 20, [1, 20, 40]), (10, 25, [1, 30, 50]), (1, 7, [1, 7, 14, 21, 28, 35, 42, 49]), (10, 0, [])],
 )
-def test_frequencies_need_not_be_multiples_of_the_logs(log_freq, freq, expected):
-    metrics, due = SimpleNamespace(last_logged=None), []
-    for step in (1, *(s for s in range(2, 51) if s % log_freq == 0)):
-        if InterdomainMetrics._due(metrics, step, freq):
-            due.append(step)
-        metrics.last_logged = step
-    assert due == expected
-
-
-def test_the_rank_that_waits_longest_for_data_is_shown(monkeypatch):
-    def slower_elsewhere(seconds, op):
-        assert (seconds.item(), op) == (pytest.approx(0.3), dist.ReduceOp.MAX)
-        seconds.fill_(2.0)
-
-    monkeypatch.setattr(dist, "all_reduce", slower_elsewhere)
-    here = SimpleNamespace(data_loading_times=[0.1, 0.2], time_last_log=time.perf_counter() - 8.0)
-    assert InterdomainMetrics._data_wait_percent(here) == pytest.approx(25, rel=0.05)
-
-
-def test_waits_are_counted_from_the_last_validation_as_time_is(monkeypatch):
-    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda *_: None)  # sets the clock
-    metrics = InterdomainMetrics.__new__(InterdomainMetrics)
-    metrics.first_step, metrics.run_log, metrics.life_signs_at, metrics.data_loading_times = 1, None, 5, [1.0]
-    metrics.log_validation(2.0, 5)
-    assert metrics.data_loading_times == []
-
-
-@pytest.mark.parametrize(("first", "validated"), [(1, (1, 15, 20)), (7, (15,)), (10, ())])
-def test_seconds_per_step_whatever_number_of_steps_a_log_is_of(alone, monkeypatch, first, validated):
-    """Two seconds each, and a hundred for a validation; log_freq 10."""
-    now, seen = [0.0], {}
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
-    for name in ("gradient_norms", "life_signs", "dynamics"):
-        monkeypatch.setattr(metrics, name, lambda *_: {})
-
-    def set_the_clock(self, *_):
-        self.time_last_log = now[0]
-
-    def log(self, step, *given):
-        seen[step] = given[-1]["time_metrics/end_to_end(s)"]
-        set_the_clock(self)
-
-    monkeypatch.setattr(MetricsProcessor, "log", log)
-    monkeypatch.setattr(MetricsProcessor, "log_validation", set_the_clock)
-    this = InterdomainMetrics.__new__(InterdomainMetrics)
-    this.job_config = read_job_config(["--job.config_file", str(TINY), "--metrics.log_freq=10", "--training.steps=30"])
-    this.plan = SimpleNamespace(tokens_per_step=512, steps=30, tokens=30 * 512)
-    this.optimizers = SimpleNamespace(rates={}, guard=Guard())
-    this.model_parts, this.data_loading_times, this.time_last_log = [None], [0.1], 0.0
-    this.spikes, this.run_log, this.life_signs_at, this.started = SpikeSign(), None, None, None
-    this.resumed = (0, 0)
-    this.first_step = this.last_logged = this.clock_since = None
-    for step in range(first, 31):
-        now[0] += 2
-        if this.should_log(step):
-            this.log(step, 1.0, 1.0, 1.0)
-        if step in validated:
-            now[0] += 100
-            this.log_validation(1.0, step)
-    assert seen == {step: 2.0 for step in (1, 10, 20, 30) if step >= first}
+def test_frequencies_need_not_be_multiples_of_the_logs(slow, log_freq, freq, expected):
+    assert [step for step, logged in slow(log_freq, freq).items() if "sign" in logged] == expected
 
 
 def test_perplexity_of_a_run_that_diverged_is_a_number_that_can_be_drawn():
@@ -167,17 +114,22 @@ def test_gradient_norms_by_group_make_up_the_norm_of_all(request, fixture, name)
 
 
 def test_gradient_norms_are_of_their_group():
+    """Clipping halved them: the norm was 2 where the dynamics' gradients are 1, and 1 elsewhere."""
     model = Transformer(build_config("debug", n_basis=4, vocab_size=64))
+    squares = dict.fromkeys(GROUPS, 0)
+    parts = {
+        "attention": "mixer",
+        "tok_embeddings": "embeddings",
+        "output": "embeddings",
+        "feed_forward": "feed_forward",
+    }
     for name, p in model.named_parameters():
-        p.grad = torch.full_like(p, 2.0 if ".ssm." in name else 1.0)
-    norms = gradient_norms(model, total=2.0, max_norm=1.0)  # clipping halved them
-    sizes = dict.fromkeys(GROUPS, 0)
-    for name, p in model.named_parameters():
-        part = name.split(".")[2] if name.startswith("layers.") else name.split(".")[0]
-        part = "ssm" if ".ssm." in name else part
-        group = {"ssm": "dynamics", "attention": "mixer", "tok_embeddings": "embeddings", "output": "embeddings"}
-        sizes[group.get(part, part if part == "feed_forward" else "norms")] += p.numel() * (4 if part == "ssm" else 1)
-    assert norms == {f"grad_norm/{group}": pytest.approx(2 * n**0.5, rel=1e-4) for group, n in sizes.items()}
+        group = next((parts[part] for part in name.split(".") if part in parts), "norms")
+        group = "dynamics" if ".ssm." in name else group
+        p.grad = torch.full_like(p, 2.0 if group == "dynamics" else 1.0)
+        squares[group] += p.numel() * (4 if group == "dynamics" else 1)
+    found = gradient_norms(model, total=2.0, max_norm=1.0)
+    assert found == {f"grad_norm/{group}": pytest.approx(2 * n**0.5, rel=1e-4) for group, n in squares.items()}
 
 
 def test_spikes_stand_out_of_a_falling_noisy_loss():

@@ -42,7 +42,7 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(tmp_path, monkey
     """Two torchrun agents of one rank each, against two ranks; and the time limit's SIGUSR1 on its way to the ranks."""
     slurm_stand_in.allocations(tmp_path, monkeypatch)("localhost", "localhost")
     nodes = tmp_path / "nodes"
-    settings = {"training__local_batch_size": 4, "training__steps": 200, "lr_scheduler__total_steps": 200}
+    settings = {"training__local_batch_size": 4, "training__steps": 200}
     settings |= {"checkpoint__enable": True, "checkpoint__interval": 200, "metrics__enable_tensorboard": True}
     _, _, *ours = flags(corpus, nodes, **settings)  # the launcher says itself which file
     code, said = until_the_signal(TINY, *ours, "--ranks", 1, "--max-restarts", 0)
@@ -50,5 +50,5 @@ def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(tmp_path, monkey
     left = int(re.search(r"leaving after step (\d+) \(SIG", said)[1])
     assert (nodes / "checkpoint" / f"step-{left}" / ".metadata").is_file()
     assert said.count("step:  1 ") == 1  # one node speaks for all
-    assert compare_runs.main(["--common", str(nodes), str(two.folder / "machine")]) == 0, capsys.readouterr().out
+    assert compare_runs.main(["--common", str(nodes), str(two.folder / "interdomain")]) == 0, capsys.readouterr().out
     assert "the same to the bit at" in capsys.readouterr().out

@@ -15,11 +15,11 @@ def checkpoint(runs, name, step):
 
 
 def test_twice_three_steps_are_six_to_the_bit(one):
-    whole, rest = one.seen("interdomain")["log"], one.seen("second half")["log"]
+    full, rest = one.seen("interdomain")["log"], one.seen("second half")["log"]
     assert list(rest) == [4, 5, 6]
     for step, log in rest.items():
         for quantity in ("loss", "grad_norm", "lr/main", "lr/ssm", "n_tokens_seen"):
-            assert log[quantity] == whole[step][quantity], (step, quantity)
+            assert log[quantity] == full[step][quantity], (step, quantity)
 
 
 def test_their_checkpoints_hold_the_same_bits(one):
@@ -38,12 +38,12 @@ def test_their_checkpoints_hold_the_same_bits(one):
 @pytest.mark.parametrize("ranks", ["one", "four"])
 def test_a_run_of_two_ranks_continues_on_others(two, ranks, request):
     runs = request.getfixturevalue(ranks)
-    whole, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
+    full, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
     assert list(rest) == [4, 5, 6]
     for step, log in rest.items():
         assert log["n_tokens_seen"] == 512 * step
         for quantity in ("loss", "grad_norm"):
-            assert log[quantity] == pytest.approx(whole[step][quantity], rel=1e-5)
+            assert log[quantity] == pytest.approx(full[step][quantity], rel=1e-5)
     assert runs.samples("after two") == two.samples("interdomain")[3:]
 
 
@@ -66,10 +66,9 @@ def test_what_a_checkpoint_replaces_is_not_drawn(one, four):
 
 def test_a_changed_learning_rate_takes_effect_on_resume(one):
     """The checkpoint was saved with a peak of 3e-3; the schedule goes on from its step under the new peak."""
-    at_four = one.seen("other rate")["log"][4]
-    before = one.seen("interdomain")["log"][4]
-    assert at_four["lr/main"] == at_four["lr/ssm"] == pytest.approx(1e-5 + (2e-4 - 1e-5) * 0.75)  # cos(pi / 3) = 1 / 2
-    assert before["lr/main"] == pytest.approx(1e-5 + (3e-3 - 1e-5) * 0.75)
+    at_four, before = one.seen("other rate")["log"][4], one.seen("interdomain")["log"][4]
+    for log, peak in ((at_four, 2e-4), (before, 3e-3)):
+        assert log["lr/main"] == pytest.approx(1e-5 + (peak - 1e-5) * 0.75)  # cos(pi / 3) = 1 / 2
     assert at_four["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
 
 
@@ -79,9 +78,7 @@ def test_a_run_starts_from_another_runs_weights(one, two):
     assert list(log) == [1]
     assert log[1]["n_tokens_seen"] == 512
     scratch = two.seen("interdomain")["log"]
-    assert (
-        log[1]["loss"] < scratch[3]["loss"] < scratch[1]["loss"] - 0.3
-    )  # three steps learned, on the first batch again
+    assert log[1]["loss"] < scratch[3]["loss"]  # three steps learned, on the first batch again
     assert json.loads((checkpoint(one, "started", 1) / "interdomain.json").read_text())["tokens"] == 512
 
 
@@ -96,24 +93,19 @@ def test_a_checkpoint_says_what_it_is(one, two):
     assert (checkpoint(two, "interdomain", 6) / "tokenizer.model").read_bytes() == tokenizer
 
 
-def test_asynchronous_saves_keep_the_latest_two_whole(two):
+def test_asynchronous_saves_keep_the_latest_two(two):
     folder = two.folder / "asynchronous" / "checkpoint"
-    steps = sorted(path.name for path in folder.iterdir() if (path / ".metadata").is_file())
-    assert steps == ["step-3", "step-4"]
+    assert sorted(path.name for path in folder.iterdir() if (path / ".metadata").is_file()) == ["step-3", "step-4"]
     index = tensor_index(folder / "step-4")
-    saved = read_tensors(folder / "step-4", ["output.weight"], index)["output.weight"]
-    assert torch.isfinite(saved).all()
+    earlier, saved = (read_tensors(folder / step, ["output.weight"], index) for step in ("step-3", "step-4"))
+    assert torch.isfinite(saved["output.weight"]).all()
     # The step before it, copied in the background while step 4 was computed, holds other weights.
-    assert not torch.equal(read_tensors(folder / "step-3", ["output.weight"], index)["output.weight"], saved)
+    assert not torch.equal(earlier["output.weight"], saved["output.weight"])
 
 
 def test_another_models_checkpoint_is_not_continued(two):
     """In the folder of the interdomain run, when that is done."""
-    error = two.output.partition("error: " + str(checkpoint(two, "interdomain", 6)))[2].partition("\n")[0]
-    assert error.startswith(
-        " is a checkpoint of another model (there: debug with vocab_size 512, max_seq_len 64, interdomain)"
-    )
-    assert "--job.dump_folder" in error
+    assert f"error: {checkpoint(two, 'interdomain', 6)} is a checkpoint of another model" in two.output
     assert two.seen("other model")["log"] == {}
     found = (two.folder / "interdomain" / "checkpoint").iterdir()
     assert sorted(path.name for path in found) == ["step-3", "step-6"]

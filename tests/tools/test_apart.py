@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from interdomain.tools import _apart
 
 WORKER = """
@@ -29,9 +31,14 @@ sys.exit(_apart.serve(sys.argv[1], handle))
 """
 
 
-def test_every_kind_of_end_loses_one_row(monkeypatch):
-    """A mixer that raises, one that aborts, one that exits, one that sleeps and ignores SIGTERM; then one that is well."""
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
     monkeypatch.setattr(_apart, "GRACE", 0.2)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_kind_of_end_loses_one_row(workers):
+    """A case that raises, one that aborts, one that sleeps and ignores SIGTERM, one that exits; and cases that are well."""
     names = ("raises", "aborts", "sleeps", "fine")
     jobs = [[[name, number] for number in range(3)] for name in names] + [[["exits", 0]], [["last", 0]]]
     found = {}
@@ -39,18 +46,17 @@ def test_every_kind_of_end_loses_one_row(monkeypatch):
     def add(case, rows, problem):
         found[tuple(case)] = rows, problem
 
-    ends = time.monotonic() + 60
-    _apart.run([sys.executable, "-c", WORKER], jobs, add, left=lambda: min(3.0, ends - time.monotonic()), least=0.7)
-    assert list(found) == [tuple(case) for job in jobs for case in job]
+    ends, command = time.monotonic() + 60, [sys.executable, "-c", WORKER]
+    left = lambda: min(0.2, ends - time.monotonic())  # noqa: E731
+    _apart.run(command, jobs, add, left=left, workers=workers, least=2.0)
+    assert found.keys() == {tuple(case) for job in jobs for case in job}
     lost = {case: problem for case, (_, problem) in found.items() if problem}
+    said = "its process ended with status"
     assert lost == {
-        (
-            "raises",
-            1,
-        ): "its process ended with status 1: RuntimeError: CUDA error: an illegal memory access was encountered",
-        ("aborts", 1): "its process ended with status -6: no word",
+        ("raises", 1): f"{said} 1: RuntimeError: CUDA error: an illegal memory access was encountered",
+        ("aborts", 1): f"{said} -6: no word",
         ("sleeps", 1): lost["sleeps", 1],
-        ("exits", 0): "its process ended with status 7: no word",
+        ("exits", 0): f"{said} 7: no word",
     }
     assert lost["sleeps", 1].startswith("cut after ")
     assert found["aborts", 1][0] == [{"ms": -1}]  # what was measured before stays
@@ -60,17 +66,13 @@ def test_every_kind_of_end_loses_one_row(monkeypatch):
     assert process["raises", 0] != process["raises", 2]
 
 
-def test_the_deadline_cuts_one_case_and_names_the_others(monkeypatch):
-    monkeypatch.setattr(_apart, "GRACE", 0.2)
+def test_the_deadline_cuts_one_case_and_names_the_others():
     found = {}
-    ends = time.monotonic() + 0.8
     jobs = [[["fine", 0], ["sleeps", 1], ["fine", 2]], [["fine", 3]]]
-    _apart.run(
-        [sys.executable, "-c", WORKER],
-        jobs,
-        lambda case, rows, problem: found.update({case[1]: (len(rows), problem)}),
-        left=lambda: ends - time.monotonic(),
-    )
+    add = lambda case, rows, problem: found.update({case[1]: (len(rows), problem)})  # noqa: E731
+    began = time.monotonic()
+    left = lambda: 60.0 if 0 not in found else began - 1 - time.monotonic()  # noqa: E731
+    _apart.run([sys.executable, "-c", WORKER], jobs, add, left=left)
     late = (0, "not run: time limit")
     assert found == {0: (1, None), 1: (0, "cut by the time limit"), 2: late, 3: late}
 
@@ -81,7 +83,7 @@ def test_a_process_is_ended_with_all_that_it_started():
     process = subprocess.Popen(["sh", "-c", tree])
     while len(family := _apart.descendants(process.pid)) < 3:
         time.sleep(0.02)
-    _apart.stop(process, grace=0.2)
+    _apart.stop(process)
     assert process.poll() is not None
     ends = time.monotonic() + 5
     while alive := [pid for pid in family if _alive(pid)]:  # SIGKILL takes a moment

@@ -20,7 +20,7 @@ import json, os, signal, sys, time
 argv = sys.argv[1:]
 module = argv[1].split(".")[-1]
 part = {{"bench_gpu": "environment", "check_kernels": "check", "pytest": "tests"}}.get(module, module.removeprefix("bench_"))
-part = "passes" if "--passes" in argv else part
+part = "passes" if "--passes" in argv else "decode" if "decode" in argv else part
 how = json.loads(os.environ["FAKE"]).get(part, {{}})
 with open(os.environ["CALLS"], "a") as f:
     print(json.dumps(dict(part=part, argv=argv, pid=os.getpid(), ptxas=os.environ.get("TRITON_PTXAS_PATH"))), file=f)
@@ -41,21 +41,16 @@ sys.exit(how.get("code", 0))
 """
 NCU = """#!/bin/sh
 while [ "$1" != --log-file ]; do shift; done
-cat > "$2" <<'CSV'
-==PROF== Connected
-"ID","Kernel Name","gpu__time_duration.sum","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",\
-"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","smsp__average_warps_issue_stalled_wait_per_issue_active.ratio"
-"","","ms","%","",""
-"0","contract_kernel","0.211","41.5","1.25","3.5"
-CSV
+echo 'contract_kernel: Duration 0.211 ms' > "$2"
+echo 'Disconnected from process'
 """
 SANITIZER = "#!/bin/sh\necho '========= ERROR SUMMARY: 2 errors'\nexit 9\n"
 PTXAS = "#!/bin/sh\necho 'Cuda compilation tools, release 99.1, V99.1.5'\n"
 DRIVER = """
 import sys
-from interdomain.tools import _apart, _gpu_run, bench_gpu
+from interdomain.tools import _apart, bench_gpu
 sys.executable = sys.argv[1]
-_apart.GRACE, _gpu_run.LEAST, _gpu_run.EARLY, _gpu_run.PACK_EVERY, _gpu_run.POLL = 0.2, 0.1, 0.0, 0.3, 0.02
+_apart.GRACE, bench_gpu.LEAST, bench_gpu.EARLY, bench_gpu.PACK_EVERY = 0.2, 0.1, 0.0, 0.3
 {setup}
 sys.exit(bench_gpu.main(sys.argv[2:]))
 """
@@ -108,18 +103,18 @@ def test_everything_in_order_and_what_comes_back(tmp_path):
         for c in machine.calls
         if "--time-limit" in c["argv"]
     }
-    assert limits == dict(check=120, passes=40, kernels=60, training=150, decode=30, inference=120)
+    assert limits == dict(check=120, passes=40, kernels=60, training=150, decode=60, inference=90)
     training = machine.calls[4]["argv"]
     assert training[training.index("--seq-len") + 1 :][:2] == ["4096", "65536"]
     assert {"350M", "--trace", "softmax:compile:selective"} <= set(training)
 
     assert sorted(path.name for path in machine.out.iterdir()) == ["log.txt", "results.tar.gz", "summary.md"]
     summary, files = (machine.out / "summary.md").read_text(), machine.archive()
-    assert {"check.json", "training.md", "profile.csv", "profile.md", "memcheck.log"} <= files.keys()
+    assert {"check.json", "training.md", "profile.txt", "memcheck.log"} <= files.keys()
     assert "| check | beyond bounds |" in summary
     assert "Some errors are beyond their bound" in summary
     assert "| memcheck | exit status 9: ERROR SUMMARY: 2 errors |" in summary
-    assert "| contract_kernel | 0.211 ms | - | - | - | 41.5 % | - | - | - | wait 3.50, barrier 1.25 |" in summary
+    assert "contract_kernel: Duration 0.211 ms" in summary
     assert "# page of training" in summary
     assert "said by inference" in (machine.out / "log.txt").read_text()
     assert machine.said.splitlines()[-1].startswith(f"wrote {machine.out} in ")
@@ -142,16 +137,14 @@ def test_a_second_assembler_where_results_are_wrong(check, assembler, tmp_path):
     other = str(tmp_path / "bin/ptxas")
     assert first is None
     assert again[:1] == ([] if check is SLOW else [other])  # the newest
-    assert len(again) == 1 or not assembler
     used = {call["ptxas"] for call in machine.calls if call["part"] in ("kernels", "tests")}
     assert used == {other if assembler else None}
     summary, files = (machine.out / "summary.md").read_text(), machine.archive()
-    assert (
-        "THE ASSEMBLER WRITES WRONG CODE: the check failed with ptxas 12.8 and passed with 99.1" in summary
-    ) == assembler
+    found = "THE ASSEMBLER WRITES WRONG CODE: the check failed with ptxas 12.8 and passed with 99.1"
+    assert (found in summary) == assembler
     assert ("THE CORRECTNESS CHECK DID NOT PASS" in summary) == (not assembler)
-    assert ("With ptxas 99.1 neither." in summary) == ("check-ptxas-99.1.json" in files) == always
-    assert ("check-ptxas-12.8.json" in files) == assembler
+    assert ("With ptxas 99.1 neither." in summary) == always
+    assert ("check-ptxas-12.8.json" in files) == (check is FAILED)
     assert json.loads(files["check.json"])["status"] == ("passed" if assembler else "failed")
     assert "| profile | skipped: ncu is not installed |" in summary
     assert "| racecheck | skipped: compute-sanitizer is not installed |" in summary

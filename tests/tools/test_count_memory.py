@@ -8,10 +8,8 @@ import torch
 from interdomain.model import Transformer, build_config, count_parameters, meta_model
 from interdomain.model.flops import memory_estimate
 from interdomain.scan import interdomain_scan
-from interdomain.tools import _inference_paper as paper
 from interdomain.tools import count_memory
 from interdomain.tools._inference import model_bytes, prefill_figures, random_model
-from interdomain.tools._inference_tables import LONG_PROMPT_GIB
 from interdomain.tools.count_memory import META, LiveBytes, prefill_bytes, training_bytes, without_gpu
 
 pytest.importorskip("triton", reason="the kernels' launch code")
@@ -56,7 +54,7 @@ def test_what_an_op_allocates_inside_is_counted():
     assert q.device == META
 
 
-@pytest.mark.parametrize(("batch", "length"), paper.MEMORY)
+@pytest.mark.parametrize(("batch", "length"), [(8, 4096), (64, 512)])
 def test_reading_a_prompt_takes_no_more_than_softmax_takes(batch, length):
     ours, softmax = (bytes_of("1.3B", condition, batch, length) for condition in ("interdomain", "softmax"))
     assert ours <= softmax
@@ -64,7 +62,7 @@ def test_reading_a_prompt_takes_no_more_than_softmax_takes(batch, length):
 
 def test_a_longer_prompt_takes_no_more():
     short, long = (bytes_of("1.3B", "interdomain", 1, length) for length in (2 * CHUNK, 5 * CHUNK + 7))
-    assert short == long <= LONG_PROMPT_GIB * 2**30
+    assert short == long <= 5 * 2**30
 
 
 def test_at_the_peak_nothing_lives_that_is_not_needed():
@@ -90,19 +88,21 @@ def test_the_table(capsys):
     assert second.startswith("| B=1, 96 tokens | ")
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
-def test_the_dry_run_estimates_what_a_training_step_takes(condition, checkpointing):
-    for size, batch, length, precision in (
-        ("125M", 8, 4096, "bf16"),
-        ("1.3B", 2, 2048, "bf16-products"),
-        ("debug", 8, 256, "float32"),
-    ):
-        config, settings = build_config(size, condition), dict(checkpointing=checkpointing, precision=precision)
-        counted = training_bytes(config, batch, length, **settings)
-        n_params = count_parameters(meta_model(config))
-        parts = memory_estimate(config, n_params, shards=1, local_batch=batch, seq_len=length, **settings)
-        assert parts["activations"] + parts["loss"] == pytest.approx(counted, rel=0.05)
+@pytest.mark.parametrize(
+    ("checkpointing", "size", "batch", "length", "precision"),
+    [
+        ("none", "1.3B", 2, 2048, "bf16-products"),
+        ("selective", "125M", 8, 4096, "bf16"),
+        ("full", "debug", 8, 256, "float32"),
+    ],
+)
+def test_the_dry_run_estimates_what_a_training_step_takes(condition, checkpointing, size, batch, length, precision):
+    config, settings = build_config(size, condition), dict(checkpointing=checkpointing, precision=precision)
+    counted = training_bytes(config, batch, length, **settings)
+    n_params = count_parameters(meta_model(config))
+    parts = memory_estimate(config, n_params, shards=1, local_batch=batch, seq_len=length, **settings)
+    assert parts["activations"] + parts["loss"] == pytest.approx(counted, rel=0.05)
 
 
 def test_the_table_of_training(capsys):
@@ -112,17 +112,9 @@ def test_the_table_of_training(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"| B=2, 64 tokens | {counted:.2f} (")
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--prompts", "8"], "'8' is no BxT"),
-        (["--prompts", "0x4"], "'0x4' is no"),
-        (["--prefill-chunk", "0"], "--prefill-chunk"),
-    ],
-)
-def test_refusals(argv, words, capsys):
-    assert count_memory.main(argv) == 2
-    assert words in capsys.readouterr().err
+def test_refusals(capsys):
+    assert count_memory.main(["--prompts", "0x4"]) == 2
+    assert "'0x4' is no BxT" in capsys.readouterr().err
 
 
 def test_without_triton(capsys, monkeypatch):

@@ -15,7 +15,6 @@ from interdomain.model import cell_of
 from interdomain.model.pretrained import load_model
 from interdomain.tools import _harness, _task_table, convert, evaluate, prepare_data
 from interdomain.tools._perplexity import measure, read_spans, window_losses
-from interdomain.tools._plots import Curve, Panel, draw
 
 from ..common import small_tokenizer
 from ..model.common import small_config
@@ -239,22 +238,6 @@ def test_a_trial_and_a_plot_that_cannot_be(folders, corpus, tmp_path, capsys, mo
     assert not (tmp_path / "perplexity.png").exists()
 
 
-def test_curves_with_gaps_and_rows_that_are_not_full(tmp_path):
-    curves = [Curve("a", [1, 2, 4], [1.0, None, 3.0]), Curve("b", [2, 4], [math.inf, 2.0])]
-    panels = [Panel("one", curves, "x", "y", log_x=True, log_y=True), Panel("two", curves[:1], "x", "y")] * 2
-    path = tmp_path / "plot.png"
-    assert draw(path, panels[:3]) == path
-    three = path.read_bytes()
-    draw(path, panels[:3])
-    assert path.read_bytes() == three
-    draw(path, panels)
-    assert path.read_bytes() != three
-
-
-def test_numbers_that_json_lacks():
-    assert json.loads(json.dumps(evaluate._finite({"a": [math.inf, 1.5, (math.nan,)]}))) == {"a": ["inf", 1.5, ["nan"]]}
-
-
 # What is refused, before anything is computed
 
 
@@ -276,16 +259,10 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
         ((damaged, *text), "not as it was written"),
         ((model, model, *text), "given twice"),
         ((model, *text, "--lengths", 0), "--lengths must be positive"),
-        ((model, *text, "--lengths", 64, -1), "--lengths must be positive"),
-        ((model, *text, "--device", "cuda:99"), "--device cuda:99 cannot be used here"),
         ((model, *text, "--batch-size", 0), "--batch-size must be at least 1: got 0"),
-        ((model, *text, "--limit", 0), "--limit must be at least 1"),
-        ((model, *text, "--max-length", -3), "--max-length must be at least 1"),
         ((model, *text, "--lengths", 5000), "the longest of its 4 documents has"),
-        ((model, *text, "--lengths", 5000, "--packed"), "it has"),
         ((model, "--perplexity", tmp_path / "no.txt", "--output", out), "No file matches"),
         ((model, "--perplexity", corpus, "--output", out), "text"),
-        ((model, other, "--perplexity", corpus, corpus, "--text-field", "body"), "given twice"),
     ):
         run(*argv, expect=2)
         assert part in error(capsys), argv
@@ -296,9 +273,7 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_harness, "NEEDED", ("lm_eval",))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run(model, expect=2)  # the default is tasks
-    message = error(capsys)
-    assert "--tasks needs lm_eval, not installed here" in message
-    assert "pip install -c constraints.txt -e '.[eval]'" in message
+    assert "--tasks needs lm_eval, not installed here" in error(capsys)
     assert not out.exists()
 
 
@@ -369,26 +344,4 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert _task_table.table({"a": {"mine": {"acc": {"value": 0.5, "stderr": None}}}}, CELLS) == [
         ["task", "metric", "a"],
         ["mine", "acc %", "50.00"],
-    ]
-
-
-def test_every_average_stands_below_its_group():
-    groups = [_task_table.BASED, _task_table.LONGBENCH]
-    results = {task: {metric: {"value": 0.5, "stderr": None}} for task, metric in groups[0] | groups[1]}
-    results["longbench_lcc"]["code_sim_score"] = {"value": 0.5, "stderr": None}  # the same as its score
-    rows = _task_table.table({"a": results}, CELLS)[1:]
-    assert [row[0] for row in rows] == [
-        *("swde", "fda", "squad_completion", "based_nq", "based_triviaqa", "based_drop", "average of Based's six"),
-        *(task for task, _ in _task_table.LONGBENCH),
-        "average of LongBench's 14",
-    ]
-    assert rows[6][1:] == ["contains %", "50.00", "36.53", "24.63", "14.44"]
-    assert rows[7][1:] == ["score", "0.5000", "-", "-", "-"]
-    assert rows[-1][1:] == ["score", "0.5000", "0.124", "0.1229", "0.0857"]
-
-
-def test_suites_taken_apart():
-    assert _task_table.task_names(["paper", "lambada", "mine"]) == [
-        *("lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq"),
-        *("wikitext", "mine"),
     ]

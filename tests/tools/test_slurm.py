@@ -5,13 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.tools import _node, _slurm, launch
+from interdomain.tools import _slurm, launch
+from interdomain.tools._torchrun import CONTINUE, INTERRUPTED, REFUSED, torchrun_command
 
 from .. import slurm_stand_in
 
@@ -24,33 +24,26 @@ def slurm(tmp_path, monkeypatch):
 
 
 def dry(capsys, *argv):
-    code = launch.main([*argv, "--dry-run"])
-    out, err = capsys.readouterr()
-    rows = dict(line.strip().split("  ", 1) for line in out.splitlines())
-    return code, rows, err
+    assert launch.main([*argv, "--dry-run"]) == 0
+    return dict(line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
 
 
 def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     slurm("nid001", "nid002", "nid003", "nid004", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="288(x3),144")
-    code, rows, _ = dry(capsys, "train_configs/1.3B.toml", "--site", "isambard-ai")
-    assert code == 0
+    rows = dry(capsys, "train_configs/1.3B.toml", "--site", "isambard-ai")
     assert rows["nodes"] == "4 x 4 rank(s): nid001, nid002, nid003, nid004 (SLURM job 4242)"
     assert "4 per rank x 16 rank(s)" in rows["batch"]
     assert "NCCL_NET='AWS Libfabric'" in rows["site"]
     assert "INTERDOMAIN_" not in rows["site"]
-    assert rows["of its own"].startswith("PET_RDZV_CONF=is_host=true on nid001,")
     command = shlex.split(rows["command"])
-    node = command.index("interdomain.tools._node")
-    assert command[0] == "srun"
-    own, torchrun = command[1 : node - 2], command[node + 1 :]
-    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none"} <= {*own}
-    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*own}
-    assert torchrun[0] == "4"
-    text = " ".join(torchrun)
-    assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in text
-    assert "--nproc-per-node 4" in text
-    assert text.endswith("-m interdomain.titan.entry train_configs/1.3B.toml")
-    assert "--standalone" not in text
+    node = command.index("interdomain.tools._torchrun")
+    own, torchrun = command[: node - 2], " ".join(command[node + 1 :])
+    gpus_and_cores = {"--gpus-per-node=4", "--cpus-per-task=144"}
+    assert {"srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none", *gpus_and_cores} <= {*own}
+    assert torchrun.startswith("4 ")
+    assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in torchrun
+    assert torchrun.endswith("-m interdomain.titan.entry train_configs/1.3B.toml")
+    assert "--standalone" not in torchrun
 
 
 @pytest.mark.parametrize(
@@ -59,6 +52,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
         ({"GPUS_PER_NODE": "h200:8"}, [], 8),
         ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
         ({"GPUS_PER_TASK": "h200:2", "TASKS_PER_NODE": "4"}, [], 8),
+        ({"GPUS": "h200:4"}, [], 4),  # what salloc --gpus=N leaves in the shell of a login node
         ({}, ["--site", "alps"], 4),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
         ({}, [], launch.CPU_RANKS),
@@ -67,27 +61,14 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
 def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
     slurm("a", **variables)
-    _, rows, _ = dry(capsys, *argv, "--training.global_batch_size", "64")
-    assert rows["nodes"].startswith(f"1 x {ranks} rank(s)")
-
-
-def test_gpus_of_the_whole_job_are_shared_out_among_its_nodes(slurm, capsys):
-    """What salloc --gpus=N leaves in the shell of a login node."""
-    slurm("a", "b", GPUS="h200:8")
-    found = _slurm.allocation(None, None, launch.CPU_RANKS)
-    assert (found.ranks, found.has_gpus) == (4, True)
-    assert "--gpus-per-node=4" in found.command("python", [])
-    slurm("a", "b", GPUS="3")
-    assert launch.main(["--dry-run"]) == 2
-    assert "3 GPUs on 2 nodes" in capsys.readouterr().err
+    assert dry(capsys, *argv, "--training.global_batch_size", "64")["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
 @pytest.mark.parametrize(
     "variables",
     [  # as SLURM 22.05 and 24.05 set them
         {"NTASKS_PER_NODE": "4", "GPUS_PER_TASK": "1", "CPUS_PER_TASK": "36"},
-        {"NTASKS_PER_NODE": "4", "TRES_PER_TASK": "cpu=36,gres/gpu=1", "TRES_BIND": "gres/gpu:per_task:1"},
-        {"GPUS": "8", "NTASKS_PER_GPU": "1", "GPU_BIND": "single:1", "CPUS_PER_GPU": "36"},
+        {"GPUS": "8", "NTASKS_PER_GPU": "1", "GPU_BIND": "single:1", "TRES_BIND": "gres/gpu:per_task:1"},
     ],
 )
 def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
@@ -96,49 +77,44 @@ def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "36")
     found = _slurm.allocation(None, None, 1)
     assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command("python", [])}
-    assert (found.ranks, found.site.name) == (4, "plain")
     shares = "[name for name in os.environ if re.search('PER_TASK|PER_GPU|PER_TRES|_BIND', name)]"
     look = f"import os, re, sys; sys.exit(bool({shares}) or os.environ['SLURM_JOB_ID'] != '4242')"
     assert _slurm.run([sys.executable, "-c", look], found.site) == 0
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv", "code"),
-    [({"GPUS_PER_NODE": "4"}, [], 0), ({}, ["--site", "alps"], 0), ({}, [], 2), ({"JOB_ID": ""}, [], 2)],
-)
-def test_what_the_nodes_gpus_can_do_is_not_refused_for_the_login_node(
-    slurm, capsys, monkeypatch, variables, argv, code
-):
+@pytest.mark.parametrize(("argv", "code"), [(["--site", "alps"], 0), ([], 2)])
+def test_what_the_nodes_gpus_can_do_is_not_refused_for_the_login_node(slurm, capsys, monkeypatch, argv, code):
     monkeypatch.setattr(launch.torch.accelerator, "is_available", lambda: False)
-    slurm("a", "b", **variables)
-    for flags in (["--checkpoint.async_mode", "async_with_pinned_mem"], ["--profiling.enable_profiling"]):
-        assert launch.main([*argv, *flags, "--ranks", "1", "--dry-run"]) == code
-        assert ("needs a GPU, and this machine has none" in capsys.readouterr().err) == bool(code)
+    slurm("a", "b")
+    pinned = ["--checkpoint.async_mode", "async_with_pinned_mem", "--ranks", "1", "--dry-run"]
+    assert launch.main([*argv, *pinned]) == code
+    assert ("needs a GPU, and this machine has none" in capsys.readouterr().err) == bool(code)
 
 
 def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
-    site = tmp_path / "ours.env"
-    site.write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")
+    (tmp_path / "ours.env").write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")
     monkeypatch.setenv("NCCL_NET", "shell")
     slurm("a")
-    found = _slurm.allocation(str(site), 1, 1)
-    out = tmp_path / "seen"
+    found, out = _slurm.allocation(str(tmp_path / "ours.env"), 1, 1), tmp_path / "seen"
     names = "NCCL_NET", "NCCL_PROTO", "INTERDOMAIN_SRUN"
     code = f"import os; open({str(out)!r}, 'w').write(str([os.environ.get(name) for name in {names}]))"
     assert _slurm.run([sys.executable, "-c", code], found.site) == 0
     assert out.read_text() == str(["shell", "^LL128", None])
     assert "--label" in found.command("python", [])
+    (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
+    with pytest.raises(ValueError, match=r"bad.env, line 2"):
+        _slurm.site_named(str(tmp_path / "bad.env"))
 
 
 @pytest.mark.parametrize(
     ("signals", "status", "said"),
     [
         ([], 1, 1),
-        (["SIGUSR1"], 137, _slurm.CONTINUE),
+        (["SIGUSR1"], 137, CONTINUE),
         (["SIGTERM"], 0, 0),
-        (["SIGTERM"], _slurm.REFUSED, _slurm.REFUSED),  # a full disk, say: put back, the job would meet it again
+        (["SIGTERM"], REFUSED, REFUSED),  # a full disk, say: requeued, the job would meet it again
         (["SIGINT"], 1, 1),  # srun shows where its nodes stand, and goes on
-        (["SIGINT", "SIGINT"], 130, _slurm.INTERRUPTED),
+        (["SIGINT", "SIGINT"], 130, INTERRUPTED),
     ],
 )
 def test_what_srun_s_end_means(slurm, signals, status, said):
@@ -149,62 +125,13 @@ def test_what_srun_s_end_means(slurm, signals, status, said):
     assert _slurm.run([sys.executable, "-c", code], _slurm.site_named("plain")) == said
 
 
-def test_every_site_reads_and_says_where_it_is_from():
-    for file in _slurm.SITES.glob("*.env"):
-        site = _slurm.site_named(file.stem)
-        assert all(re.fullmatch(r"(NCCL|FI|CUDA|MPICH|INTERDOMAIN)_\w+", name) for name in site.variables), file
-        if site.variables:
-            assert "not measured by this project" in file.read_text()
-
-
 @pytest.mark.parametrize("site", ["plain", "isambard-ai", "alps"])
-def test_torchrun_takes_what_it_is_given(slurm, site):
+def test_torchrun_takes_what_a_site_gives_it(slurm, site):
     slurm("a", "b")
-    given = launch.torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
+    given = torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
     args = get_args_parser().parse_args(given[given.index("torch.distributed.run") + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "4", 3)
     assert args.numa_binding == (None if site == "plain" else "node")
-
-
-@pytest.mark.parametrize("found", [None, "numactl"])
-def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
-    """torchrun would end with an exception."""
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(_node.shutil, "which", lambda name: found)
-    monkeypatch.setattr(_node, "supervise", lambda command, environment: command)
-    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "interdomain.titan.entry"]
-    left_out = [flag for flag in given if flag not in _node.main(["4", *given])]
-    assert left_out == ([] if found else ["--numa-binding=node"])
-    assert ("--numa-binding=node is left out" in capsys.readouterr().err) == (not found)
-
-
-def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(_node, "supervise", lambda command, environment: environment)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    found = _node.main(["4", "python"])
-    folder = Path(found["TRITON_CACHE_DIR"]).parent
-    assert folder == Path(found["TORCHINDUCTOR_CACHE_DIR"]).parent
-    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to(tmp_path / "elsewhere")  # as somebody else could, where all can write
-    assert _node.main(["4", "python"]) == 2
-    assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, "mine")
-    assert _node.main(["4", "python"])["TRITON_CACHE_DIR"] == "mine"
-
-
-def test_the_example_of_a_batch_script_calls_what_exists():
-    script = (_slurm.SITES / "requeue.sbatch").read_text()
-    (line,) = [line for line in script.splitlines() if line.startswith("./launch.sh")]
-    _, config, flag, site = line.split()
-    assert (ROOT / config).is_file()
-    assert flag == "--site"
-    assert _slurm.site_named(site)
-    assert "--signal=USR1@" in script
 
 
 @pytest.mark.parametrize(
@@ -212,69 +139,53 @@ def test_the_example_of_a_batch_script_calls_what_exists():
     [
         (0, 0, None, False),
         (1, 0, None, False),
-        (launch.CONTINUE, 0, None, True),
-        (launch.CONTINUE, 12, "12", True),
-        (launch.CONTINUE, 2, "1", False),  # SLURM has started the job once more since
-        (launch.CONTINUE, 12, "1", False),
-        (launch.CONTINUE, None, "1", False),  # nobody answers: the node is cut off
+        (CONTINUE, 0, None, True),
+        (CONTINUE, 12, "12", True),
+        (CONTINUE, 12, "1", False),  # SLURM has started the job again since
+        (CONTINUE, None, "1", False),  # nobody answers: the node is cut off
     ],
 )
-def test_the_batch_script_puts_back_the_job_that_it_is_a_start_of(
-    tmp_path, monkeypatch, code, restarts, ours, requeued
-):
-    tools = {
-        "launch.sh": f"exit {code}",
-        "scontrol": f"echo $@ >> {tmp_path}/asked\n"
-        + ("exit 1" if restarts is None else f"echo '   Requeue=1 Restarts={restarts} BatchFlag=1'"),
-    }
+def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monkeypatch, code, restarts, ours, requeued):
+    script = (_slurm.SITES / "requeue.sbatch").read_text()
+    config, site = re.search(r"^./launch.sh (\S+) --site (\S+)$", script, re.MULTILINE).groups()
+    assert (ROOT / config).is_file()
+    assert _slurm.site_named(site)
+    answer = "exit 1" if restarts is None else f"echo '   Requeue=1 Restarts={restarts} BatchFlag=1'"
+    tools = {"launch.sh": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked\n{answer}"}
     for name, does in tools.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.delenv("SLURM_RESTART_COUNT", False)
-    if ours is not None:
-        monkeypatch.setenv("SLURM_RESTART_COUNT", ours)
-    done = subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path)
-    assert done.returncode == code
-    asked = (tmp_path / "asked").read_text().splitlines() if (tmp_path / "asked").is_file() else []
+    monkeypatch.setenv("SLURM_RESTART_COUNT", ours) if ours else monkeypatch.delenv("SLURM_RESTART_COUNT", False)
+    assert subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path).returncode == code
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").is_file() else ""
     assert ("requeue 77" in asked) == requeued
 
 
 @pytest.mark.parametrize(
     ("variables", "argv", "said"),
     [
-        ({"JOB_NUM_NODES": ""}, [], ["names no nodes", "sbatch --nodes=N", "--site local"]),
-        ({"JOB_NODELIST": ""}, [], ["SLURM_JOB_NODELIST is not set"]),
-        ({"JOB_NUM_NODES": "3"}, [], ["has 3 node(s)", "names 2: a, b"]),
-        ({}, ["--site", "isambard"], ["--site isambard", "alps, isambard-ai, plain, local"]),
-        ({}, ["--site", "no/such.env"], ["no/such.env", "there is no such site"]),
-        ({"JOB_ID": ""}, ["--site", "alps"], ["no SLURM allocation", "leave --site out"]),
-        ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], ["srun started this line 2 times", "Leave srun out"]),
+        ({"JOB_NUM_NODES": ""}, [], "names no nodes"),
+        ({"JOB_NUM_NODES": "3"}, [], "has 3 node(s)"),
+        ({"GPUS": "3"}, [], "3 GPUs on 2 nodes"),
+        ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
+        ({"JOB_ID": ""}, ["--site", "alps"], "no SLURM allocation"),
+        ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this line 2 times"),
     ],
 )
 def test_refusals(slurm, capsys, variables, argv, said):
     slurm("a", "b", **variables)
     assert launch.main([*argv, "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    for words in said:
-        assert words in error
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("variables", "argv"),
-    [({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])],
+    ("variables", "argv"), [({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])]
 )
 def test_this_machine_alone(slurm, capsys, variables, argv):
     """As the user says, or in a shell that srun gave."""
     slurm("a", "b", **variables)
-    _, rows, _ = dry(capsys, *argv, "--ranks", "1")
+    rows = dry(capsys, *argv, "--ranks", "1")
     assert "--standalone" in rows["command"]
     assert "nodes" not in rows
-
-
-def test_a_site_file_that_is_not_one(tmp_path):
-    (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
-    with pytest.raises(ValueError, match=r"bad.env, line 2: 'export NCCL_PROTO=y' is not NAME=VALUE"):
-        _slurm.site_named(str(tmp_path / "bad.env"))

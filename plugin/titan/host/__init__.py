@@ -13,12 +13,4 @@ if torchtitan.__version__ != VERSION:
         f"methods that other versions name differently. Install it: pip install torchtitan=={VERSION}."
     )
 
-try:
-    from .titan_0_2 import *  # noqa: F403
-except ModuleNotFoundError:  # what TorchTitan needs itself
-    raise
-except ImportError as e:
-    raise ValueError(
-        f"this TorchTitan {VERSION} has been changed since its release ({e}). Install the release: pip install "
-        f"--force-reinstall torchtitan=={VERSION}."
-    ) from e
+from .titan_0_2 import *  # noqa: E402, F403

@@ -1,7 +1,7 @@
 """TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration.
 
-A method that is overridden under a name which TorchTitan no longer calls would be silently without effect. So `HOOKED` lists
-all that are overridden or called, and `require_hooks` refuses to start where one is missing.
+The plugin overrides methods of its classes, which is without effect where another release calls them by other names: hence the
+check of the version in `__init__`.
 """
 
 # ruff: noqa: F401 (names for the other modules)
@@ -9,7 +9,8 @@ all that are overridden or called, and `require_hooks` refuses to start where on
 import copy
 import math
 import os
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
 from torchtitan.components import metrics
@@ -21,7 +22,7 @@ from torchtitan.components.checkpoint import (
     TRAIN_STATE,
     CheckpointManager,
 )
-from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
@@ -43,42 +44,14 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
 
-HOOKED = {
-    Trainer: "init_distributed batch_generator train train_step should_continue_training state_dict load_state_dict close",
-    CheckpointManager: "load save close dcp_save _states_to_load maybe_wait_for_staging _async_wait _save_last_step "
-    "_purge_stale_checkpoints _create_checkpoint_id",
-    OptimizersContainer: "step zero_grad state_dict load_state_dict _validate_length _post_init",
-    LRSchedulersContainer: "step state_dict load_state_dict",
-    MetricsProcessor: "should_log log log_validation close",
-    LoggerContainer: "add_logger log close",
-    BaseLogger: "log close",
-    BaseValidator: "should_validate validate",
-    ParallelDims: "get_mesh get_optional_mesh fsdp_enabled dp_replicate_enabled",
-    HuggingFaceTextDataset: "state_dict load_state_dict",
-    GarbageCollection: "run",
-}
 
-
-def require_hooks() -> None:
-    """Raises: ValueError that names what the plugin overrides or calls and TorchTitan does not have."""
-    missing = [
-        f"{owner.__name__}.{name}" for owner in HOOKED for name in HOOKED[owner].split() if not hasattr(owner, name)
-    ]
-    if missing:
-        raise ValueError(
-            f"this TorchTitan has no {', '.join(missing)}, which the plugin overrides or calls: has it been changed since "
-            "release 0.2.2? The run would go on without locks, checkpoints or guards that depend on it. Install the release: "
-            "pip install --force-reinstall torchtitan==0.2.2."
-        )
-
-
-def replace_device(device_type: str, device_module) -> None:
+def replace_device(device_type: str, device_module: Any) -> None:
     """Make TorchTitan compute on a device that it does not know: all that is replaced in it.
 
     TorchTitan assumes an accelerator, and several of its modules hold copies of these two names.
     """
     for module in (utils, dist_utils, parallel_dims, metrics, profiling):
-        module.device_type, module.device_module = device_type, device_module
+        vars(module).update(device_type=device_type, device_module=device_module)
     # TorchTitan would take the device for an A100. There is no figure to compare with: the utilisation shown is 0.
     utils.get_peak_flops = lambda device_name: math.inf
 
@@ -93,20 +66,29 @@ def local_device() -> torch.device:
 class Configuration(JobConfig):
     """TorchTitan's configuration with the plugin's sections and fields set on it."""
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return _plain(self)
 
 
-def translate(job) -> Configuration:
+def translate(job: Any) -> Any:
     """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field."""
     config = Configuration()
-    for name, section in vars(job).items():
-        if hasattr(config, name):
-            vars(getattr(config, name)).update(vars(section))
+    for section in fields(job):
+        ours = getattr(job, section.name)
+        if hasattr(config, section.name):
+            vars(getattr(config, section.name)).update(vars(ours))
         else:
-            setattr(config, name, copy.copy(section))
+            setattr(config, section.name, copy.copy(ours))
     return config
 
 
-def _plain(value):
+def torchtitan_default(setting: str) -> Any:
+    """TorchTitan's own value of SECTION.FIELD; None for what it does not have."""
+    value = JobConfig()
+    for name in setting.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _plain(value: Any) -> Any:
     return {name: _plain(part) for name, part in vars(value).items()} if is_dataclass(value) else value

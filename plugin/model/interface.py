@@ -1,0 +1,51 @@
+"""What every token mixer answers for: the function, its state, and its costs. Nothing else asks which mixer a model has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+
+# Shapes: B batch, T time.
+
+
+class Mixer(nn.Module):
+    """Base of the mixers: x [B, T, dim] -> [B, T, dim] by `forward(x, rope, dynamics, state, packing)`.
+
+    Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
+    """
+
+    @staticmethod
+    def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
+        """Of each of a model's mixers, what is constant over the sequence: computed once per forward."""
+        raise NotImplementedError("this mixer does not say what is constant over the sequence")
+
+    @staticmethod
+    def packing(documents: Tensor, dtype: torch.dtype) -> Any:
+        """What `forward` needs to know of packed documents: from the number of each token's, [B, T] int32."""
+        raise NotImplementedError("this mixer cannot keep packed documents apart")
+
+    @staticmethod
+    def continuing(state: Any, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Any:
+        """The same for a piece that continues from a `ModelState`, with left padding [B] or None."""
+        raise NotImplementedError("this mixer cannot continue from a state")
+
+    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any) -> Any:
+        """The layer's state before the first token; `capacity` tokens of room where it grows."""
+        raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
+
+    @staticmethod
+    def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
+        """Multiply-adds of one layer's mixer per token: its "linear" layers, its convolutions "conv", its core "mixer"."""
+        raise NotImplementedError("this mixer does not count its FLOPs")
+
+    @staticmethod
+    def state_size(config: ModelConfig) -> int:
+        """Numbers of one layer's state per sequence (of a growing one per token), without the convolutions' last inputs."""
+        raise NotImplementedError("this mixer does not say how large its state is")
+
+    @staticmethod
+    def kept(config: ModelConfig) -> dict[str, int]:
+        """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"."""
+        raise NotImplementedError("this mixer does not say what its backward pass keeps")

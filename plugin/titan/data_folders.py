@@ -1,0 +1,112 @@
+"""The folders of tokens and the tokenizer that [data] names, opened and checked against one another."""
+
+import glob
+import os
+from typing import cast
+
+from interdomain.data import (
+    MixtureDataset,
+    PackedDataset,
+    TokenCorpus,
+    Tokenizer,
+    check_vocab,
+    load_tokenizer,
+    read_manifest,
+)
+
+from .plan import model_config, seed_of
+from .schema import JobConfig
+
+
+def corpora_of(job_config: JobConfig) -> list[str]:
+    """`data.corpus` as a list, checked to exist, with weights that fit."""
+    data = job_config.data
+    # A string may be a list too: on the command line lists have commas.
+    corpora = data.corpus.split(",") if isinstance(data.corpus, str) else list(data.corpus)
+    for corpus in corpora or [""]:
+        _require_corpus(corpus)
+    if (len(corpora) > 1 and len(data.weights) != len(corpora)) or len(corpora) == 1 < len(data.weights):
+        raise ValueError(
+            f"data.corpus names {len(corpora)} corpora and data.weights {len(data.weights)} weights: a mixture needs one for "
+            "each, and a single corpus none."
+        )
+    return corpora
+
+
+def open_tokenizer(job_config: JobConfig) -> Tokenizer:
+    """The run's tokenizer, checked against every corpus and the model's vocabulary."""
+    data = job_config.data
+    if data.stream:
+        _refuse_for_stream(job_config)
+    corpora = [] if data.stream else corpora_of(job_config)
+    prepared = [corpus for corpus in corpora if os.path.isdir(corpus)]
+    if not prepared and not data.tokenizer:
+        raise ValueError(
+            f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
+            "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
+        )
+    tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
+    also = [data.validation_corpus] if os.path.isdir(data.validation_corpus) else []
+    for corpus in prepared + also:
+        made_with = read_manifest(corpus)["tokenizer"]["sha256"]
+        if tokenizer.sha256 != made_with:
+            named = f"data.tokenizer = {data.tokenizer!r}" if data.tokenizer else f"the tokenizer of {prepared[0]!r}"
+            raise ValueError(
+                f"{named} is not the tokenizer that made data.corpus = {corpus!r} "
+                f"(sha256 {tokenizer.sha256[:16]}... against {made_with[:16]}...). Leave data.tokenizer empty to use the "
+                "corpus's own, or prepare the corpus with this tokenizer."
+            )
+    try:
+        check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
+    except ValueError as e:
+        raise ValueError(
+            f"{e} The setting is model.vocab_size; unset, model.flavor = {job_config.model.flavor} decides."
+        ) from e
+    return tokenizer
+
+
+def _refuse_for_stream(job_config: JobConfig) -> None:
+    data = job_config.data
+    lacks = not data.tokenizer or (job_config.validation.enable and not data.validation_corpus)
+    if lacks or data.corpus or data.weights or data.reset_state_at_documents:
+        raise ValueError(
+            f"data.stream = {data.stream!r} is text without a validation split: it needs data.tokenizer, and "
+            "data.validation_corpus where validation.enable is true. Leave out data.corpus (--data.corpus ''), data.weights "
+            "and data.reset_state_at_documents; or prepare a corpus (python -m interdomain.tools.prepare_data)."
+        )
+
+
+def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDataset:
+    """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
+    data = job_config.data
+    seq_len = job_config.validation.seq_len if split == "validation" else job_config.training.seq_len
+    if split == "validation" and data.validation_corpus:
+        _require_corpus(data.validation_corpus)
+        corpora = [data.validation_corpus]
+    else:
+        corpora = corpora_of(job_config)
+        bare = [corpus for corpus in corpora if not os.path.isdir(corpus)]
+        if split == "validation" and bare:
+            raise ValueError(
+                f"data.corpus = {bare[0]!r} is bare shards, which have no validation split. Set data.validation_corpus to "
+                "other shards, or validation.enable to false."
+            )
+    datasets = []
+    for corpus in corpora:
+        # A prepared corpus knows its own vocabulary.
+        vocab_size = None if os.path.isdir(corpus) else model_config(job_config).vocab_size
+        tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
+        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=seed_of(job_config), shuffle=split == "train"))
+    return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
+
+
+def _require_corpus(corpus: str) -> None:
+    prepare = "Prepare one (python -m interdomain.tools.prepare_data --help) and pass --data.corpus FOLDER"
+    if not corpus:
+        raise ValueError(f"data.corpus is not set. {prepare}, or set it in the TOML file.")
+    if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):
+        raise FileNotFoundError(
+            f"data.corpus = {corpus!r}: there is no such folder, and no shard of that name. {prepare}."
+        )
+    if os.path.isdir(corpus):
+        read_manifest(corpus)  # says what is wrong with a folder that is no prepared corpus

@@ -1,0 +1,115 @@
+"""How a run ends for whoever started it: exit statuses and signals, with small processes in torchrun's place."""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from interdomain.outcome import OUTCOME, launcher_has_ended
+from interdomain.tools import _torchrun
+from interdomain.tools._torchrun import CONTINUE, ELASTIC, REFUSED
+
+# A stand-in for torchrun: `seen` counts the signals that reach it; `wait` gives them time.
+STAND_IN = """
+import os, signal, sys, time
+seen = []
+signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+def ask(number, who):
+    os.kill(who, number)
+    time.sleep(0.2)
+def say(word):
+    open(os.environ["INTERDOMAIN_OUTCOME"], "w").write(word)
+def wait():
+    for _ in range(100):
+        if seen:
+            return
+        time.sleep(0.1)
+launcher, me = os.getppid(), os.getpid()
+"""
+
+
+def run(program):
+    return _torchrun.run([sys.executable, "-c", STAND_IN + program], dict(os.environ))
+
+
+THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        (THRICE + "wait(); say('left'); sys.exit(1 if seen == [signal.SIGTERM] else 9)", CONTINUE, "left on a signal"),
+        ("say('left')", CONTINUE, "left on a signal"),  # one rank alone got it
+        ("ask(signal.SIGUSR1, launcher); wait(); sys.exit(1)", CONTINUE, "without a checkpoint"),
+        ("ask(signal.SIGTERM, launcher)", 0, ""),  # after the last step
+        ("say('stopped'); sys.exit(1)", REFUSED, ""),  # by a decision of a rank, asked to leave or not
+        ("ask(signal.SIGUSR1, launcher); wait(); say('stopped'); sys.exit(1)", REFUSED, ""),
+        # Schedulers and terminals signal every process: torchrun must not die of what is for the launcher.
+        ("ask(signal.SIGUSR1, me); ask(signal.SIGHUP, me); sys.exit(4)", 4, ""),
+        ("os.kill(launcher, signal.SIGINT); sys.exit(1)", _torchrun.INTERRUPTED, ""),
+    ],
+)
+def test_what_the_end_of_torchrun_means(program, status, said, capfd):
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    before = [signal.getsignal(number) for number in numbers]
+    assert run(program) == status
+    assert (said or "the same command continues it") in capfd.readouterr().err or not said
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run("ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)") == 4
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    default = get_args_parser().parse_args(["x.py"]).signals_to_handle
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
+    handled = get_args_parser().parse_args(["x.py"]).signals_to_handle
+    assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP"}  # torchrun would take back what nohup gave
+
+
+def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):
+    program = "from interdomain.outcome import *; print(not launcher_has_ended(), os.environ[OUTCOME])"
+    assert run(f"sys.stdout = open({str(tmp_path / 'said')!r}, 'w'); {program}") == 0
+    lived, path = (tmp_path / "said").read_text().split()
+    monkeypatch.delenv(OUTCOME, raising=False)
+    assert (lived, launcher_has_ended()) == ("True", False)
+    monkeypatch.setenv(OUTCOME, path.replace(str(os.getpid()), str(2**30)))
+    assert launcher_has_ended()
+
+
+@pytest.mark.parametrize("found", [None, "numactl"])
+def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
+    """torchrun would end with an exception."""
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(shutil, "which", lambda name: found)
+    monkeypatch.setattr(_torchrun, "run", lambda command, environment: command)
+    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "interdomain.titan.entry"]
+    left_out = [flag for flag in given if flag not in _torchrun.main(["4", *given])]
+    assert left_out == ([] if found else ["--numa-binding=node"])
+    assert ("needs numactl" in capsys.readouterr().err) == (not found)
+
+
+def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(_torchrun, "run", lambda command, environment: environment)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    folder = Path(_torchrun.main(["4", "python"])["TRITON_CACHE_DIR"]).parent
+    assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")  # as somebody else could, where all can write
+    assert _torchrun.main(["4", "python"]) == 2
+    assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "mine")
+    assert _torchrun.main(["4", "python"])["TRITON_CACHE_DIR"] == "mine"

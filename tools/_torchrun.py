@@ -1,0 +1,129 @@
+"""torchrun on one node: its command, its environment, signals passed on, and an exit status that says whether to come back.
+
+Two things start a run again: torchrun its ranks when one of them fails (--max-restarts), and a scheduler's requeue the job when
+a node is lost or the time is over (tools/sites/requeue.sbatch, at exit status 75). This module starts nothing a second time.
+
+srun runs it on every node of an allocation: python -m interdomain.tools._torchrun RANKS TORCHRUN'S COMMAND
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from interdomain.folders import private_folder
+from interdomain.outcome import LEFT, OUTCOME, STOPPED
+
+from ._cli import user_errors
+
+CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
+REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
+INTERRUPTED = 130  # 128 + SIGINT, as shells say it
+ELASTIC = {
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds to save in; torchrun's own 30 would cut a large checkpoint short
+    # Shared with torchrun, the ranks' store outlives them: those that are restarted would find the addresses of the dead.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # torchrun's own, but for SIGHUP: it would take back what nohup gave, and end the ranks unsaved.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
+}
+
+
+def torchrun_command(
+    config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ("--standalone",)
+) -> list[str]:
+    """Of one node; `rendezvous`: torchrun's flags by which nodes find each other."""
+    return [
+        *(python_here(), "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks)),
+        *(("--max-restarts", str(restarts)) if restarts else ()),
+        *("--local-ranks-filter", "0"),  # one rank's lines on the console
+        *("-m", "interdomain.titan.entry", config, *flags),
+    ]
+
+
+def python_here() -> str:
+    """This interpreter, by a path relative to the working folder where it lies inside."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """The run's environment: what the user set wins. Raises: PermissionError if others could write to the kernels' cache."""
+    ours = {"PYTHONUNBUFFERED": "1", **ELASTIC}
+    # Compiled kernels on this machine's own disk: thousands of small files, which every rank of a shared disk would wait for.
+    caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    if not caches.keys() <= os.environ.keys():
+        folder = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
+        ours |= {name: str(folder / place) for name, place in caches.items()}
+    if torch.cuda.is_available():
+        ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    else:
+        ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
+    return {**ours, **os.environ}
+
+
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run torchrun to its end. SIGTERM, SIGUSR1 and SIGHUP ask the run to save and leave.
+
+    Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after Ctrl-C, REFUSED
+    for one that a rank ended by decision, else torchrun's status.
+    """
+    asked = []
+    with tempfile.TemporaryFile("w+") as outcome:
+        environment = {**environment, OUTCOME: f"/proc/{os.getpid()}/fd/{outcome.fileno()}"}
+        # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every
+        # process, it must not die of it.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGUSR1, signal.SIGHUP)}
+        before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+        process = subprocess.Popen(command, env=environment)
+
+        def pass_on(number, frame):
+            if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
+                process.send_signal(signal.SIGTERM)
+            asked.append(number)
+
+        for number, handler in before.items():
+            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup: the run goes on without its terminal
+                signal.signal(number, pass_on)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
+            process.wait()
+            return INTERRUPTED
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        outcome.seek(0)
+        said = outcome.read()
+    if said == STOPPED:  # a full disk, for one: asked to leave or not
+        return REFUSED
+    if said == LEFT or (asked and code):
+        saved = "left on a signal" if said == LEFT else "ended after a signal, without a checkpoint of where it was"
+        print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
+        return CONTINUE
+    return code
+
+
+@user_errors
+def main(argv=None) -> int:
+    ranks, *command = sys.argv[1:] if argv is None else argv
+    binding = [flag for flag in command if flag.startswith("--numa-binding=")]
+    if binding and shutil.which("numactl") is None:  # a container may lack it, and torchrun would not start
+        command.remove(binding[0])
+        print(
+            f"{os.uname().nodename}: {binding[0]} needs numactl, which is not on PATH here, and is left out: ranks may run far "
+            "from their GPUs' memory.",
+            file=sys.stderr,
+        )
+    # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
+    first = os.environ["SLURM_NODEID"] == "0"
+    return run(command, {"PET_RDZV_CONF": f"is_host={str(first).lower()}", **environment(int(ranks))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
