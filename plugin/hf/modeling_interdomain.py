@@ -154,8 +154,7 @@ class SoftmaxMixer(nn.Module):
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
             past_key_values.states[self.layer_idx] = k, v
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
-        grouped = q.shape[1] != k.shape[1]
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+        o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))
 
 
@@ -201,8 +200,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         super().post_init()
-        # After it, for transformers 4 refuses names of which a model has no parameter.
-        self._keep_in_fp32_modules_strict = {"ssm", "frequencies"}
+        modules = {name.rpartition(".")[2] for name, _ in self.named_modules()}
+        self._keep_in_fp32_modules_strict = {"ssm", "feature_map"} & modules
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -299,15 +298,13 @@ class InterdomainModel(InterdomainPreTrainedModel):
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
             if len(cache.position) != B:
-                raise ValueError(
-                    f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all of them."
-                )
+                raise ValueError(f"past_key_values holds {len(cache.position)} texts, this batch {B}: continue all.")
             start = cache.position.to(device)
         mask = None
         if attention_mask is not None:
             before = 0 if cache is None else cache.length
             if attention_mask.ndim != 2 or (looking and attention_mask.shape not in ((B, T), (B, before + T))):
-                expected = f"{[B, T]}" + (f" or {[B, before + T]}" if before else "")
+                expected = f"{[B, T]} or {[B, before + T]}"
                 raise ValueError(f"attention_mask is {list(attention_mask.shape)}; expected {expected}.")
             mask = attention_mask[:, -T:].to(device=device, dtype=torch.bool)
             if mask.all() if looking else T == 1:
@@ -322,7 +319,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
                     "sequences are not supported.)"
                 )
         positions = counted.clamp_min(0) if softmax or mask is None else start[:, None] + torch.arange(T, device=device)
-        unseen = self._attended(ones, mask, cache) if softmax else mask if mask is None else Padding.of(mask)
+        unseen = self._attended(ones, mask, cache) if softmax else None if mask is None else Padding.of(mask)
         rope = None
         if self.config.rope:
             pairs = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=device) / self.config.head_dim
@@ -430,20 +427,23 @@ class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: InterdomainCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutputWithPast:
         """The last token is the last that attention_mask keeps; without one, the last that is not config.pad_token_id."""
-        outputs = self.model(input_ids, attention_mask, **kwargs)
+        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         (B, T, _), device = logits.shape, logits.device
         mask = None if attention_mask is None else attention_mask[:, -T:]
         if mask is None and input_ids is not None and self.config.pad_token_id is not None:
             mask = input_ids != self.config.pad_token_id
-        last = torch.full((B,), T - 1, device=device)
+        pooled = logits[:, -1]
         if mask is not None:
             last = (torch.arange(T, device=device) * mask.to(device)).argmax(-1)
-        pooled = logits[torch.arange(B, device=device), last]
+            pooled = logits[torch.arange(B, device=device), last]
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled, config=self.config)
