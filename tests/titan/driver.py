@@ -62,7 +62,9 @@ class Watch:
             stack.callback(model.register_forward_hook(self.spoiled).remove)
         if "scan" in self.probes:
             chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
-            watched = {name: self.counted(name, getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")}
+            watched = {
+                name: self.counted(name, getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")
+            }
             stack.callback(ops.IMPLEMENTATIONS.__setitem__, "chunkwise", chunkwise)
             ops.IMPLEMENTATIONS["chunkwise"] = chunkwise._replace(**watched)
             for layer in model.layers.values():
