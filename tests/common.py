@@ -1,4 +1,4 @@
-"""What several rooms' tests share."""
+"""What the tests of several packages share."""
 
 import os
 from pathlib import Path
