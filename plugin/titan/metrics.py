@@ -1,5 +1,6 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
+import logging
 import math
 import re
 import statistics
@@ -56,6 +57,8 @@ class InterdomainMetrics(MetricsProcessor):
         self.began = False
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.life_signs_at: int | None = None
+        if math.isinf(self.gpu_peak_flops):  # a CPU, whose peak is not known
+            logger.addFilter(_without_mfu)
 
     def should_log(self, step: int) -> bool:
         self._begin(step)  # the trainer asks after every step: here the checkpoint has been loaded
@@ -222,6 +225,12 @@ def _slowest(seconds: float) -> float:
     most = torch.tensor(seconds, dtype=torch.float32, device=device_here())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.item()
+
+
+def _without_mfu(record: logging.LogRecord) -> bool:
+    """Remove the MFU, which is 0 there, from TorchTitan's line of a step."""
+    record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: 0\.00%", "", str(record.msg))
+    return True
 
 
 def _short(n: int) -> str:
