@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,8 +69,9 @@ class NothingReadBack(TorchDispatchMode):
 def test_the_decision_stays_on_the_device(alone):
     """On CUDA one value read by the host would make every step wait for the whole backward pass."""
     model = torch.nn.Linear(3, 3)
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True, "foreach": False}
-    optimizers = GroupedOptimizers([model], torch.optim.AdamW, options, ssm_lr=0.1, ssm_weight_decay=0.0)
+    options = {"name": "AdamW", "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    options |= {"implementation": "fused", "ssm_lr": 0.1, "ssm_weight_decay": 0.0}
+    optimizers = GroupedOptimizers([model], SimpleNamespace(**options))
     weights = [model.weight.detach().clone()]
     for norm in (1.0, math.nan, 1.0):
         for p in model.parameters():
