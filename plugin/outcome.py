@@ -3,9 +3,8 @@
 import contextlib
 import os
 
-OUTCOME = (
-    "INTERDOMAIN_OUTCOME"  # the variable that names the launcher's file: /proc/PID/fd/N, which ends with the launcher
-)
+# The variable that names the launcher's file: /proc/PID/fd/N, which ends with the launcher.
+OUTCOME = "INTERDOMAIN_OUTCOME"
 LEFT, STOPPED = "left", "stopped"
 
 

@@ -47,18 +47,17 @@ def require_same_model(folder: Path, index: Metadata, record: dict, config: dict
         index, record: of the checkpoint. config, tensors: this model's configuration and state dict.
     Raises: ValueError.
     """
-    found, differences = index.state_dict_metadata, []
+    found, pairs = index.state_dict_metadata, []
     if record:  # settings that make another model of the same tensors; the context length does not
         there, here = (ModelConfig.from_dict(c).to_dict() for c in (record["model"], config))
         pairs = [(name, there[name], here[name]) for name in here if name not in ("max_seq_len", "mixer")]
         pairs += [(f"mixer.{name}", there["mixer"][name], value) for name, value in here["mixer"].items()]
-        differences = [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]
-    differences += [f"{name} is missing there" for name in tensors if name not in found]
-    differences += [f"{name} is unknown here" for name in found.keys() - tensors if not name.startswith(OTHER_STATE)]
-    for name in found.keys() & tensors:
-        there, here = list(getattr(found[name], "size", ())), list(tensors[name].shape)
-        differences += [f"{name} is {there} there and {here} here"] if there != here else []
-    if differences:
+    there = {
+        name: list(getattr(entry, "size", ())) for name, entry in found.items() if not name.startswith(OTHER_STATE)
+    }
+    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    pairs += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
+    if differences := [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]:
         cell = f" (there: {cell_of(ModelConfig.from_dict(record['model']), record['size'])})" if record else ""
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise ValueError(

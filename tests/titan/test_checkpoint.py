@@ -1,7 +1,7 @@
+# ruff: noqa: F811 (fixtures are imported)
 """What is saved, what is loaded, and what happens to damaged checkpoints: real saves of a small module.
 
-A damaged or half-written checkpoint is never resumed from and never costs an older one; what a command asks for once (going
-back to a step, leaving out a part) happens once, however often it is started.
+A damaged or half-written checkpoint is never resumed from and never costs an older one.
 """
 
 import errno
@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,132 +23,11 @@ from torchtitan.components.checkpoint import CheckpointManager
 from interdomain.model import build_config
 from interdomain.model.distributed_checkpoint import altered_entry, finished_steps, parse_index
 from interdomain.titan import resume_from
-from interdomain.titan.checkpoint import SelfDescribingCheckpoints
-from interdomain.titan.guard import Guard
-from interdomain.titan.host import translate
 from interdomain.titan.integrity import read_checked
 from interdomain.titan.lock import FolderLock
-from interdomain.titan.settings import read_job_config
 
-from .conftest import TINY, refusal
-
-
-class State:
-    """An optimizer, a loader, a schedule: one number each, equal to the step."""
-
-    def __init__(self):
-        self.value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-class Trainer(State):
-    step = ntokens_seen = 0
-
-    def __init__(self):
-        self.metrics_processor = SimpleNamespace()
-
-    def state_dict(self):
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
-
-
-class Run:
-    """A manager and what it saves: the weights of step N are all N."""
-
-    def __init__(self, folder, tokenizer, width=7, model=None, run=(), **settings):
-        config = translate(read_job_config(["--job.config_file", str(TINY)])).checkpoint
-        config.enable, config.interval = True, 1
-        for name, value in settings.items():
-            setattr(config, name, value)
-        self.model, self.trainer = torch.nn.Linear(300, width), Trainer()
-        self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
-        self.others["optimizers"].guard = Guard()
-        model = model or build_config("debug")
-        self.manager = SelfDescribingCheckpoints(
-            **self.others,
-            model_parts=[self.model],
-            states={"train_state": self.trainer},
-            checkpoint_config=config,
-            base_folder=str(folder),
-            record={
-                **{"model": model.to_dict(), "size": "debug", "condition": "interdomain"},
-                "run": {"tokens_per_step": 512, "planned_steps": 100, "data_fingerprint": "a", **dict(run)},
-            },
-            tokenizer=tokenizer,
-            lock=None,
-        )
-
-    def save(self, *steps):
-        for step in steps:
-            self.trainer.step = step
-            for state in self.others.values():
-                state.value = step
-            with torch.no_grad():
-                for p in self.model.parameters():
-                    p.fill_(step)
-            self.manager.save(step)
-        return self
-
-    def load(self, step=-1):
-        """The step that was loaded: weights and all other state are of it."""
-        loaded = self.manager.load(step)
-        self.manager.close()
-        (weights,) = {value for p in self.model.parameters() for value in p.unique().tolist()} if loaded else (None,)
-        assert not loaded or {state.value for state in self.others.values()} == {weights} == {self.trainer.step}
-        return weights
-
-
-@pytest.fixture
-def new(alone, tmp_path):
-    """A run in the folder, as a process that starts makes it."""
-    tokenizer = SimpleNamespace(write=lambda folder: (folder / "tokenizer.model").write_bytes(b"tokenizer"))
-    return lambda **settings: Run(tmp_path / "run", tokenizer, **settings)
-
-
-@pytest.fixture
-def folder(new, tmp_path):
-    """Checkpoints of steps 1, 2 and 3."""
-    new().save(1, 2, 3).manager.close()
-    return tmp_path / "run" / "checkpoint"
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def record(folder, step):
-    return json.loads((folder / f"step-{step}" / "interdomain.json").read_text())
-
-
-def shorten(path, by):
-    with open(path, "ab") as f:
-        f.truncate(path.stat().st_size - by)
-
-
-def alter(path, at):
-    data = bytearray(path.read_bytes())
-    place = int(at * len(data))
-    data[place : place + 16] = bytes(255 - byte for byte in data[place : place + 16])
-    path.write_bytes(data)
-
-
-DAMAGE = {
-    "index cut": (lambda f: shorten(f / ".metadata", 50), ".metadata is damaged"),
-    "index of garbage": (lambda f: (f / ".metadata").write_bytes(b"\x80\x04garbage"), ".metadata is damaged"),
-    "shard gone": (lambda f: (f / "__0_0.distcp").unlink(), "its shard __0_0.distcp is missing"),
-    "shard short": (lambda f: shorten(f / "__0_0.distcp", 1), "its shard __0_0.distcp has"),
-    "shard altered": (lambda f: alter(f / "__0_0.distcp", 0.5), "do not match their checksum"),
-    "record cut": (lambda f: shorten(f / "interdomain.json", 10), "interdomain.json is damaged"),
-    "only reading finds it": (lambda f: alter(f / "__0_0.distcp", 0), "could not be read (rank 0: "),
-    "record of nothing": (lambda f: (f / "interdomain.json").write_text("[]"), "interdomain.json is damaged"),
-}
+from .conftest import refusal
+from .small_run import DAMAGE, alter, folder, names, new, record, shorten  # noqa: F401
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -268,19 +146,26 @@ def test_retention_counts_finished_steps_and_reads_no_index(new, folder, monkeyp
     (folder / "step-9").mkdir()  # later than what is saved: none of its business
     run = new(keep_latest_k=2)
     run.manager.load()
+    (folder / "step-2").mkdir()  # the remains of a save
     monkeypatch.setattr(resume_from, "read_checked", lambda path: pytest.fail(f"{path} was read"))
-    unfinished = []
-    remove = run.manager.purge_queue.put
-    note = lambda path: (unfinished.append(os.path.exists(f"{path}/.metadata")), remove(path))  # noqa: E731
-    run.manager.purge_queue.put = lambda path: note(path) if isinstance(path, str) else remove(path)
+    removed, remove = [], run.manager.purge_queue.put
+
+    def put(path):
+        if isinstance(path, str):
+            removed.append((os.path.basename(path), os.path.exists(f"{path}/.metadata")))
+        remove(path)
+
+    run.manager.purge_queue.put = put
     run.save(4, 5).manager.close()
+    assert removed == [("step-2", False), ("step-1", False)]  # without its index before it is removed
     assert names(folder) == ["step-2.damaged", "step-3.damaged", "step-4", "step-5", "step-9"]
-    assert unfinished == [False]  # without its index before it is removed
 
 
-def test_a_step_is_saved_anew_from_nothing(new, folder):
-    """Four ranks saved it, one saves it again: nothing of the other three may stay."""
+def test_a_step_is_saved_anew_from_nothing(new, folder, monkeypatch):
+    """Four ranks saved it, one saves it again: nothing of the other three stays, and a kill meanwhile leaves no half."""
     (folder / "step-3" / "__3_0.distcp").write_bytes(b"shard")
+    indexed, remove = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (indexed.append((path / ".metadata").exists()), remove(path)))
     run = new()
     run.others["optimizers"].guard.skipped = 4
     run.manager.resumed = (1, 1000)
@@ -288,6 +173,7 @@ def test_a_step_is_saved_anew_from_nothing(new, folder):
     assert names(folder / "step-3") == [".metadata", "__0_0.distcp", "interdomain.json", "tokenizer.model"]
     assert [record(folder, 3)[name] for name in ("step", "tokens", "skipped_steps")] == [3, 1000 + 2 * 512, 4]
     assert set(finished_steps(folder)) == {1, 2, 3}
+    assert indexed == [False]
 
 
 @pytest.mark.parametrize("ended", [None, EOFError("its process is gone"), CheckpointException("write", {})])
@@ -355,7 +241,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("failure", [FULL, RuntimeError("writing failed: No space left on device"), None])
-def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, failure, monkeypatch):
+def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, failure):
     """Behind an asynchronous save, where the system's error may be hidden; and (None) while the record is written."""
     run = new(async_mode="async")
     if failure:
@@ -364,7 +250,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
         run.manager.save_future.set_exception(CheckpointException("write", {1: (failure, None)}))
         error = refusal(capsys, run.manager._async_wait)
     else:
-        monkeypatch.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(FULL))
+        run.manager.tokenizer.write = lambda folder: (_ for _ in ()).throw(FULL)
         error = refusal(capsys, run.save, 5)
     assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
     assert names(folder) == ["step-1", "step-2", "step-3"]
@@ -372,80 +258,3 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
     run.manager.save_future.set_exception(CheckpointException("write", {0: (OSError(errno.EIO, "broken"), None)}))
     with pytest.raises(CheckpointException, match="broken"):  # other failures are not called a full disk
         run.manager._async_wait()
-
-
-# The same command, started again
-
-
-def start(new, step=-1, save=(), **settings):
-    """A start of the command that saves these steps and ends. Returns (the step it began at, the loader's state there)."""
-    run = new(**settings)
-    run.manager.load(step)
-    began = run.trainer.step, run.others["dataloader"].value
-    run.save(*save).manager.close()
-    return began
-
-
-DATA = {"exclude_from_loading": ["dataloader"]}
-OTHER_DATA = {"run": {"data_fingerprint": "b"}}
-
-
-def test_data_that_was_begun_anew_goes_on(new, folder, caplog):
-    assert [start(new, **DATA), start(new, save=[4], **DATA)] == [(3, 0), (3, 0)]
-    assert record(folder, 4)["started_without"] == ["dataloader"]
-    assert start(new, save=[5], **DATA) == (4, 4)
-    assert "the run began without it before step-4" in caplog.text
-    assert start(new, **DATA, **OTHER_DATA) == (5, 0)
-    assert start(new, step=5, **DATA) == (5, 0)
-    assert start(new, **DATA, load_only=True) == (5, 0)  # nothing follows
-    assert start(new, save=[6]) == (5, 5)  # without it
-    assert start(new, **DATA) == (6, 0)
-
-
-def test_a_run_does_not_count_from_0_above_its_own_checkpoints(new, folder, capsys):
-    error = refusal(capsys, start, new, exclude_from_loading=["train_state"])
-    assert f"checkpoint.initial_load_path = {folder / 'step-3'}" in error
-    assert start(new, exclude_from_loading=["train_state"], load_only=True) == (0, 3)
-
-
-def test_a_run_that_went_back_goes_on_from_what_it_saved_since(new, folder, caplog):
-    assert start(new, step=1, load_only=True) == (1, 1)
-    assert names(folder) == ["step-1", "step-2", "step-3"]  # a run that saves nothing renames nothing
-    assert start(new, step=1) == (1, 1)
-    assert names(folder) == ["step-1", "step-2.superseded", "step-3.superseded"]
-    assert "renamed step-2, step-3 to step-N.superseded" in caplog.text
-    assert start(new, step=1, save=[2, 3], **DATA) == (1, 0)  # ended before a save: the same again
-    assert record(folder, 3)["branched_from"] == 1
-    assert start(new, step=1, save=[4], **DATA) == (3, 3)
-    assert f"continues from {folder / 'step-3'}, which it saved since" in caplog.text
-    assert start(new, save=[5]) == (4, 4)  # without naming it, the same course
-    assert start(new, step=1) == (5, 5)
-    assert start(new, step=4, save=[5]) == (4, 4)  # to another step
-    assert start(new, step=1, save=[2], keep_latest_k=2) == (1, 1)  # to the first, for the run's last course is another
-    DAMAGE["shard altered"][0](folder / "step-2")
-    assert start(new, step=1) == (1, 1)  # all of that course is damaged: back to where it began
-    assert {"step-2.damaged", "step-3.superseded-2", "step-5.superseded-2"} <= {*names(folder)}
-
-
-def test_steps_of_another_number_of_tokens_are_counted_on(new, folder, caplog, capsys):
-    twice = {"tokens_per_step": 1024}
-    run = new(run=twice | {"planned_steps": 5})
-    run.load()
-    assert run.trainer.metrics_processor.resumed == run.manager.resumed == (3, 3 * 512)
-    assert "of 512 tokens each, and this run's are of 1024" in caplog.text
-    run.save(4)
-    assert record(folder, 4)["tokens"] == 3 * 512 + 1024
-    error = refusal(capsys, new(run={"planned_steps": 4}).load)  # half the batch: a run that would be over at once
-    assert "nothing would be trained" in error
-    assert new(run=twice | {"planned_steps": 4}).load() == 4  # finished, and started again by a scheduler
-    assert "nothing is left to train: 4 of 4 steps are done" in caplog.text
-
-
-def test_a_missed_validation_is_tried_once(new, folder):
-    """Else no start would get beyond it."""
-    assert [new().manager.claim_validation(3) for _ in range(2)] == [True, False]
-    new().manager.note_validation(2, 2.0, 7.39)
-    noted = json.loads((folder / "step-2" / "validation.json").read_text())
-    assert noted == {"step": 2, "loss": 2.0, "perplexity": 7.39}
-    assert [new().manager.claim_validation(step) for step in (2, 1, 7)] == [False, True, False]  # 7: there is none
-    assert not new(load_only=True).manager.claim_validation(1)

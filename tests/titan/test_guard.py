@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interdomain.model.distributed_checkpoint import read_sidecar
 from interdomain.titan import guard
 from interdomain.titan.optimizer import GroupedOptimizers
+from interdomain.titan.schema import Optimizer
 
 from ..cuda_stand_in import HOST
 
@@ -68,8 +69,7 @@ class NothingReadBack(TorchDispatchMode):
 def test_the_decision_stays_on_the_device(alone):
     """On CUDA one value read by the host would make every step wait for the whole backward pass."""
     model = torch.nn.Linear(3, 3)
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True, "foreach": False}
-    optimizers = GroupedOptimizers([model], torch.optim.AdamW, options, ssm_lr=0.1, ssm_weight_decay=0.0)
+    optimizers = GroupedOptimizers([model], Optimizer(lr=0.1))
     weights = [model.weight.detach().clone()]
     for norm in (1.0, math.nan, 1.0):
         for p in model.parameters():
