@@ -37,12 +37,12 @@ root, links = map(pathlib.Path, sys.argv[1:])
 folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
 for package, folder in sorted(folders.items()):  # interdomain before interdomain.scan
     place = links.joinpath(*package.split("."))
-    if "." in package:
+    if "." not in package:
+        place.mkdir()
+        for entry in (root / folder).iterdir():
+            (place / entry.name).symlink_to(entry)
+    elif not place.exists():  # a package inside of one that is linked
         place.symlink_to(root / folder)
-        continue
-    place.mkdir()
-    for entry in (root / folder).iterdir():
-        (place / entry.name).symlink_to(entry)
 PY
   export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH}
 fi

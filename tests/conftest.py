@@ -21,10 +21,8 @@ LONGEST = (
     "tests/scan/test_triton_compile",
     "tests/hf/test_alone",
     "tests/tools/test_launch",
-    "tests/scan/test_triton_chunkwise",
-    "tests/scan/test_triton_sequential",
-    "tests/scan/test_triton_budget",
-    "tests/features/test_triton",
+    "tests/scan/test_interpreter",
+    "tests/ptx/",
     "tests/model/test_compile",
 )
 

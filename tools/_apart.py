@@ -1,16 +1,14 @@
 """Cases in processes of their own: one that crashes, hangs or takes too long loses its row, and the next one still runs.
 
-`run` hands lists of cases to worker processes; `serve` is the worker's side and writes every row to a file at once. One worker
-more than is busy has been started and waits, so that its imports cost no time. Standard library only.
+One more process than is busy has been started and waits for cases, so that its imports cost no time. Standard library only.
 """
 
 import contextlib
-import json
+import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 GONE = 5.0  # seconds to wait after SIGKILL: a process inside a driver may take longer, and is left behind
 POLL = 0.02
 
+Handle = Callable[[object, Callable[[dict], None]], None]  # handle(case, emit): emit(row) for every row of a case
 Add = Callable[[object, list[dict], str | None], None]
 
 
@@ -41,53 +40,49 @@ def signal_all(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen | multiprocessing.Process) -> None:
     """End a process and all that it started, in other sessions too (torchrun's ranks): SIGTERM, then SIGKILL."""
+    is_popen = isinstance(process, subprocess.Popen)
     family = descendants(process.pid)
-    if process.poll() is None:
-        signal_all([process.pid, *family], signal.SIGTERM)
+    for number, seconds in (signal.SIGTERM, GRACE), (signal.SIGKILL, GONE):
+        living = process.poll() is None if is_popen else process.is_alive()
+        signal_all([process.pid, *family] if living else family, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE)
-    signal_all([*family, *descendants(*family, process.pid)], signal.SIGKILL)
-    if process.poll() is None:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GONE)
+            process.wait(seconds) if is_popen else process.join(seconds)
+        family += descendants(*family)
 
 
 class Worker:
-    """A process of `serve`, and the cases that it has not finished."""
+    """A process that works through a list of cases, and the cases that it has not finished."""
 
-    def __init__(self, command: list[str], folder: str) -> None:
-        self.lines = tempfile.NamedTemporaryFile("w+", dir=folder, suffix=".jsonl")  # noqa: SIM115 (closed by `end`)
-        self.log = tempfile.TemporaryFile("w+", dir=folder, errors="replace")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*command, self.lines.name], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log, start_new_session=True
-        )
-        self.cases, self.rows, self.rest = [], [], ""
+    def __init__(self, handle: Handle, imports: tuple[str, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, handle, imports))
+        self.process.start()
+        theirs.close()
+        self.cases, self.rows, self.said = [], [], None
 
     def give(self, cases: list) -> None:
         self.cases, self.began = cases, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # it is dead, as `follow` will find
-            self.process.stdin.write(json.dumps(cases).encode() + b"\n")
-            self.process.stdin.close()
+        with contextlib.suppress(OSError):  # it is dead, as `follow` will find
+            self.pipe.send(cases)
 
     def follow(self, add: Add, allowed: float, left: Callable[[], float]) -> bool:
         """Report the cases that are over; False when none is running any more."""
-        ended = self.process.poll() is not None  # before the last lines are read
-        *lines, self.rest = (self.rest + self.lines.read()).split("\n")
-        for line in map(json.loads, lines):
-            if "row" in line:
-                self.rows.append(line["row"])
-            else:
-                self.over(add, None)
+        ended = not self.process.is_alive()  # before the last rows are read
+        with contextlib.suppress(EOFError, OSError):
+            while self.cases and self.pipe.poll():
+                kind, value = self.pipe.recv()
+                if kind == "row":
+                    self.rows.append(value)
+                elif kind == "raised":
+                    self.said = value
+                else:
+                    self.over(add, None)
         problem = None
         if self.cases and ended:
-            self.log.seek(0)
-            said = [line for line in self.log.read().splitlines() if line.strip()]
-            problem = (
-                f"its process ended with status {self.process.returncode}: {said[-1].strip() if said else 'no word'}"
-            )
+            problem = f"its process ended with status {self.process.exitcode}: {self.said or 'no word'}"
         elif self.cases and left() <= 0:
             problem = "cut by the time limit"
         elif self.cases and time.monotonic() - self.began > allowed:
@@ -101,75 +96,67 @@ class Worker:
         add(case, self.rows, problem)
         self.rows, self.began = [], time.monotonic()
 
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        stop(self.process)
-        self.lines.close()
-        self.log.close()
+
+def _serve(pipe, handle: Handle, imports: tuple[str, ...]) -> None:
+    for module in imports:
+        importlib.import_module(module)
+    with contextlib.suppress(EOFError):  # no cases come any more
+        for case in pipe.recv():
+            try:
+                handle(case, lambda row: pipe.send(("row", row)))
+            except BaseException as e:
+                pipe.send(("raised", f"{type(e).__name__}: {' '.join(str(e).split())}"))
+                raise
+            pipe.send(("end", None))
 
 
 def run(
-    command: list[str],
     jobs: list[list],
     add: Add,
+    handle: Handle,
     *,
     left: Callable[[], float],
     workers: int = 1,
     least: float = 20.0,
+    imports: tuple[str, ...] = (),
 ) -> None:
-    """Work through `jobs`, each a list of cases (JSON) for a process of its own. Where one dies, another takes the rest.
+    """Work through `jobs`, each a list of cases for a process of its own. Where one dies, another takes the rest.
 
     Args:
-        command: starts a worker that calls `serve` with the file named by one more argument.
         add: called with the case, its rows, and why it was not finished (None if it was), when that is known.
+        handle: what a process does with a case; goes there by pickle.
         left: seconds until nothing may run any more. workers: processes that work at a time.
         least: seconds; a case may take this, or four times an equal share of what is left if that is more.
+        imports: modules that a process imports while it waits.
     """
-    jobs = [list(job) for job in jobs if job]
-    busy, spare = [], None
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            while jobs or busy:
-                if left() <= 0:
-                    for case in (case for job in jobs for case in job):
-                        add(case, [], "not run: time limit")
-                    jobs = []
-                while jobs and len(busy) < workers:
-                    busy.append(spare or Worker(command, folder))
-                    busy[-1].give(jobs.pop(0))
-                    spare = None
-                spare = spare or (Worker(command, folder) if jobs else None)
-                waiting = sum(len(cases) for cases in (*jobs, *(worker.cases for worker in busy)))
-                for worker in [*busy]:
-                    if not worker.follow(add, max(least, 4 * workers * left() / waiting), left):
-                        busy.remove(worker)
-                        jobs[:0] = [worker.cases] if worker.cases else []
-                        worker.end()
-                time.sleep(POLL)
-        finally:
-            for worker in (*busy, *([spare] if spare else [])):
-                worker.end()
+    jobs, busy, spare = [list(job) for job in jobs if job], [], None
+    try:
+        while jobs or busy:
+            if left() <= 0:
+                for case in (case for job in jobs for case in job):
+                    add(case, [], "not run: time limit")
+                jobs = []
+            while jobs and len(busy) < workers:
+                busy.append(spare or Worker(handle, imports))
+                busy[-1].give(jobs.pop(0))
+                spare = None
+            spare = spare or (Worker(handle, imports) if jobs else None)
+            waiting = sum(len(cases) for cases in (*jobs, *(worker.cases for worker in busy)))
+            for worker in [*busy]:
+                if not worker.follow(add, max(least, 4 * workers * left() / waiting), left):
+                    busy.remove(worker)
+                    jobs[:0] = [worker.cases] if worker.cases else []
+                    stop(worker.process)
+            time.sleep(POLL)
+    finally:
+        for worker in (*busy, *([spare] if spare else [])):
+            stop(worker.process)
 
 
-def serve(file: str, handle: Callable[[object, Callable[[dict], None]], None]) -> int:
-    """The worker: handle(case, emit) for every case that standard input names; emit(row) is on the disk when it returns."""
-    with open(file, "a") as out:
-
-        def tell(line: dict) -> None:
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-
-        for case in json.loads(sys.stdin.readline() or "[]"):
-            handle(case, lambda row: tell({"row": row}))
-            tell({"end": case})
-    return 0
-
-
-def inline(jobs: list[list], add: Add, handle: Callable, *, left: Callable[[], float]) -> None:
+def inline(jobs: list[list], add: Add, handle: Handle, *, left: Callable[[], float], **_) -> None:
     """The same in this process, for a CPU, where nothing is expected to crash."""
     for case in (case for job in jobs for case in job):
-        rows = []
-        if left() > 0:
+        rows, late = [], left() <= 0
+        if not late:
             handle(case, rows.append)
-        add(case, rows, None if left() > 0 or rows else "not run: time limit")
+        add(case, rows, "not run: time limit" if late else None)

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import math
@@ -18,7 +19,7 @@ import torch
 from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
-from . import _cli
+from . import _apart, _cli
 from .launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
@@ -287,6 +288,20 @@ def reason(e: BaseException) -> str:
 def without_paths(text: str) -> str:
     """Absolute paths cut down to their last part: results name no folder of a machine."""
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
+
+
+def work(
+    device: torch.device, jobs: list[list], add: _apart.Add, handle: _apart.Handle, deadline: Deadline, **how
+) -> None:
+    """Every case of `jobs`, on a GPU in processes of their own. how: as `_apart.run` has it."""
+    run = _apart.inline if device.type == "cpu" else _apart.run
+    run(jobs, add, functools.partial(_on_device, device, handle), left=lambda: deadline.left, **how)
+
+
+def _on_device(device: torch.device, handle: _apart.Handle, case, emit) -> None:
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches on the current one
+    handle(case, emit)
 
 
 def ended(problem: str | None) -> dict:

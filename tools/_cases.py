@@ -1,6 +1,7 @@
 """The cases of check_kernels, and the bound of each."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -75,28 +76,19 @@ class Case:
         return " ".join(word for word, there in words.items() if there)
 
 
+def _case(backend: str = "chunkwise", kind: str = "scan", **kw) -> Case:
+    shape = {k: kw.pop(k) for k in ("B", "T", "H", "d", "M", "G") if k in kw}
+    return Case(kind, Shape(**({"B": 2, "T": 257, "H": 4} | shape)), backend=backend, **kw)
+
+
 def groups(cuda: bool) -> dict[str, list[Case]]:
     """Cases by group; a group shares compiled kernels and runs in one process. Those that compile longest come first.
 
     On the CPU the same, at sizes for seconds, without what only a GPU has.
     """
-
-    def q(backend="chunkwise", **kw):
-        shape = {k: kw.pop(k) for k in ("B", "T", "H", "d", "M", "G") if k in kw}
-        return Case("scan", Shape(**({"B": 2, "T": 257, "H": 4} | shape)), backend=backend, **kw)
-
-    def lin(*args, **kw):
-        return replace(q(*args, **kw), kind="linear scan")
-
-    def features(backend, mode, **kw):
-        return replace(q(backend, mode=mode, **kw), kind="features")
-
-    def features_step(backend, **kw):
-        return replace(q(backend, T=STEPS, **kw), kind="features step")
-
-    def step(**kw):
-        return replace(q(T=STEPS, **kw), kind="step")
-
+    q, lin = _case, partial(_case, kind="linear scan")
+    features, features_step = partial(_case, kind="features"), partial(_case, kind="features step", T=STEPS)
+    step = partial(_case, kind="step", T=STEPS)
     every = {
         "documents": [
             *(q(documents=True, repeat=True, T=130), q(documents=True, dtype=FP32, H=2, G=2, T=70)),
@@ -123,15 +115,10 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
         "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
-        "parallel-fp32": [
-            *(q("parallel", dtype=FP32, H=2, T=70), lin("parallel", dtype=FP32, H=2, state=False, T=70)),
-        ],
+        "parallel-fp32": [q("parallel", dtype=FP32, H=2, T=70), lin("parallel", dtype=FP32, H=2, state=False, T=70)],
         "parallel": [
-            *(
-                q("parallel", repeat=True, T=130, H=2),
-                q("parallel", G=2, d=96, T=63),
-                lin("parallel", repeat=True, T=130, H=2),
-            ),
+            *(q("parallel", repeat=True, T=130, H=2), q("parallel", G=2, d=96, T=63)),
+            lin("parallel", repeat=True, T=130, H=2),
         ],
         "chunkwise-long": [
             q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
@@ -151,23 +138,19 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "reference": [q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)],
         "features": [
-            *(features("triton", mode, repeat=True) for mode in _features.STAGES),
-            *(features("triton", mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
-            *(features("triton", "key", state=False, T=1, B=16), features("triton", "key", B=1, T=70_001)),
-            *(features("triton", mode, documents=True) for mode in ("query", "key")),
-            *(features("torch", "key", documents=True), features("torch", "a", dtype=FP32)),
+            *(features("triton", mode=mode, repeat=True) for mode in _features.STAGES),
+            *(features("triton", mode=mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
+            *(features("triton", mode="key", state=False, T=1, B=16), features("triton", mode="key", B=1, T=70_001)),
+            *(features("triton", mode=mode, documents=True) for mode in ("query", "key")),
+            *(features("torch", mode="key", documents=True), features("torch", mode="a", dtype=FP32)),
         ],
         "step": [
             *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
             *(step(half=True, mode=mode) for mode in ("", "in place", "graph")),
             *(step(half=True, dtype=FP32, G=4, H=2, B=40), step(half=True, d=96, wider=1)),
             *(step(linear=True), step(linear=True, mode="in place"), step(linear=True, mode="graph", dtype=FP32, d=96)),
-            *(
-                features_step("triton"),
-                features_step("triton", B=1),
-                features_step("triton", dtype=FP32, d=96, B=19, H=5),
-            ),
-            features_step("torch"),
+            *(features_step("triton"), features_step("triton", B=1), features_step("torch")),
+            features_step("triton", dtype=FP32, d=96, B=19, H=5),
         ],
     }
     if cuda:

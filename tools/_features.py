@@ -61,41 +61,30 @@ def run(
     return input_features(leaves["x"], head_dim, **given, backend=backend)
 
 
-def results(
-    kind: str,
-    shape: Shape,
-    dtype,
-    device: torch.device,
-    backend: str,
-    *,
-    past: bool,
-    repeat: bool,
-    packed: bool,
-    seed: int,
-) -> tuple[dict, dict, dict | None]:
-    """(outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None).
+def results(case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
+    """Of a `Case`: (outputs and gradients by name, the same in float64 by plain PyTorch, and a second run or None).
 
     Drawn on the CPU: the same numbers whatever the GPU.
     """
-    leaves, rope, d_out = move(make(kind, shape, dtype, CPU, past=past, seed=seed), device)
-    documents = make_documents(shape, CPU, seed=seed).to(device) if packed else None
+    kind, shape = case.mode, case.shape
+    leaves, rope, d_out = move(make(kind, shape, case.dtype, CPU, past=case.state, seed=seed), device)
+    documents = make_documents(shape, CPU, seed=seed).to(device) if case.documents else None
 
     def once(leaves, rope, d_out, backend):
         out = run(kind, leaves, rope, shape.d, backend, documents)
         grads = torch.autograd.grad(out, list(leaves.values()), d_out)
         return {"out": out, **{f"d{n}": g for n, g in zip(leaves, grads, strict=True)}}
 
-    got = once(leaves, rope, d_out, backend)
-    again = once(leaves, rope, d_out, backend) if repeat else None
+    got = once(leaves, rope, d_out, case.backend)
+    again = once(leaves, rope, d_out, case.backend) if case.repeat else None
     double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
     return got, once(double, rope and tuple(x.double() for x in rope), d_out.double(), "torch"), again
 
 
-def step_results(
-    shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, seed: int = 0
-) -> tuple[dict, dict, None]:
+def step_results(case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
     """T tokens of a layer of interdomain heads one by one: (outputs and what remains of the past, the same in float64 by plain
     PyTorch, None). q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed."""
+    shape, dtype = case.shape, case.dtype
     B, T, H, d = shape.B, shape.T, shape.H, shape.d
     g = generator(CPU, seed)
 
@@ -117,7 +106,7 @@ def step_results(
         ]
         return {"out": torch.stack(steps, dim=1), "past": window}
 
-    return once(backend, lambda x: x), once("torch", torch.Tensor.double), None
+    return once(case.backend, lambda x: x), once("torch", torch.Tensor.double), None
 
 
 def bench(shape: Shape, device: torch.device, rounds: int, seconds: float) -> list[dict]:

@@ -6,7 +6,6 @@ kernels/scan/triton_chunkwise.py launches them, on tensors of the same shapes.
 
 import functools
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -42,6 +41,11 @@ NOT_THERE = "no part of this plan"
 
 class Setup:
     """Tensors of one problem, and its passes as calls for any plan."""
+
+    @staticmethod
+    @functools.lru_cache(1)
+    def of(shape: Shape, device: torch.device) -> "Setup":
+        return Setup(shape, device)
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -101,7 +105,7 @@ class Setup:
         return calls | {"states": sweep, "costates": back, "chain": chain}
 
 
-def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.Deadline, work: Callable) -> int:
+def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.Deadline) -> int:
     """What --passes, --tune and --once do, after bench_kernels has read its flags."""
     part = "tune" if args.tune else "passes"
     problem = triton_support.missing(device)
@@ -113,24 +117,17 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.D
         report.note(problem)
         report.finish("skipped")
         return 0
-    setup = functools.lru_cache(1)(lambda text: Setup(shapes[text], device))
     if args.once:
-        return once(args.once, [setup(text) for text in shapes], device)
-
-    def handle(case, emit):
-        one, text, i = case
-        plan = tiles(shapes[text], device)
-        emit(measure(setup(text), one, alternatives(plan, one)[i] if i else plan, args.rounds, args.compile))
-
-    if args.worker:
-        return _apart.serve(args.worker, handle)
+        return once(args.once, list(shapes.values()), device)
     report = _bench.Report(part, args.output, device, {"rounds": args.rounds, "dtype": "bfloat16"})
     texts = list(shapes) if args.shapes or not args.tune else list(shapes)[:1]
     jobs, add = (tune_jobs if args.tune else pass_jobs)(report, {text: shapes[text] for text in texts}, device)
     if args.tune and device.type == "cuda" and (workers := _bench.processes()) > 1:
         # Fill Triton's cache from several processes first: most of the time is compilation.
-        work(args, device, jobs, lambda case, rows, problem: None, handle, deadline, "--compile", workers=workers)
-    work(args, device, jobs, add, handle, deadline)
+        handle = functools.partial(run_case, device=device, shapes=shapes, rounds=0)
+        _bench.work(device, jobs, lambda case, rows, problem: None, handle, deadline, workers=workers)
+    handle = functools.partial(run_case, device=device, shapes=shapes, rounds=args.rounds)
+    _bench.work(device, jobs, add, handle, deadline)
     for table in report.contents["tables"] if args.passes else ():
         step = [row for row in report.rows(table) if row["times a step"] and row.get("remark") != NOT_THERE]
         ran = all(row.get("ms") for row in step)
@@ -140,15 +137,22 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.D
     return 0
 
 
-def once(names: list[str], setups: list[Setup], device: torch.device) -> int:
+def run_case(case, emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
+    """The row of a pass at the tiles with this number."""
+    one, text, i = case
+    plan = tiles(shapes[text], device)
+    emit(measure(Setup.of(shapes[text], device), one, alternatives(plan, one)[i] if i else plan, rounds))
+
+
+def once(names: list[str], shapes: list[Shape], device: torch.device) -> int:
     """Launch passes once each, for a profiler or a sanitizer that watches this process. Raises: ValueError."""
-    for setup in setups:
-        calls = setup.calls(tiles(setup.shape, device))
+    for shape in shapes:
+        calls = Setup(shape, device).calls(tiles(shape, device))
         for name in calls if "all" in names else _bench.choose("--once", names, calls):
             calls[name]()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            print(f"launched {name}, {setup.shape}", flush=True)
+            print(f"launched {name}, {shape}", flush=True)
     return 0
 
 
@@ -189,8 +193,11 @@ def tune_jobs(report: _bench.Report, shapes: dict[str, Shape], device: torch.dev
     return [[(one, text, i) for i in range(len(found))] for (one, text), found in plans.items()], add
 
 
-def measure(setup: Setup, one: str, plan, rounds: int, compile_only: bool = False) -> dict:
-    """ms of a pass beside its floors, in turns with the yardsticks. Raises: RuntimeError if the GPU does not survive it."""
+def measure(setup: Setup, one: str, plan, rounds: int) -> dict:
+    """ms of a pass beside its floors, in turns with the yardsticks; rounds = 0: only compile it.
+
+    Raises: RuntimeError if the GPU does not survive it.
+    """
     made = []
 
     def call():  # tables, too, may fail at a plan
@@ -199,7 +206,7 @@ def measure(setup: Setup, one: str, plan, rounds: int, compile_only: bool = Fals
         return made[0] and made[0]()
 
     good, bad = usable({one: call}, setup.device)
-    if bad or compile_only or not made[0]:
+    if bad or not rounds or not made[0]:
         return {"remark": bad.get(one, NOT_THERE)}
     times, limits = Yardsticks(setup.device).beside(good, rounds=rounds, seconds=0.5)
     ms = times[one][-1].median

@@ -156,9 +156,8 @@ class Run:
             lines += [f"| {r['part']} | {r['status'].replace('|', '/')} | {r['seconds']:.0f} | {r['share']:.0f} |"]
         lines += ["", f"Too large for the archive: {', '.join(left_out)}."] if left_out else []
         for row in self.rows:
-            for page in (f"{row['part']}.md", *(["profile.txt"] if row["part"] == "profile" else [])):
-                with contextlib.suppress(OSError):
-                    lines += ["", (self.folder / page).read_text(errors="replace")]
+            with contextlib.suppress(OSError):
+                lines += ["", (self.folder / f"{row['part']}.md").read_text(errors="replace")]
         return "\n".join(lines) + "\n"
 
 
@@ -200,14 +199,15 @@ def gpu_tests(run: Run, seconds: float) -> list[str] | str:
 
 
 NCU = (
-    *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint|forward|reverse)_kernel$"),
+    *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint)_kernel$"),
     *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
     *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
-    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--log-file", "FOLDER/profile.txt"),
+    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--log-file", "FOLDER/profile.md"),
 )
 PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")
 SANITIZED = ("--once", "all", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")  # ragged; cut into segments
 RATIO = ("--tokens", "32768", "--cases", "softmax:compile:selective", "interdomain:compile:selective")
+LENGTHS = ("--sizes", "350M", "1.3B", "--seq-len", "4096", "65536", "16384")
 SANITIZER = ("compute-sanitizer", "--error-exitcode", "9", "--tool")
 PARTS = {  # in the order in which `all` runs them
     "environment": Part(30, environment),
@@ -224,14 +224,7 @@ PARTS = {  # in the order in which `all` runs them
     "decode": Part(60, tool("bench_inference", "--parts", "decode", in_all=("--quick",))),
     "inference": Part(90, tool("bench_inference", in_all=("--quick", "--parts", "prompts", "sizes"))),
     "tune": Part(SECONDS, tool("bench_kernels", "--tune"), in_all=False),
-    "steps": Part(
-        SECONDS,
-        tool(
-            "bench_training",
-            on_gpu=("--sizes", "350M", "1.3B", "--seq-len", "4096", "65536", "16384", *RATIO, "--steps", "15"),
-        ),
-        in_all=False,
-    ),
+    "steps": Part(SECONDS, tool("bench_training", on_gpu=(*LENGTHS, *RATIO, "--steps", "15")), in_all=False),
 }
 
 

@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-from . import _apart, _bench, _features, _mixers
+from . import _bench, _features, _mixers
 from ._cli import argument_parser, user_errors
 from ._mixers import ATTENTION, NAMES, SLOW, make_problem
 from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segment_count, tiles
@@ -30,6 +30,7 @@ COLUMNS = [
     *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "peak MiB", "by", "remark"),
 ]
 FEATURES = "input features"
+IMPORTS = ("torch._dynamo", "interdomain.scan.triton_chunkwise")  # that take long, while another process measures
 
 
 def parse_shape(text: str, heads: int, basis: int) -> Shape:
@@ -115,21 +116,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--passes", action="store_true", help="time each Triton pass alone, and nothing else")
     p.add_argument("--tune", action="store_true", help="time tile sizes for each Triton pass, and nothing else")
     p.add_argument("--once", nargs="+", metavar="PASS", help="launch these passes once, for a profiler or a sanitizer")
-    p.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # of --tune: compile and time nothing
-    p.add_argument("--worker", help=argparse.SUPPRESS)  # a process of _apart
     return p.parse_args(argv)
-
-
-def work(args, device: torch.device, jobs: list[list], add, handle, deadline, *flags: str, workers: int = 1) -> None:
-    """Every case of `jobs`: on a GPU in processes of their own, which are this command with --worker."""
-    if device.type != "cuda":
-        _apart.inline(jobs, add, handle, left=lambda: deadline.left)
-        return
-    command = [sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", str(device), *flags]
-    command += [flag for flag in ("--passes", "--tune") if getattr(args, flag[2:])]
-    command += ["--heads", str(args.heads), "--basis", str(args.basis), "--rounds", str(args.rounds)]
-    command += ["--shapes", *args.shapes] if args.shapes else []
-    _apart.run([*command, "--worker"], jobs, add, left=lambda: deadline.left, workers=workers)
 
 
 @user_errors
@@ -145,17 +132,11 @@ def main(argv=None) -> int:
     _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
     texts = args.shapes or list(SHAPES if cuda else TINY)
     shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
-    if args.worker and cuda:  # long imports, while another worker measures
-        for module in ("torch._dynamo", "interdomain.scan.triton_chunkwise"):
-            importlib.import_module(module)
     if args.passes or args.tune or args.once:
         from . import _passes
 
-        return _passes.run(args, device, shapes, deadline, work)
+        return _passes.run(args, device, shapes, deadline)
 
-    handle = functools.partial(run_case, device=device, args=args)
-    if args.worker:
-        return _apart.serve(args.worker, handle)
     options = {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
     report = _bench.Report("kernels", args.output, device, options)
     report.note("Floors are times at the yardsticks of the row: a copy and a matrix product, in turns with its calls.")
@@ -183,22 +164,23 @@ def main(argv=None) -> int:
         for text in texts:
             add((name, text), [], f"{missing[name]} is not installed")
     jobs = [[(name, text) for text in texts] for name in names if name not in missing]
-    work(args, device, [*jobs, [(FEATURES, texts[0])]], add, handle, deadline)
+    handle = functools.partial(run_case, device=device, shapes=shapes, rounds=args.rounds)
+    _bench.work(device, [*jobs, [(FEATURES, texts[0])]], add, handle, deadline, imports=IMPORTS)
     ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0
 
 
-def run_case(case, emit, *, device: torch.device, args) -> None:
+def run_case(case, emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
     """A row of the kernel table, or those of the input features. Raises: RuntimeError if the GPU does not survive it."""
     name, text = case
-    shape = parse_shape(text, args.heads, args.basis)
+    shape = shapes[text]
     seconds = 1.0 if device.type == "cuda" else 0.05
     if name == FEATURES:
-        for row in _features.bench(shape, device, args.rounds, seconds / 2):
+        for row in _features.bench(shape, device, rounds, seconds / 2):
             emit(row)
     else:
-        measure(name, shape, device, args.rounds, seconds, emit)
+        measure(name, shape, device, rounds, seconds, emit)
     _bench.require_healthy(device, name)
     release(device)
 

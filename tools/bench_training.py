@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _apart, _bench, launch
+from . import _apart, _bench, _torchrun, launch
 from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
@@ -140,11 +140,11 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 
 def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: float) -> dict:
     """One run from start to end: a row of the table."""
-    command = launch.torchrun_command(str(config), flags(case, args, data, output), 1)
+    command = _torchrun.torchrun_command(str(config), flags(case, args, data, output), 1)
     row = {"case": str(case)}
     log, problem = data / "log.txt", None
     with open(log, "w") as f:
-        env = launch.environment(1) | {"TQDM_DISABLE": "1"}
+        env = _torchrun.environment(1) | {"TQDM_DISABLE": "1"}
         process = subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env)
         try:
             code = process.wait(timeout=max(1.0, seconds))

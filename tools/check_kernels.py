@@ -7,6 +7,7 @@ bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed
 """
 
 import argparse
+import functools
 import sys
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from interdomain import scan
 
-from . import _apart, _features
+from . import _features
 from ._bench import (
     Deadline,
     Report,
@@ -25,6 +26,7 @@ from ._bench import (
     reason,
     require_healthy,
     without_paths,
+    work,
 )
 from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
@@ -41,7 +43,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason."""
     row = _row(case)
     try:
-        run = {"step": _step, "features": _input_features, "features step": _input_features_step}
+        run = {"step": _step, "features": _features.results, "features step": _features.step_results}
         got, exact, again = run.get(case.kind, _scan)(case, device, seed)
         row |= {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
@@ -106,15 +108,6 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
     return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
 
 
-def _input_features(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
-    what = dict(past=case.state, repeat=case.repeat, packed=case.documents, seed=seed)
-    return _features.results(case.mode, case.shape, case.dtype, device, case.backend, **what)
-
-
-def _input_features_step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
-    return _features.step_results(case.shape, case.dtype, device, case.backend, seed)
-
-
 def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
     what = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
@@ -154,11 +147,18 @@ def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None
     return {"out": torch.stack(outs, dim=1), "state": state}, {"out": exact, "state": final}, None
 
 
+def check_one(which: tuple[str, int], emit, *, device: torch.device) -> None:
+    """A case by its group and number. Raises: RuntimeError if the GPU does not survive it: another process takes the rest."""
+    group, i = which
+    case = groups(device.type == "cuda")[group][i]
+    emit(run_case(case, device))
+    require_healthy(device, str(case))
+
+
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    p.add_argument("--worker", help=argparse.SUPPRESS)  # a process of _apart
     return p.parse_args(argv)
 
 
@@ -170,15 +170,6 @@ def main(argv=None) -> int:
     available = groups(device.type == "cuda")
     names = choose("--groups", args.groups, available)
 
-    def handle(case, emit):
-        group, i = case
-        emit(run_case(available[group][i], device))
-        require_healthy(
-            device, str(available[group][i])
-        )  # ends this process, whose GPU is lost; another takes the rest
-
-    if args.worker:
-        return _apart.serve(args.worker, handle)
     report = Report("check", args.output, device, {"groups": names})
     results = []
     for kind in COLUMNS:
@@ -192,12 +183,9 @@ def main(argv=None) -> int:
         results.append(row["result"])
         report.add(available[group][i].kind, row)
 
-    jobs, left = [[(name, i) for i in range(len(available[name]))] for name in names], lambda: deadline.left
-    if device.type == "cuda":
-        command = [sys.executable, "-m", "interdomain.tools.check_kernels", "--device", str(device), "--worker"]
-        _apart.run(command, jobs, add, left=left, workers=processes(), least=60)
-    else:
-        _apart.inline(jobs, add, handle, left=left)
+    jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
+    workers = processes() if device.type == "cuda" else 1
+    work(device, jobs, add, functools.partial(check_one, device=device), deadline, workers=workers, least=60)
     code = status(results)
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")

@@ -103,7 +103,7 @@ def to_folder(args) -> str:
 
 def copy_code(folder: Path) -> None:
     """The classes that transformers runs, and the license, as they stand in plugin/hf."""
-    for name in ("configuration_interdomain.py", "modeling_interdomain.py", "LICENSE"):
+    for name in ("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py", "LICENSE"):
         shutil.copyfile(CODE / name, folder / name)
 
 

@@ -176,8 +176,7 @@ def _choose(backend: str, x: Tensor, head_dim: int, W: int, rope: tuple[Tensor, 
     problem = support.unsupported(x.device, x.dtype, head_dim, W, gradient)
     if problem:
         raise ValueError(
-            f"backend 'triton' cannot run this: {problem}. backend='torch' can, in plain PyTorch; 'auto' takes it by "
-            "itself and says so"
+            f"backend 'triton' cannot run this: {problem}. backend='torch' can, in plain PyTorch; 'auto' takes it and logs that"
         )
     return backend
 

@@ -1,4 +1,4 @@
-"""The features in plain PyTorch, recorded by autograd: the CPU path, and what judges the kernels."""
+"""The features in plain PyTorch, recorded by autograd: the CPU path, and what the kernels are compared with."""
 
 import torch
 from torch import Tensor

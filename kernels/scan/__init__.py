@@ -1,9 +1,9 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
 
-reference.py is what judges all else; chunkwise.py and parallel.py are plain PyTorch, triton_*.py the kernels for CUDA (imported
-when they run), step.py one token, alternatives/ two backends for comparison. ops.py registers the `torch.library` ops and says
-which module runs a backend; tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
-This package imports torch and triton, nothing else; `interdomain.features` and all of plugin/ may import it.
+reference.py is what all else is compared with. chunkwise.py and parallel.py are plain PyTorch, triton_*.py the kernels for CUDA
+(imported when they run), step.py one token, alternatives/ two backends for comparison. ops.py registers the `torch.library` ops
+and says which module runs a backend; tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
+This package imports torch and triton, nothing else; `interdomain.features`, plugin/ and tools/ may import it.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
 functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated.
@@ -272,7 +272,7 @@ def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M:
     width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
     if backend == "auto":
         return resolve_backend(device, M, width, dtype=dtype, chunk_size=chunk_size)[0]
-    problem, other = None, "'chunkwise-torch' can, in plain PyTorch; 'auto' takes it by itself and says so"
+    problem, other = None, "'chunkwise-torch' can, in plain PyTorch; 'auto' takes it and logs that"
     if backend == "sequential":
         problem = triton_support.missing(device) if on_cuda else f"it is Triton on CUDA, the inputs are on {device}"
         other = "'reference' is the same loop in plain PyTorch"

@@ -48,7 +48,7 @@ def differentiated_once(backward: Any) -> None:
 def tag_caches(module: str) -> None:
     """Keep torch.compile from loading what it compiled for other versions of the ops of `module`.
 
-    Its caches on disk know an op by name: a backward pass compiled last week would be called with this week's arguments.
+    Its caches on disk know an op by its name alone: a backward compiled last week would be called with the arguments of today.
     """
     tag = hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()[:8]
     if tag not in torch.compiler.config.cache_key_tag:

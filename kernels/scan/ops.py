@@ -40,6 +40,7 @@ def _written_out(module: str, saves: bool = False, **options: Any) -> Implementa
         def run(*args, **kw):
             return getattr(importlib.import_module(module, __package__), name)(*args, **kw, **options)
 
+        run.__name__ = name
         return run
 
     return Implementation._make([*map(function, Implementation._fields[:4]), saves])

@@ -15,7 +15,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -45,9 +45,6 @@ class ShardInfo:
     bin_sha256: str
     idx_bytes: int
     idx_sha256: str
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 def file_sha256(path: Path | str) -> str:
@@ -188,8 +185,8 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is not None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
             self.abort()
         elif self._bin is not None:
             self.finalize()

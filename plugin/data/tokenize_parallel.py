@@ -16,7 +16,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -199,8 +199,8 @@ def _write_shards(parts: Iterable[IndexedDataset], prefix: Path, vocab_size: int
                 writer.add_documents(part.tokens(at, at + int(ends[n - 1])), lengths[:n])
                 at, lengths = at + int(ends[n - 1]), lengths[n:]
                 if writer.num_tokens >= shard_tokens:
-                    shards.append(writer.finalize().to_dict())
+                    shards.append(asdict(writer.finalize()))
                     writer = None
     if writer is not None:
-        shards.append(writer.finalize().to_dict())
+        shards.append(asdict(writer.finalize()))
     return shards

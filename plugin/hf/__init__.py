@@ -1,7 +1,7 @@
 """The model in transformers: importing this registers it, so that the Auto classes need no trust_remote_code.
 
-`configuration_interdomain.py` and `modeling_interdomain.py` are copied into every exported folder as they are. They import
-torch, transformers, and where it is installed `interdomain.scan` and `interdomain.features` for their kernels; nothing else.
+The three files `*_interdomain.py` are copied into every exported folder as they are. They import torch and transformers, and
+the kernels of `interdomain.scan` and `interdomain.features` where these are installed; nothing else of this package.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

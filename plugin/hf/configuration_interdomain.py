@@ -110,9 +110,10 @@ class InterdomainConfig(PretrainedConfig):
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.a_init = a_init
-        for name, value in ({**interdomain, **interdomain["mixer"]} if interdomain else {}).items():
+        former: dict = {**interdomain, **interdomain["mixer"]} if interdomain else {}
+        for name, value in former.items():
             if name not in ("mixer", "format_version") and value is not None:
-                setattr(self, FORMER_NAMES.get(name, name), value)
+                setattr(self, str(FORMER_NAMES.get(name, name)), value)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
         self._check()

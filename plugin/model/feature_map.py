@@ -4,6 +4,7 @@ random Fourier features."""
 import torch
 from torch import Tensor, nn
 
+from .config import ModelConfig
 from .ssm import in_float32
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
@@ -33,6 +34,12 @@ def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype = tor
     """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] of `dtype`."""
     angles = positions[..., None, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`rope_tables` of a model that computes in this dtype: float32, or float64 for that."""
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, positions.device)
+    return rope_tables(positions, frequencies, torch.promote_types(dtype, torch.float32))
 
 
 class RandomFourierFeatures(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import MIXER_SETTINGS, Execution, MixerConfig, ModelConfig, check_names
-from .feature_map import rope_frequencies, rope_tables
+from .feature_map import rope_of
 from .mixer import InterdomainMixer
 from .state import ModelState
 
@@ -66,15 +66,14 @@ class InterdomainAttention(nn.Module):
             raise ValueError(f"x must be [batch, tokens, {self.config.dim}]: got {list(x.shape)}.")
         if state is not None and positions is not None:
             raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
-        T, wide = x.shape[1], torch.float64 if x.dtype == torch.float64 else torch.float32
+        order = torch.arange(x.shape[1], device=x.device)
         if state is None:
             documents = None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
-            positions = torch.arange(T, device=x.device) if positions is None else positions
-            return self.mixer(x, rope_tables(positions, self._frequencies(x.device), wide), packing=documents)
-        positions = state.position[:, None] + torch.arange(T, device=x.device)
-        rope = rope_tables(positions, self._frequencies(x.device), wide)
+            rope = rope_of(self.config, order if positions is None else positions, x.dtype)
+            return self.mixer(x, rope, packing=documents)
+        rope = rope_of(self.config, state.position[:, None] + order, x.dtype)
         y = self.mixer(x, rope, state.dynamics[0], state.layers[0])
-        state.advance(T)
+        state.advance(x.shape[1])
         return y
 
     def init_state(self, batch: int) -> ModelState:
@@ -82,10 +81,7 @@ class InterdomainAttention(nn.Module):
         weight, dynamics = self.mixer.wo.weight, self.mixer.dynamics([self.mixer])
         layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
-        return ModelState([layer], position, [*dynamics], None)
-
-    def _frequencies(self, device: torch.device) -> Tensor:
-        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
+        return ModelState([layer], position, [*dynamics])
 
     def extra_repr(self) -> str:
         return f"dim={self.config.dim}, n_heads={self.config.n_heads}"

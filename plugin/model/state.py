@@ -98,7 +98,6 @@ class ModelState:
     Attributes:
         position: tokens seen per row, [B] int64.
         dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
-        frequencies: of RoPE, as `rope_frequencies` gives them; None without.
         length: tokens and left padding seen, the same in all rows: the slots of a cache in use.
         padded: some row has padding.
         cursor: `length` as a tensor [1] on the device, where steps are captured in a CUDA graph (`generation.Decoder`);
@@ -108,7 +107,6 @@ class ModelState:
     layers: list[Any]  # MixerState or KVCache
     position: Tensor
     dynamics: list[tuple[Tensor, ...]]
-    frequencies: Tensor | None
     length: int = 0
     padded: bool = False
     cursor: Tensor | None = None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, ModelConfig
-from .feature_map import rope_frequencies, rope_tables
+from .feature_map import rope_of
 from .initialize import initialize
 from .interface import Mixer
 from .layers import Embedding, Linear, RMSNorm
@@ -117,15 +117,11 @@ class Transformer(nn.Module):
                     "positions are for whole sequences of packed documents; a state knows its own: leave one out."
                 )
             padding = checked_padding(padding, state, tokens)
-            positions = state.position[:, None]
-            if T > 1:
-                positions = positions + torch.arange(T, device=tokens.device)
+            positions = state.position[:, None] + torch.arange(T, device=tokens.device)
             if padding is not None:
                 positions = (positions - padding[:, None]).clamp_min(0)
             packing = self._mixers[0].continuing(state, T, padding, h.dtype)
-        frequencies = self._frequencies(tokens.device) if state is None else state.frequencies
-        wide = torch.float64 if self.tok_embeddings.weight.dtype == torch.float64 else torch.float32
-        rope = None if frequencies is None else rope_tables(positions, frequencies, wide)
+        rope = rope_of(self.config, positions, h.dtype) if self.config.mixer.rope else None
         dynamics = self.dynamics() if state is None else state.dynamics
         with self._products(h.device):
             for i, layer in enumerate(self.layers.values()):
@@ -147,12 +143,6 @@ class Transformer(nn.Module):
         blocks: Any = self.layers.values()
         return [block.attention for block in blocks]
 
-    def _frequencies(self, device: torch.device) -> Tensor | None:
-        """Of RoPE, where the mixers have it."""
-        if not self.config.mixer.rope:
-            return None
-        return rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
-
     def dynamics(self) -> list[tuple[Tensor, ...]]:
         """Per layer what its scan reads of the parameters, float32; constant over the sequence.
 
@@ -171,7 +161,6 @@ class Transformer(nn.Module):
             [mixer.init_state(batch, *place, own) for mixer, own in zip(self._mixers, dynamics, strict=True)],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             dynamics,
-            self._frequencies(weight.device),
         )
 
     def init_weights(self, seed: int = 42) -> None:

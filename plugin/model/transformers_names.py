@@ -27,13 +27,17 @@ def stored_name(name: str) -> str:
     return name if name.startswith("output.") else BASE + name
 
 
+def _renamed(name: str) -> str:
+    return SETTINGS.get(name, name)
+
+
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
     """The settings as config.json has them."""
-    settings = config.to_dict()
+    settings: dict[str, Any] = config.to_dict()
     mixer: dict[str, Any] = settings.pop("mixer")
     mixer.pop("n_kv_heads")
     return {
-        **{SETTINGS.get(name, name): value for name, value in (settings | mixer).items()},
+        **{_renamed(name): value for name, value in (settings | mixer).items()},
         "num_key_value_heads": config.n_kv_heads,
         "intermediate_size": config.ffn_hidden,
     }
@@ -43,8 +47,8 @@ def from_transformers(record: dict[str, Any]) -> ModelConfig:
     """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
     if "interdomain" in record:  # as folders had it that carry their code as some forty files
         return ModelConfig.from_dict(record["interdomain"])
-    settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
-    mixer = {name: record[SETTINGS.get(name, name)] for name in MIXER_SETTINGS if name != "n_kv_heads"}
+    settings = {name: record[_renamed(name)] for name in ("format_version", *MODEL_SETTINGS)}
+    mixer = {name: record[_renamed(name)] for name in MIXER_SETTINGS if name != "n_kv_heads"}
     shared = record["num_key_value_heads"]
     mixer["n_kv_heads"] = None if shared == settings["n_heads"] else shared
     config = ModelConfig.from_dict({**settings, "mixer": mixer})

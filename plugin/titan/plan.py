@@ -26,7 +26,7 @@ from interdomain.model.flops import memory_estimate, state_size, train_flops_per
 
 from .device import device_here, gpu_memory, refuse_for_device
 from .schedule import run_length
-from .schema import JobConfig, Mixer, Model, Parallelism, Training
+from .schema import JobConfig, Mixer, Parallelism, Training
 from .settings import refuse_unsupported
 
 DEFAULT_SEED = 42
@@ -131,7 +131,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
     )
     products = torch.float32 if precision == "float32" else torch.bfloat16
-    execution = replace(_execution(job_config.mixer), bf16_products=precision == "bf16-products")
+    mixer = job_config.mixer
+    execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=precision == "bf16-products")
     execution, computed = _resolved(execution, config, products, None if on_gpus else device_here(), memory)
     return RunPlan(
         config=config,
@@ -162,30 +163,15 @@ def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
 
 
 def model_config(job_config: JobConfig) -> ModelConfig:
-    """Size x condition, with the switches that [mixer] sets on top."""
-    mixer = job_config.mixer
-    chosen = {"condition"} | {f.name for f in fields(Execution)}
-    switches = {f.name: getattr(mixer, f.name) for f in fields(Mixer) if f.name not in chosen}
-    overrides = {name: value for name, value in switches.items() if value is not None}
-    if job_config.model.vocab_size:
-        overrides["vocab_size"] = job_config.model.vocab_size
-    overrides |= _own_size(job_config.model)
-    return build_config(job_config.model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **overrides)
-
-
-def _own_size(model: Model) -> dict[str, int]:
-    """Fields of ModelConfig that [model] sets over the size that it names. Heads are dim / n_heads wide."""
-    changed = {name: value for name in ("dim", "n_layers", "n_heads") if (value := getattr(model, name)) is not None}
-    if changed.keys() & {"dim", "n_heads"}:
+    """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
+    model, mixer = job_config.model, job_config.mixer
+    names = [f.name for f in fields(Mixer) if f.name not in ("condition", "backend", "recompute", "features")]
+    changed = {name: value for name in names if (value := getattr(mixer, name)) is not None}
+    changed |= {name: n for name in ("vocab_size", "dim", "n_layers", "n_heads") if (n := getattr(model, name))}
+    if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed
         changed["head_dim"] = size["dim"] // size["n_heads"]
-    return changed
-
-
-def _execution(mixer: Mixer) -> Execution:
-    """How the mixers are computed, from the same section."""
-    settings = {f.name: getattr(mixer, f.name) for f in fields(Execution) if hasattr(mixer, f.name)}
-    return Execution(**{name: value for name, value in settings.items() if value is not None})
+    return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
 
 
 def _resolved(
@@ -196,7 +182,7 @@ def _resolved(
     memory: Callable[..., dict[str, int]],
 ) -> tuple[Execution, dict[str, str]]:
     """(how the mixers are computed, with `recompute` decided; the same in words). device: None for another machine's GPUs."""
-    mixer, recurrent = config.mixer, config.mixer.kind != "softmax"
+    mixer, recurrent = config.mixer, config.mixer.kind == "interdomain"
     on_cpu = device is not None and device.type == "cpu"
     gpu = None if on_cpu else device
 

@@ -161,7 +161,7 @@ class RunLog(BaseLogger):
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
     """What runs of a study differ in, one row of TensorBoard's table."""
     optimizer, mixer = job_config.optimizer, plan.config.mixer
-    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init") if mixer.kind != "softmax" else ()
+    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init") if mixer.kind == "interdomain" else ()
     return {
         "model": plan.cell.size,
         "condition": plan.cell.condition,

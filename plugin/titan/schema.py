@@ -202,9 +202,8 @@ class LRScheduler:
     #: Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
     #: run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup.
     decay_ratio: Fraction | None = None
-    decay_type: Literal["linear", "sqrt", "cosine"] = (
-        "cosine"  # sqrt: 1 - the root of the share of the decay that is done.
-    )
+    #: Shape of the decay; sqrt: 1 - the root of the share of the decay that is done.
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group.
     #: Continue a checkpoint although this schedule gives its step another learning rate, by more than a factor of two.
     allow_jump: bool = False

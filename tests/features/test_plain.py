@@ -1,8 +1,6 @@
 """The plain form against the paper's equations; the door: what it refuses, how it chooses; the ops where no kernel runs."""
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,10 +13,10 @@ from interdomain.scan import library, triton_support
 
 from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
 
-CASES = [Case(T=T, **mix) for T in (1, 2, 9) for mix in MIXES.values()]
-CASES += [Case(T=T, past=True, strided=True, **MIXES["k"]) for T in (1, 2, 3, 7)]
+CASES = [Case(T=T, **mix) for T in (2, 9) for mix in MIXES.values()]  # shorter than the filter, and longer
+CASES += [Case(T=T, past=True, strided=True, **MIXES["k"]) for T in (1, 7)]
 CASES += [Case(T=6, W=2, past=True, **MIXES["a"]), Case(T=6, W=7, **MIXES["q"]), Case(T=5, R=7, **MIXES["b"])]
-CASES += [Case(T=T, documents=True, past=past, **MIXES["k"]) for T in (3, 4, 9) for past in (False, True)]
+CASES += [Case(T=T, documents=True, past=past, **MIXES["k"]) for T in (3, 9) for past in (False, True)]
 CASES += [Case(T=6, rope="rows", strided=True, **MIXES["q"])]
 
 
@@ -73,11 +71,6 @@ def test_pieces_are_the_whole():
             )
             start += n
         torch.testing.assert_close(torch.cat(parts, dim=1).detach(), whole, rtol=0, atol=1e-14)
-
-
-def test_nothing_asked_for_is_a_view():
-    x = torch.randn(2, 5, 24)
-    assert input_features(x, 8).data_ptr() == x.data_ptr()
 
 
 def test_zeros_have_no_direction_and_no_nan():
@@ -159,12 +152,9 @@ def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
             assert features._choose("auto", x, 8, 4, None) == "triton"
         assert features._choose("auto", x.double(), 8, 4, None) == "torch"
         assert features._choose("auto", x.cpu(), 8, 4, None) == "torch"
-    assert [r.message for r in caplog.records] == [
-        "interdomain.features: backend 'auto' is triton (one kernel)",
-        "interdomain.features: backend 'auto' is torch (plain PyTorch): "
-        "the input is float64 and the Triton kernels compute in fp32",
-        "interdomain.features: backend 'auto' is torch (plain PyTorch): the input is on cpu",
-    ]
+    assert [word in r.message for r, word in zip(caplog.records, ("triton", "float64", "on cpu"), strict=True)] == [
+        True
+    ] * 3
 
 
 @pytest.mark.parametrize(
@@ -185,14 +175,6 @@ def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
     assert features._choose("torch", x, change.get("head_dim", 8), 4, None) == "torch"
 
 
-def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
-    x = torch.empty(2, 5, 24, device="cuda")
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: False)
-    assert "compute capability 8.0" in support.unsupported(x.device, x.dtype, 8, 4)
-    monkeypatch.setattr(triton_support, "_INSTALLED", False)
-    assert support.unsupported(x.device, x.dtype, 8, 4) == "triton is not installed"
-
-
 @pytest.mark.parametrize("mix", MIXES)
 def test_shapes_without_a_kernel(mix, monkeypatch):
     """The ops' fake implementations and the gradients' shapes and dtypes, as torch.compile and FSDP see them."""
@@ -210,13 +192,3 @@ def test_shapes_without_a_kernel(mix, monkeypatch):
         assert (got[f"d{name}"].shape, got[f"d{name}"].dtype) == (x.shape, x.dtype)
     # Kept: the inputs, nothing else; the weight as [E, W].
     assert sorted(x.numel() for x in kept) == sorted(x.numel() for x in (*real.values(), *(rope or ())))
-
-
-def test_nothing_imports_triton_before_it_runs():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from interdomain.features import input_features\n"
-        "assert input_features(torch.randn(1, 5, 8), 4, silu=True).isfinite().all()\n"
-        "assert 'interdomain.features.triton_launch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,76 +1,43 @@
-"""The Triton kernels against the literal float64 reference.
+"""The Triton kernels of the input features against the literal float64 reference.
 
-On a machine with a GPU these tests run there. Elsewhere one test runs this file and test_step.py in a process of their own,
-under Triton's interpreter, which has to be chosen before triton is imported; the budgets are compiled in processes, too.
+On a machine with a GPU these tests run there. Elsewhere tests/scan/test_interpreter.py runs this file in a process of its own.
 """
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from interdomain.features import input_features, ops, support
-from interdomain.tools._cases import BOUNDS
+from interdomain.features import input_features, ops
 
+from ..scan.devices import DEVICE, on_kernels, use_kernels
+from . import test_step as steps
 from .common import EPS, MIXES, TOLERANCES, Case, assert_agree, documents, literal, make, run
 
 pytest.importorskip("triton")
-REPOSITORY = Path(__file__).parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-on_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
-on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+pytestmark = on_kernels
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Uninitialised memory is NaN; the interpreter runs on the CPU, rounds to bf16 and broadcasts truth as a GPU does."""
-    if not INTERPRETED and DEVICE == "cpu":
-        return
-    if INTERPRETED:
-        repair(monkeypatch)
-        monkeypatch.setattr(support, "unsupported", lambda *args: None)
-
-    def poisoned(*args, empty=torch.empty, **kwargs):
-        x = empty(*args, **kwargs)
-        if x.is_floating_point():
-            x.detach().fill_(float("nan"))  # torch.utils.checkpoint makes leaves that require a gradient
-        return x
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def repair(monkeypatch):
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    from ..scan import triton_interpreter
-
-    triton_interpreter.repair(monkeypatch)
-    splat = InterpreterBuilder.create_splat
-
-    def create_splat(self, shape, arg):
-        # A comparison of scalars calls itself an integer there, and a mask made of one is refused.
-        return splat(self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
+    use_kernels(monkeypatch)
 
 
 # 16 tokens to a program at these sizes: T = 19 leaves three to the second, all of them owed to the first.
 CASES = [(Case(T=19, B=1, H=2, past=bool(mix.get("W", 4)), **mix), torch.bfloat16) for mix in MIXES.values()]
-CASES += [(Case(T=T, B=1, **MIXES["k"]), torch.float32) for T in (1, 2, 3, 5, 16, 17, 63, 65, 130)]
-CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 2, 17)]
-CASES += [(Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (3, 4, 33, 35)]
-CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]
-CASES += [(Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 32, 64, 96, 128)]
-CASES += [(Case(T=3, B=2, H=5, R=256, W=3, **MIXES["q"]), torch.float16)]
+CASES += [
+    (Case(T=T, B=1, **MIXES["k"]), torch.float32) for T in (2, 16, 65)
+]  # shorter than the filter, one program, five
+CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 17)]
+CASES += [
+    (Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)
+]  # starts in either program
+CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]  # angles that differ by row
+CASES += [
+    (Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 96)
+]  # tiles that are not full
+CASES += [(Case(T=3, B=1, H=5, R=256, W=3, **MIXES["q"]), torch.float16)]
 
 
-@on_kernels
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_by_the_letter(case, dtype):
     problem = make(case, dtype, device=DEVICE)
@@ -80,7 +47,6 @@ def test_by_the_letter(case, dtype):
     assert_agree(got, literal(case, *problem), TOLERANCES[dtype])
 
 
-@on_kernels
 def test_mixed_dtypes():
     """bf16 activations with fp32 parameters and past, as without FSDP's casts."""
     case = Case(T=6, past=True, **MIXES["k"])
@@ -91,7 +57,6 @@ def test_mixed_dtypes():
     assert_agree(got, literal(case, leaves, rope, dy), TOLERANCES[torch.bfloat16])
 
 
-@on_kernels
 def test_zeros_have_no_direction_and_no_nan():
     """Rows of zeros, where plain PyTorch and the kernels take the same one-sided derivative."""
     for mix in ("q", "k", "a"):
@@ -103,15 +68,6 @@ def test_zeros_have_no_direction_and_no_nan():
         assert_agree(run(case, leaves, rope, dy, backend="triton"), run(case, leaves, rope, dy, backend="torch"), 1e-5)
 
 
-@on_kernels
-def test_runs_repeat_bit_for_bit():
-    case = Case(T=18, B=1, H=2, **MIXES["k"])
-    problem = make(case, torch.bfloat16, device=DEVICE)
-    first, second = (run(case, *problem, backend="triton") for _ in range(2))
-    assert all(torch.equal(first[n], second[n]) for n in first)
-
-
-@on_kernels
 @pytest.mark.parametrize("mix", ["k", "v"])
 def test_opcheck(mix):
     case = Case(T=5, past=mix == "k", documents=mix == "k", **MIXES[mix])
@@ -125,7 +81,6 @@ def test_opcheck(mix):
     torch.library.opcheck(ops.features_backward, (dy, *args, EPS, past is not None), test_utils=tests[::2])
 
 
-@on_kernels
 def test_compiles_without_a_graph_break():
     case = Case(T=6, past=True, **MIXES["k"])
     problem = make(case, torch.bfloat16, device=DEVICE)
@@ -134,11 +89,8 @@ def test_compiles_without_a_graph_break():
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[1])
 
 
-@on_kernels
 def test_under_autocast_and_checkpointing():
     """Autocast does not reach in; a policy that lists the op by its name saves it, one that does not repeats it."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
     from interdomain.features import triton_launch
 
     case = Case(T=6, **MIXES["k"])
@@ -169,35 +121,27 @@ def test_under_autocast_and_checkpointing():
         assert len(calls) == (1 if save else 2)
 
 
-# On a GPU alone: what the interpreter takes too long for. `python -m tests.rehearse` shows the errors beforehand.
-ARITHMETIC = {torch.bfloat16: "rounded", torch.float32: "fp32"}
-SHAPES = ((2, 4096, 32, 64), (1, 3001, 16, 96), (64, 1, 32, 64))  # B, T, H, R
+@pytest.mark.parametrize(("name", "dtype"), steps.CASES, ids=str)
+def test_step_is_input_features(name, dtype):
+    steps.check(steps.LAYERS[name], dtype, "triton")
 
 
-def real_problem(mix, shape, dtype, seed=0):
-    B, T, H, R = shape
-    case = Case(T=T, B=B, H=H, R=R, past=T == 1 and bool(MIXES[mix].get("W", 4)), seed=seed, **MIXES[mix])
-    leaves, rope, dy = make(case, dtype, device=DEVICE)
-    wide = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
-    expected = run(case, wide, rope and tuple(table.double() for table in rope), dy.double(), backend="torch")
-    return case, (leaves, rope, dy), {n: x.cpu() for n, x in expected.items()}
+def test_steps_are_the_sequence():
+    steps.check_sequence("triton")
 
 
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_real_shapes(mix, shape):
-    for dtype, arithmetic in ARITHMETIC.items():
-        case, problem, expected = real_problem(mix, shape, dtype)
-        got = run(case, *problem, backend="triton")
-        assert_agree(got, expected, BOUNDS[arithmetic])
-        again = run(case, *problem, backend="triton")
-        assert all(torch.equal(got[n], again[n]) for n in got)
+@pytest.mark.parametrize("name", ["interdomain", "softmax"])
+def test_step_compiles(name):
+    steps.check_compiled(name, "triton")
+    x, options, past, rope = steps.make(steps.LAYERS[name], torch.bfloat16)
+    args = x[:, 0], 8, *options.get("conv", (None, None)), past, *rope, options["rotated"], options["silu"]
+    op = torch.ops.interdomain.features_step.default
+    args = (*args, *options.get("norm", (None, None)), EPS)
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
-@on_gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_offsets_beyond_int32():
     """2^31 numbers and more in x, the last tokens against those tokens alone."""
     T, E, period = 70_001, 32_768, 1009  # a prime: no wrapped offset lands on the same numbers
@@ -207,37 +151,3 @@ def test_offsets_beyond_int32():
     y = input_features(x, 64, conv=conv, silu=True, backend="triton")
     tail = input_features(x[:, -100:], 64, conv=conv, past=x[:, -103:-100], silu=True, backend="triton")
     assert torch.equal(y[:, -100:], tail)
-
-
-# In processes of their own.
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
-def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-k", "(triton or opcheck) and not interpreter and not budget"]
-    command += [__file__, __file__.replace("test_triton", "test_step")]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
-
-
-REGISTERS = 255
-# Bytes per thread, by capability/dtype/mix/R. On Hopper in bf16 nothing spills; elsewhere some does before the loops.
-SPILL = {"90/bf16/k/64": 0, "90/bf16/v/64": 0, "80/bf16/k/96": 128, "89/bf16/k+past+documents/64": 128}
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
-def test_budget(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.features.triton_budget", *SPILL]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [r["kernel"] for r in reports] == ["forward_kernel", "backward_kernel"] * len(SPILL)
-    # Shared memory: none, since sums over R stay inside a warp; Triton 3.6 turns the weights around in it, before the loop.
-    over = [r for r in reports if r["registers"] > REGISTERS or r["spill"] > SPILL[r["shape"]] or r["shared"] > 2048]
-    over += [r for r in reports if any("HGMMA" in loop for loop in r["loops"])]  # nothing that ptxas could serialise
-    assert not over, "\n".join(map(str, over))

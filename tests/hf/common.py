@@ -26,9 +26,9 @@ def random_texts(batch: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, TOKENS, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def code_of(model):
-    """The module that a model's class is defined in: a folder's own, or the package's."""
-    return sys.modules[type(model).__module__]
+def code_of(model, file: str = "modeling"):
+    """The module of a folder's own code, or the package's, that a model is made of: `modeling` or `scan`."""
+    return sys.modules[type(model).__module__.replace("modeling_", f"{file}_")]
 
 
 @torch.no_grad()

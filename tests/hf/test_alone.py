@@ -29,7 +29,8 @@ for case, folder in given["folders"].items():
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     assert "transformers_modules" not in sys.modules or found
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert (sys.modules[type(model).__module__].input_features is None) == ("interdomain" in absent)
+    code = sys.modules[type(model).__module__.replace("modeling", "scan")]
+    assert (code.input_features is None) == ("interdomain" in absent)
     tokens = torch.tensor(given["tokens"])
     batch = tokenizer(["import os", "def f(x):\\n    return"], padding=True, return_tensors="pt")
     found[case] = [

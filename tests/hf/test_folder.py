@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from interdomain.model.pretrained import load_model, load_pretrained
 from interdomain.model.transformers_names import BASE, stored_name
-from interdomain.tools import convert
 
 from ..common import REPOSITORY
 from .common import CLOSE, KINDS, ON, code_of, greedy, random_texts
@@ -181,30 +180,3 @@ def test_a_configuration_that_is_none(loaded, setting, words):
     code = code_of(loaded("interdomain")[1])
     with pytest.raises(ValueError, match=words):
         code.InterdomainConfig(**{**dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2), **setting})
-
-
-def test_a_damaged_setting_is_refused_natively(tmp_path, exported):
-    folder = shutil.copytree(exported("interdomain")[1], tmp_path / "folder")
-    record = json.loads((folder / "config.json").read_text())
-    for change, words in (
-        (dict(hidden_size=None), "dim"),
-        (dict(format_version=2), "version 2"),
-        (dict(intermediate_size=100), "intermediate_size is 100"),
-        (dict(n_basis=7), "do not fit"),
-    ):
-        (folder / "config.json").write_text(json.dumps(record | change))
-        with pytest.raises(ValueError, match=words):
-            load_pretrained(folder)
-    del record["readout"]
-    (folder / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="lacks the setting 'readout'"):
-        load_pretrained(folder)
-
-
-def test_shards(tmp_path, exported):
-    model, folder = exported("interdomain")
-    run = folder.with_name("interdomain-run")
-    assert convert.main([str(run / "step-100"), "--output", str(tmp_path / "sharded"), "--max-shard-gb", "2e-5"]) == 0
-    assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 3
-    tokens = random_texts(1, 9)
-    assert torch.equal(load(tmp_path / "sharded").generate(tokens, max_new_tokens=3, **ON), greedy(model, tokens, 3))

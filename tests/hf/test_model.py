@@ -18,10 +18,10 @@ EXACT = dict(rtol=1e-9, atol=1e-10)
 def classes(request, monkeypatch):
     """`interdomain.hf`, computing with its own code or with the package's."""
     hf = pytest.importorskip("interdomain.hf")
-    from interdomain.hf import modeling_interdomain
+    from interdomain.hf import scan_interdomain
 
     if request.param == "plain":
-        monkeypatch.setattr(modeling_interdomain, "input_features", None)
+        monkeypatch.setattr(scan_interdomain, "input_features", None)
     return hf
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.generation import prefill
@@ -37,40 +36,6 @@ def test_plain_masked_softmax(n_kv_heads):
     with torch.no_grad():
         found = mixer(x, rope_tables(torch.arange(33), rope_frequencies(config.head_dim, 1e4), torch.float64))
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
-
-
-class Masks(TorchDispatchMode):
-    """Those that attention is given, in the order of its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name == "aten::_scaled_dot_product_flash_attention_for_cpu":
-            self.found.append(kwargs.get("attn_mask"))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("situation", ["packed", "padded step", "fixed step", "piece", "padded piece"])
-@torch.no_grad()
-def test_layers_share_one_mask(situation):
-    """In the queries' dtype, rows at multiples of 16 numbers: or attention would make or copy one in each layer."""
-    model = variant("softmax", dtype=torch.bfloat16)
-    padding = torch.tensor([0, 4]) if "padded" in situation else None
-    _, state = prefill(model, random_tokens(model.config, 2, 9), padding=padding)
-    if "fixed" in situation:
-        state.reserve(20)
-        state.cursor = torch.tensor([state.length])
-    with Masks() as masks:
-        if situation == "packed":
-            model(random_tokens(model.config, 2, 9), positions=torch.tensor([[0, 1, 0, 1, 2, 3, 0, 1, 2]] * 2))
-        else:
-            model(random_tokens(model.config, 2, 3 if "piece" in situation else 1), state)
-    first = masks.found[0]
-    assert len(masks.found) == model.config.n_layers
-    assert {(m.data_ptr(), m.stride()) for m in masks.found} == {(first.data_ptr(), first.stride())}
-    assert (first.dtype, first.stride(-1), first.stride(-2) % 16) == (torch.bfloat16, 1, 0)
 
 
 @torch.no_grad()

@@ -81,5 +81,5 @@ def emulated(capability):
                 patch.setattr(triton_launch, name, Followed(kernel, capability, findings))
         patch.setattr(triton_plan, "capability", lambda device: divmod(capability, 10))
         for backend in ("chunkwise", "parallel"):
-            patch.setitem(ops.IMPLEMENTATIONS, backend, ops._triton(backend))
+            patch.setitem(ops.IMPLEMENTATIONS, backend, ops.TRITON[backend])
         yield findings

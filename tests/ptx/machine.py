@@ -16,7 +16,7 @@ from .parse import Instruction, Kernel
 
 FLOATS = {"f16", "f32", "f64", "bf16", "bf16x2", "f16x2", "tf32"}
 # Of the slow path of sine and cosine, and of numbers in pairs; local memory holds nothing else.
-IGNORED = {"call", "clz", "addc", "subc", "madc", "shf", "prmt", "fma", "mma", "ex2", "lg2", "sqrt", "rsqrt", "rcp"}
+IGNORED = {"call", "clz", "addc", "subc", "madc", "shf", "fma", "mma", "ex2", "lg2", "sqrt", "rsqrt", "rcp"}
 OPERATIONS = {}
 
 
@@ -157,6 +157,20 @@ def op_extract(m, i, rest):
     return lambda w: np.copyto(d, wrap(wrap(a >> at, f"{rest[0][0]}{bits}"), f"u{rest[0][1:]}"), where=w)
 
 
+@operation("prmt")
+def op_permute(m, i, rest):
+    """Each nibble of the selector names one of eight bytes; its high bit, which asks for a sign, is not used in addresses."""
+    d, (a, b), selector = m.register(i.operands[0]), map(m.read, i.operands[1:3]), int(i.operands[3].rstrip("U"), 0)
+
+    def run(w):
+        both, total = wrap(a, "u32") | wrap(b, "u32") << 32, 0
+        for k in range(4):
+            total = total | (both >> 8 * (selector >> 4 * k & 7) & 255) << 8 * k
+        np.copyto(d, total, where=w)
+
+    return run
+
+
 @operation("shr")
 def op_shift_right(m, i, rest):
     d, (a, n), bits = m.register(i.operands[0]), map(m.read, i.operands[1:]), int(rest[0][1:])
@@ -204,22 +218,9 @@ def op_compare(m, i, rest):
 
 @operation("mov")
 def op_move(m, i, rest):
-    """Also between a register and the parts of it."""
-    d, a = i.operands
-    if d[0] == "{" or a[0] == "{":
-        parts, one = (m.vector(d), m.read(a)) if d[0] == "{" else (m.vector(a), m.register(d))
-        bits = int(rest[0][1:]) // len(parts)
-
-        def run(w):
-            if d[0] == "{":
-                for k, part in enumerate(parts):
-                    if part is not None:
-                        np.copyto(part, wrap(one >> bits * k, f"u{bits}"), where=w)
-            else:
-                np.copyto(one, sum(wrap(part, f"u{bits}") << bits * k for k, part in enumerate(parts)), where=w)
-
-        return run
-    out, value = m.register(d), m.read(a)
+    if "{" in i.operands[0] + i.operands[1]:  # parts of a register: numbers
+        return lambda w: None
+    out, value = m.register(i.operands[0]), m.read(i.operands[1])
     return lambda w: np.copyto(out, np.not_equal(value, 0) if rest == ["pred"] else value, where=w)
 
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interdomain.scan import triton_plan
+from interdomain.scan import triton_chunkwise
 
 from ..scan.common import Case, op_inputs, run_op
 from ..scan.test_documents import packed
@@ -141,11 +141,11 @@ def test_loops_of_different_length():
     assert torch.equal(out[:64], (t * (t + 1) // 2).int())
 
 
-def findings_of(capability, T, *, R=64, M=64, linear=False, documents=False, plan=None, **options):
+def findings_of(capability, T, *, R=64, M=64, linear=False, documents=False, **options):
     """{(kernel, kind)} of one forward and backward in bf16."""
     inputs, cotangents = op_inputs(Case(T=T, H=1, R=R, D=R, M=M), torch.float32, torch.bfloat16, linear)
     options |= {"documents": packed(T)[:1]} if documents else {}
-    with emulated(capability) as found, triton_plan.alternatives(**plan or {}):
+    with emulated(capability) as found:
         run_op(inputs, cotangents, linear, backend="chunkwise", **options)
     assert len(found) > 5
     return {(kernel, kind) for kernel, findings in found for kind, _ in findings}
@@ -167,8 +167,10 @@ def test_compiled_kernels_have_no_race(capability, settings):
 
 
 @pytest.mark.slow_group("kernels/", "tests/ptx/")
-def test_the_race_that_one_stage_avoids():
+def test_the_race_that_one_stage_avoids(monkeypatch):
     """Triton loads the next chunk of 32 over what wgmma still reads, where a plan for sm_90 had two stages."""
     assert findings_of(90, T=100, chunk_size=32) == set()
-    found = findings_of(90, T=100, chunk_size=32, plan=dict(mix=(8192, 4, 2)))
+    make_plan = triton_chunkwise.make_plan
+    monkeypatch.setattr(triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(mix=(8192, 4, 2)))
+    found = findings_of(90, T=100, chunk_size=32)
     assert ("mix_kernel", "write to what wgmma still reads") in found

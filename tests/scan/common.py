@@ -24,6 +24,8 @@ TOLERANCES = {
     "float32": (1e-5, "rms"),
     # Tensors returned in bf16 are rounded once (1.7e-3 RMS); everything before it is fp32.
     "bfloat16": (6e-3, "rms"),
+    # All modes at |Lambda| = 1/e: an output is its own token and little else, summed over modes that cancel.
+    "bfloat16 at the decay bound": (8e-3, "rms"),
 }
 
 

@@ -77,20 +77,6 @@ def test_one_document_is_a_sequence(linear):
     assert not fresh["dinitial_state"].any()
 
 
-@pytest.mark.parametrize("backend", ["chunkwise", "fft"])
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_opcheck_and_compile(linear, backend):
-    case = Case(T=20, B=2, G=1 if linear else 2, R=4, D=3, M=4)
-    inputs, _, documents = problem(linear, case, torch.float32)
-    op = torch.ops.interdomain.linear_scan if linear else torch.ops.interdomain.scan
-    args = (*inputs.values(), 8, backend, *(() if linear else (False,)), documents)
-    torch.library.opcheck(op.default, args)
-    fn = scan.linear_scan if linear else scan.interdomain_scan
-    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
-    got = compiled(**inputs, documents=documents, backend=backend)
-    torch.testing.assert_close(got, fn(**inputs, documents=documents, backend=backend))
-
-
 @pytest.mark.parametrize(
     ("documents", "message"),
     [

@@ -16,22 +16,15 @@ QUERY_OR_LINEAR = pytest.mark.parametrize("linear", [False, True], ids=["query",
 
 
 @QUERY_OR_LINEAR
-@pytest.mark.parametrize(("T", "decay"), [(4096, -1e-6), (257, -scan.MAX_DECAY_PER_TOKEN)], ids=["slow", "bound"])
+@pytest.mark.parametrize(("T", "decay"), [(2048, -1e-6), (257, -scan.MAX_DECAY_PER_TOKEN)], ids=["slow", "bound"])
 def test_float32_at_both_ends_of_the_decay(T, decay, linear):
-    """At 1e-6 nothing is forgotten: every kernel is a tone of 4096 tokens, and a gradient of theta sums lags up to T."""
+    """At 1e-6 nothing is forgotten: every kernel is a tone of 2048 tokens, and a gradient of theta sums lags up to T."""
     inputs, cotangents = op_inputs(Case(T=T, H=1, G=2, R=2, D=3, M=3), torch.float32, linear=linear)
     with torch.no_grad():
         inputs["log_decay"][..., 0] = decay
     got, expected = run_op(inputs, cotangents, linear, backend="fft"), exact(inputs, cotangents, linear)
     assert_agree(got, expected, "float32")
     assert max(error(got[n], expected[n], "rms") for n in got) < 2e-6  # measured: 3e-7, and 1e-6 in dw at the bound
-
-
-@QUERY_OR_LINEAR
-@pytest.mark.parametrize("T", [1, 2, 63, 65, 257])
-def test_grouped_heads_at_ragged_lengths(T, linear):
-    inputs, cotangents = op_inputs(Case(T=T, B=2, H=2, G=3, R=3, D=2, M=9), torch.float64, linear=linear)
-    assert_agree(run_op(inputs, cotangents, linear, backend="fft"), exact(inputs, cotangents, linear), "float64")
 
 
 def test_the_final_state_takes_no_rounding_from_the_transforms():
@@ -77,10 +70,9 @@ class Allocations(TorchDispatchMode):
 
 
 @QUERY_OR_LINEAR
-@pytest.mark.parametrize("H", [1, 8])
-def test_no_tensor_the_size_of_the_states(H, linear):
+def test_no_tensor_the_size_of_the_states(linear):
     """[T, M, R + D] exists for no head, forward or backward; temporaries are a multiple of k, v and one head's table."""
-    B, T, R, D, M = 1, 300, 32, 32, 64
+    B, T, H, R, D, M = 1, 300, 4, 32, 32, 64
     case = Case(T=T, B=B, H=H, R=R, D=D, M=M)
     inputs, (d_out, d_state) = op_inputs(case, torch.float32, linear=linear)
     tensors = [x.detach() for x in inputs.values()]
@@ -94,22 +86,3 @@ def test_no_tensor_the_size_of_the_states(H, linear):
         assert memory.largest <= max(2.2 * keys_and_values, 1.1 * table_of_a_head)
         assert memory.peak < 12 * (keys_and_values + table_of_a_head)
         assert memory.products <= {torch.float64, torch.complex128}  # no TF32 switch applies
-
-
-def test_transform_lengths():
-    for T in (*range(1, 300), 4095, 4096, 4097, 70_001, 1_000_000):
-        N = fft._transform_length(T)
-        assert 2 * T <= N <= 2.3 * T + 2
-        assert N % 2 == 0
-        for prime in (2, 3, 5):
-            while N % prime == 0:
-                N //= prime
-        assert N == 1
-    assert fft._transform_length(4096) == 8192
-
-
-@QUERY_OR_LINEAR
-def test_results_repeat_bit_for_bit(linear):
-    inputs, cotangents = op_inputs(Case(T=130, G=2), torch.float32, linear=linear)
-    first, second = (run_op(inputs, cotangents, linear, backend="fft") for _ in range(2))
-    assert all(torch.equal(first[n], second[n]) for n in first)

@@ -14,22 +14,25 @@ from interdomain.scan import ops
 from interdomain.scan.library import tag_caches
 
 from .common import ON_CPU, RUNNABLE, WRITTEN_OUT, Case, assert_agree, gradients, op_inputs, run_op
+from .test_documents import packed
 
 CASE = Case(T=20, G=3, R=4, D=3, M=4)
 
 
+linear_or_query = pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+
+
 @pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@linear_or_query
 @pytest.mark.parametrize("backend", WRITTEN_OUT)
-def test_opcheck(backend, linear, dtype, state):
-    case = Case(T=20, G=3, R=4, D=3, M=4, state=state)
-    inputs, (d_out, d_state) = op_inputs(case, torch.float32, dtype, linear)
+def test_opcheck(backend, linear, state):
+    """With a state, documents and a final state in fp32, or none of them in bf16."""
+    case = Case(T=20, G=1 if linear else 3, R=4, D=3, M=4, state=state)
+    inputs, (d_out, d_state) = op_inputs(case, torch.float32, torch.float32 if state else torch.bfloat16, linear)
     args = (*inputs.values(), *(() if state else (None,)), 8, backend)
+    documents = packed(case.T)[:1] if state else None
     op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
-    torch.library.opcheck(op, args)
-    if dtype == torch.float32:  # without a final state
-        torch.library.opcheck(op, (*args, *(() if linear else (False,)), None, False))
+    torch.library.opcheck(op, (*args, *(() if linear else (False,)), documents, state))
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
     for d_final, need_decay in ((d_state, True), (None, False)):
         torch.library.opcheck(
@@ -39,28 +42,25 @@ def test_opcheck(backend, linear, dtype, state):
 
 @pytest.mark.parametrize(
     ("backend", "compiler", "linear"),
-    [
-        ("chunkwise", "inductor", False),
-        *((backend, "aot_eager", linear) for backend in ("chunkwise", "fft") for linear in (False, True)),
-    ],
+    [("chunkwise", "inductor", False), ("chunkwise", "aot_eager", True), ("fft", "aot_eager", False)],
 )
 def test_compiles_without_a_graph_break(backend, compiler, linear):
-    """From dt, A and C to the gradients, tables and validation included."""
-    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
+    """From dt, A and C to the gradients, tables and validation included; one graph for every length."""
+    block = functools.partial(scan.linear_scan if linear else scan.interdomain_scan, backend=backend)
 
-    def block(log_decay, **inputs):
-        fn = scan.linear_scan if linear else scan.interdomain_scan
+    def tables_and_scan(log_decay, **inputs):
         theta = scan.decay_exponent(torch.ones_like(log_decay[:, 0, 0]), (-log_decay[..., 0]).log(), log_decay[..., 1])
-        return fn(log_decay=theta, **inputs, backend=backend)
+        return block(log_decay=theta, **inputs)
 
-    def run(fn):
-        out, state = fn(**inputs)
-        total = (out * cotangents[0]).sum() + (state * cotangents[1]).sum()
-        grads = torch.autograd.grad(total, list(inputs.values()))
-        return {"out": out, "state": state, **dict(zip(inputs, grads, strict=True))}
-
-    compiled = torch.compile(block, fullgraph=True, backend=compiler)
-    assert_agree(run(compiled), run(block), "float32")
+    compiled = torch.compile(tables_and_scan, fullgraph=True, backend=compiler, dynamic=compiler == "aot_eager")
+    for T in (20,) if compiler == "inductor" else (20, 70):
+        inputs, cotangents = op_inputs(Case(T=T, G=1 if linear else 3, R=4, D=3, M=4), torch.float32, linear=linear)
+        documents = packed(T)[:1] if T == 20 else None
+        results = []
+        for fn in (compiled, tables_and_scan):
+            outputs = fn(**inputs, documents=documents)
+            results.append(dict(enumerate(outputs)) | gradients(outputs, cotangents, inputs))
+        assert_agree(*results, "float32")
 
 
 def test_caches_of_torch_compile_know_the_version_of_the_ops(tmp_path, monkeypatch):
@@ -81,22 +81,6 @@ def test_caches_of_torch_compile_know_the_version_of_the_ops(tmp_path, monkeypat
         del sys.modules[f"ops_{version}"]
 
 
-@pytest.mark.parametrize("backend", ["parallel", "reference"])
-def test_recorded_backends_compile_too(backend):
-    inputs, _ = op_inputs(Case(T=4, R=2, D=2, M=2), torch.float32)
-    compiled = torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager")
-    expected = scan.interdomain_scan(**inputs, backend=backend)[0]
-    torch.testing.assert_close(compiled(**inputs, backend=backend)[0], expected)
-
-
-def test_one_graph_for_every_length():
-    """Dynamic T: the ops see sizes, never Python branches on them."""
-    compiled = torch.compile(scan.interdomain_scan, fullgraph=True, backend="aot_eager", dynamic=True)
-    for T in (20, 33, 64, 70):
-        inputs, _ = op_inputs(Case(T=T, R=4, D=3, M=4), torch.float32)
-        torch.testing.assert_close(compiled(**inputs)[0], scan.interdomain_scan(**inputs)[0])
-
-
 class Outputs(TorchDispatchMode):
     """Numbers in each output of the scan's ops."""
 
@@ -111,45 +95,30 @@ class Outputs(TorchDispatchMode):
         return out
 
 
-def test_forward_mode_is_refused_and_vmap_is_not():
+def test_derivatives_that_are_refused():
+    """Forward mode, torch.func.grad, a second derivative: an error, and `reference` has them. vmap works."""
     inputs, _ = op_inputs(CASE, torch.float32)
-    inputs = {n: x.detach() for n, x in inputs.items()}
+    q = inputs["q"].detach()
 
-    def run(q):
-        return scan.interdomain_scan(**{**inputs, "q": q})[0]
+    def run(q, backend="chunkwise"):
+        return scan.interdomain_scan(**{**inputs, "q": q}, backend=backend)[0]
 
-    q = inputs["q"]
-    with pytest.raises(NotImplementedError, match="backend='reference' of the scan"):
-        torch.func.jvp(run, (q,), (q,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, q)
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            run(dual)
-        out = scan.interdomain_scan(**{**inputs, "q": dual}, backend="reference")[0]
-        value, tangent = torch.autograd.forward_ad.unpack_dual(out)
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="backend='reference' of the scan"):
+            torch.func.jvp(run, (q,), (q,))
+        torch.testing.assert_close(torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)]))
+        value, tangent = torch.func.jvp(functools.partial(run, backend="reference"), (q,), (q,))
     torch.testing.assert_close(tangent, value)  # o is linear in q
-    torch.testing.assert_close(torch.vmap(run)(torch.stack([q, 2 * q])), torch.stack([run(q), 2 * run(q)]))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: run(q).square().sum())(q)
+    for fn, leaf in ((run, q.requires_grad_()), (lambda z: linear(z), torch.randn(1, 5, 1, 3, requires_grad=True))):
+        (first,) = torch.autograd.grad(fn(leaf).square().sum(), leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no derivative of its own"):
+            first.sum().backward()
 
 
-def test_torch_func_and_a_second_derivative_are_refused_in_words():
-    inputs, _ = op_inputs(CASE, torch.float32)
-
-    def loss(q, backend="chunkwise"):
-        return scan.interdomain_scan(**{**inputs, "q": q}, backend=backend)[0].square().sum()
-
-    q = inputs["q"]
-    for f in (loss, lambda q: torch.vmap(loss)(q[None]).sum()):
-        with pytest.raises(RuntimeError, match="functorch transforms"):
-            torch.func.grad(f)(q)
-    (first,) = torch.autograd.grad(loss(q), q, create_graph=True)
-    torch.testing.assert_close(first, torch.func.grad(functools.partial(loss, backend="reference"))(q))
-    with pytest.raises(NotImplementedError, match=r"no derivative of its own \(a second one\); .*'reference'"):
-        first.sum().backward()
-    z = torch.randn(1, 5, 1, 3, requires_grad=True)
-    y, _ = scan.linear_scan(z, torch.tensor([[[-0.1, 1.0]]]), torch.ones(1, 2))
-    (first,) = torch.autograd.grad(y.square().sum(), z, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no derivative of its own"):
-        first.sum().backward()
+def linear(z):
+    return scan.linear_scan(z, torch.tensor([[[-0.1, 1.0]]]), torch.ones(1, 2))[0]
 
 
 def test_nothing_is_made_on_the_default_device():
@@ -182,7 +151,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(("listed", "runs"), [(True, 1), (False, 2)])
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@linear_or_query
 def test_selective_activation_checkpointing(linear, listed, runs, calls):
     inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
     op = torch.ops.interdomain.linear_scan.default if linear else torch.ops.interdomain.scan.default
@@ -209,15 +178,15 @@ def test_selective_activation_checkpointing(linear, listed, runs, calls):
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@linear_or_query
 def test_a_final_state_that_is_not_asked_for_is_not_made(linear, backend):
     inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
     fn = functools.partial(scan.linear_scan if linear else scan.interdomain_scan, backend=backend)
     documents = (torch.arange(CASE.T) // 7).expand(CASE.B, -1)
-    for packed in (None, documents):
-        expected = fn(**inputs, documents=packed)[0]
+    for numbers in (None, documents):
+        expected = fn(**inputs, documents=numbers)[0]
         with Outputs() as made:
-            out, state = fn(**inputs, documents=packed, final_state=False)
+            out, state = fn(**inputs, documents=numbers, final_state=False)
         assert state is None
         assert torch.equal(out, expected)
         if backend in ("auto", *WRITTEN_OUT):  # what a checkpointing policy that lists the op keeps
@@ -236,7 +205,7 @@ def test_a_final_state_that_is_not_asked_for_is_not_made(linear, backend):
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@linear_or_query
 def test_autocast_changes_nothing(linear, backend):
     inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
     expected = run_op(inputs, cotangents, linear, backend=backend)
@@ -253,7 +222,7 @@ def test_autocast_changes_nothing(linear, backend):
         assert all(torch.equal(got[n], expected[n]) for n in expected)
 
 
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
+@linear_or_query
 @pytest.mark.parametrize("backend", WRITTEN_OUT)
 def test_unused_outputs_and_frozen_inputs(backend, linear):
     """None for the cotangent of an unused output is a zero; a frozen input gets no gradient and changes no other."""

@@ -125,6 +125,8 @@ def test_nothing_imports_triton_before_it_runs():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from interdomain import scan; import interdomain.model.generation\n"
+        "from interdomain.features import input_features\n"
+        "assert input_features(torch.randn(1, 5, 8), 4, silu=True).isfinite().all()\n"
         "x = torch.randn(1, 5, 1, 4); theta = -torch.rand(1, 3, 2)\n"
         "o, _ = scan.interdomain_scan(x, x, x, theta, torch.randn(1, 6, 6)); assert o.isfinite().all()\n"
         "assert not scan.triton_support._INSTALLED and 'interdomain.scan.triton_chunkwise' not in sys.modules\n"

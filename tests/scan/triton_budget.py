@@ -1,14 +1,11 @@
-"""Registers, spills, shared memory and instructions of the Triton kernels, by compilation alone: needs no GPU.
+"""Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
-`python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M), and
-`sequential/64x64x64:G2`, `step/64x64x64:linear` those of the others, `:linear+documents` those with packed documents,
-`:training` those without a state in or out, `:ragged` those whose last chunk is short, `:L32` those of chunks of 32, `:most`
-of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. What would compile to the
-same is listed once. TRITON_INTERPRET must be unset.
-The launches are recorded, not described a second time: what is compiled is what runs.
-
-`python -m tests.scan.triton_budget all` compiles every shipped tile (`every`, twenty minutes on one core) and fails if ptxas
-serialises a wgmma in one of them.
+`python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
+`sequential/` and `step/` name the recurrence and the step, `features/` and `features_step/` the input features of heads of R.
+After them, `:linear`, `:documents`, `:training` (no state in or out), `:ragged` (the last chunk is short), `:G2`, `:L32`
+(chunks of 32), of the features `:k` (which projection), joined by `+`; `most` takes of each kernel the launch that does most.
+More may follow, `80 fp32 ...` for another GPU and dtype. The launches are recorded, not described a second time: what is
+compiled is what runs, and what would compile to the same is listed once. TRITON_INTERPRET must not be 1.
 """
 
 import json
@@ -24,8 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 from triton.compiler import ASTSource
 
-from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step, triton_support
-from interdomain.scan.alternatives import sequential as triton_sequential
+from interdomain.features import triton_launch as features_launch
+from interdomain.features import triton_step as features_step
+from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step
+from interdomain.scan.alternatives import sequential
+
+from ..features.common import EPS, MIXES, Case, documents, make
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -35,8 +36,6 @@ TYPES = {
     torch.int32: "*i32",
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
 
 
 def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
@@ -52,6 +51,7 @@ def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fu
             continue
         elif value is None or value == 1:
             constants[parameter.name] = value
+            continue
         else:
             signature[parameter.name] = "i32"
             if value % 16:
@@ -76,29 +76,24 @@ class Recorder:
             self.launches.append(launch)
 
 
-def launches(capability, dtype, R, D, M, G=1, linear=False, ragged=False, **kw):
-    """Everything that one forward and backward launch, with an initial state and a cotangent on the final one."""
-    found = []
-    passes = ("contract_kernel", "mix_kernel", "expand_kernel", "adjoint_kernel")
-    for name in (*passes, "tables_kernel", "sum_kernel", "chain_kernel"):
-        _record(triton_launch, name, found)
-    triton_plan.capability = lambda device: divmod(capability, 10)
-    T = 64 if kw.get("training") else 1024  # two segments, which have states between them
-    _forward_and_backward(triton_chunkwise, T - 4 * ragged, dtype, R, D, M, G, linear, **kw)
+def recorded(module, run):
+    """What `run()` launches of the kernels that stand in this module."""
+    found, kernels = [], {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    for name, kernel in kernels.items():
+        setattr(module, name, Recorder(kernel, found))
+    run()
+    for name, kernel in kernels.items():
+        setattr(module, name, kernel)
     return found
 
 
-def _record(module, name, found):
-    kernel = getattr(module, name)
-    setattr(module, name, Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel, found))
-
-
-def _forward_and_backward(module, T, dtype, R, D, M, G, linear, documents=False, training=False, chunk=None):
+def scan_launches(module, T, dtype, R, D, M, kinds, G, chunk):
+    """One forward and backward; with an initial state and a cotangent on the final one unless for training."""
     B, H = 2, 2
-    kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if documents else {}
-    theta, state = torch.zeros(H, M, 2), None if training else torch.zeros(B, H, M, R + D, 2)
-    final = {"need_final": not training}
-    if linear:
+    kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if "documents" in kinds else {}
+    state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
+    theta, final = torch.zeros(H, M, 2), {"need_final": state is not None}
+    if "linear" in kinds:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
         module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, chunk, **final, **kw)
         module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, chunk, True, **kw)
@@ -109,43 +104,68 @@ def _forward_and_backward(module, T, dtype, R, D, M, G, linear, documents=False,
         module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True, **kw)
 
 
-def launches_sequential(capability, dtype, R, D, M, G=1, linear=False, **kw):
-    """The same for the recurrence, whose tiles do not depend on the capability."""
-    found = []
-    for name in ("contract_scan_kernel", "expand_scan_kernel", "reverse_scan_kernel"):
-        _record(triton_sequential, name, found)
-    _forward_and_backward(triton_sequential, 40, dtype, R, D, M, G, linear, **kw)
-    return found
-
-
-def launches_step(capability, dtype, R, D, M, G=1, linear=False, **kw):
-    """With W whole, and with its upper half for more sequences; or the linear readout."""
-    found = []
-    for name in ("contract_step_kernel", "expand_step_kernel"):
-        _record(triton_step, name, found)
+def step_launches(dtype, R, D, M, kinds, G):
+    """With W as it is and by its upper half, for more sequences; or the linear readout."""
     decay = torch.zeros(2, M, 2)
     for B, rows in ((2, 2 * M), (128, M)):
         state = torch.zeros(B, 2, M, R + D, 2)
-        if linear:
+        if "linear" in kinds:
             triton_step.linear_one_step(torch.zeros(B, 2, R + D, dtype=dtype), decay, torch.zeros(2, 2 * M), state)
         else:
             q, k, v = (torch.zeros(B, 2 * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
             triton_step.scan_step(q, k, v, decay, torch.zeros(2, rows, 2 * M), state)
-    return found
+
+
+def features_launches(dtype, R, kinds):
+    """One forward and backward of a projection of [B 2, T 64, H 16, R]."""
+    mix, more = next(x for x in kinds if x in MIXES), {x: True for x in ("past", "documents") if x in kinds}
+    case = Case(T=64, H=16, R=R, **MIXES[mix], **more)
+    leaves, rope, dy = make(case, dtype)
+    x, weight, bias, past, scale, shift = (leaves.get(n) for n in ("x", "weight", "bias", "past", "scale", "shift"))
+    weight = weight if weight is None else weight.flatten(1)
+    args = x, R, weight, bias, past, documents(case), *(rope or (None, None)), case.silu, scale
+    features_launch.forward(*args, shift, EPS)
+    features_launch.backward(dy, *args, EPS, past is not None)
+
+
+def features_step_launches(dtype, R, B=8):
+    """One token of a layer of the interdomain condition."""
+    shapes = (B, 48 * R), (4, 32 * R), (32 * R,), (B, 3, 32 * R), (32, R)
+    x, weight, bias, past, norm = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+    rope = (torch.zeros(B, 1, 1, R // 2),) * 2
+    features_step.step(x, R, weight, bias, past, *rope, 32, 32, norm, norm, EPS)
+
+
+def launches(capability, dtype, shape):
+    family, _, rest = shape.rpartition("/")
+    sizes, _, kinds = rest.partition(":")
+    (R, D, M), kinds = map(int, sizes.split("x")), kinds.split("+")
+    G = next((int(k[1:]) for k in kinds if re.fullmatch(r"G\d+", k)), 1)
+    chunk = next((int(k[1:]) for k in kinds if re.fullmatch(r"L\d+", k)), None)
+    triton_plan.capability = lambda device: divmod(capability, 10)
+    if family == "sequential":
+        found = recorded(sequential, lambda: scan_launches(sequential, 40, dtype, R, D, M, kinds, G, chunk))
+    elif family == "step":
+        found = recorded(triton_step, lambda: step_launches(dtype, R, D, M, kinds, G))
+    elif family == "features":
+        found = recorded(features_launch, lambda: features_launches(dtype, R, kinds))
+    elif family == "features_step":
+        found = recorded(features_step, lambda: features_step_launches(dtype, R))
+    else:  # two segments, which have states between them, but for training
+        T = (64 if "training" in kinds else 1024) - 4 * ("ragged" in kinds)
+        run = lambda: scan_launches(triton_chunkwise, T, dtype, R, D, M, kinds, G, chunk)  # noqa: E731
+        found = recorded(triton_launch, run)
+    return most(found) if "most" in kinds else found
 
 
 def most(launches):
     """Of each kernel, the launch with the most of what it can do; the first of several."""
     found = {}
     for launch in launches:
-        switches = {name: value for name, value in launch[3].items() if value is True or name.startswith("STORE_")}
-        name, does = launch[0].__name__, sum(map(bool, switches.values()))
-        if does > found.get(name, (-1,))[0]:
-            found[name] = does, launch
+        does = sum(value is True for value in launch[3].values()) - sum(value is None for value in launch[3].values())
+        if does > found.get(launch[0].__name__, (-99,))[0]:
+            found[launch[0].__name__] = does, launch
     return [launch for _, launch in found.values()]
-
-
-FAMILIES = {"chunkwise": launches, "sequential": launches_sequential, "step": launches_step}
 
 
 def compile_launch(launch, capability):
@@ -162,21 +182,18 @@ def compile_launch(launch, capability):
 
 def report(launch, capability):
     compiled = compile_launch(launch, capability)
-    ptx, constants = compiled.asm["ptx"], launch[3]
-    assembler = get_ptxas(capability).path
+    ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel")
         with open(path + ".ptx", "w") as file:
             file.write(ptx)
         architecture = re.search(r"\.target\s+(\w+)", ptx).group(1)
-        command = [assembler, "-v", "--regAllocOptLevel=2", "-arch", architecture, path + ".ptx"]
+        command = [get_ptxas(capability).path, "-v", "--regAllocOptLevel=2", "-arch", architecture, path + ".ptx"]
         log = subprocess.run([*command, "-o", path + ".cubin"], capture_output=True, text=True, check=True).stderr
-        command = [os.path.join(os.path.dirname(assembler), "nvdisasm"), "-c", path + ".cubin"]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     stores, loads = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log).groups()
     return {
         "kernel": launch[0].__name__,
-        "constants": {n: v for n, v in constants.items() if not n.startswith("stride")},
+        "constants": {n: v for n, v in launch[3].items() if not n.startswith("stride")},
         "registers": int(re.search(r"Used (\d+) registers", log).group(1)),
         "spill": max(int(stores), int(loads)),
         "shared": compiled.metadata.shared,
@@ -184,81 +201,22 @@ def report(launch, capability):
         "transposed": len(re.findall(r"tt\.trans [^\n]*order = array<i32: 1, 0>", compiled.asm["ttgir"])),
         # ptxas waits for every wgmma before the next one (C7515) where it cannot tell that registers are not touched.
         "serialized": re.findall(r"[^\n]*serialized[^\n]*", log),
-        "loops": loops(sass),
     }
 
 
-def loops(sass):
-    """Of every loop of 64 instructions and more that no other one encloses: instructions, and how many of some kinds.
-
-    HGMMA and HMMA are products of tensor cores, WARPGROUP.DEPBAR waits for the former; LDL loads a spilled number.
-    """
-    code, labels = [], {}
-    for line in sass.splitlines():
-        label = re.match(r"(\.L_\w+):", line)
-        instruction = re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line)
-        if label:
-            labels[label.group(1)] = len(code)
-        elif instruction:
-            code.append(instruction.group(1))
-    spans = []
-    for i, text in enumerate(code):
-        target = re.search(r"\bBRA\b.*\((\.L_\w+)\)", text)
-        if target and i - labels.get(target.group(1), i) >= 63:
-            spans.append((labels[target.group(1)], i + 1))
-    outer = {x for x in spans if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in spans)}
-    kinds = ("HGMMA", "HMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "LDL")
-    return [
-        {"instructions": stop - start} | {k: n for k in kinds if (n := sum(k in x for x in code[start:stop]))}
-        for start, stop in sorted(outer)
-    ]
-
-
-def every():
-    """Arguments that name every shipped tile. Only sm_90 in bf16 has wgmma; elsewhere fewer launches are enough."""
-    widths = ("64x64", "64x65", "96x96", "128x128", "256x256")
-    kinds = ("training", "training+ragged", "most", "documents+most", "linear+most", "linear+training+ragged+most")
-    yield from ("90", "bf16")
-    for M in triton_support.BASIS_SIZES:
-        yield from (f"{width}x{M}:{kind}" for width in widths for kind in kinds)
-        yield from (f"64x64x{M}:{kind}" for kind in ("L16+training+most", "L32+training+most", "ragged+most"))
-    for capability, dtype in (("80", "bf16"), ("89", "bf16"), ("80", "fp32"), ("90", "fp32")):
-        yield from (capability, dtype)
-        for M in triton_support.BASIS_SIZES:
-            yield from (
-                f"{width}x{M}:{kind}" for width in ("64x64", "96x97") for kind in ("training+most", "ragged+most")
-            )
-
-
 def main(argv=None) -> int:
-    done, serialized = [], []
-    arguments = argv or sys.argv[1:]
-    for argument in every() if arguments == ["all"] else arguments:
+    CUDABackend.make_cubin = lambda *args: b""  # `report` calls ptxas itself, for its log
+    capability, dtype = 0, ""
+    for argument in argv or sys.argv[1:]:
         if argument.isdigit():
             capability = int(argument)
         elif argument in DTYPES:
             dtype = argument
         else:
-            family, _, rest = argument.rpartition("/")
-            sizes, _, kind = rest.partition(":")
-            R, D, M = map(int, sizes.split("x"))
-            find = FAMILIES[family or "chunkwise"]
-            kinds = kind.split("+")
-            G = next((int(k[1:]) for k in kinds if k.startswith("G")), 1)
-            options = {name: True for name in ("documents", "training", "ragged") if name in kinds}
-            options["chunk"] = next((int(k[1:]) for k in kinds if k.startswith("L")), None)
-            found = find(capability, DTYPES[dtype], R, D, M, G, "linear" in kinds, **options)
-            for launch in most(found) if "most" in kinds else found:
-                if (capability, dtype, launch) not in done:
-                    done.append((capability, dtype, launch))
-                    what = {"capability": capability, "dtype": dtype, "shape": argument} | report(launch, capability)
-                    serialized += what["serialized"]
-                    print(json.dumps(what), flush=True)
-    if serialized:
-        print(
-            "\n".join(serialized), f"{len(serialized)} of {len(done)} kernels are serialised", sep="\n", file=sys.stderr
-        )
-    return 1 if serialized and arguments == ["all"] else 0
+            for launch in launches(capability, DTYPES[dtype], argument):
+                what = {"capability": capability, "dtype": dtype, "shape": argument}
+                print(json.dumps(what | report(launch, capability)), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

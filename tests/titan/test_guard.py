@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interdomain.model.distributed_checkpoint import read_sidecar
 from interdomain.titan import guard
 from interdomain.titan.optimizer import GroupedOptimizers
+from interdomain.titan.schema import Optimizer
 
 from ..cuda_stand_in import HOST
 
@@ -69,9 +69,7 @@ class NothingReadBack(TorchDispatchMode):
 def test_the_decision_stays_on_the_device(alone):
     """On CUDA one value read by the host would make every step wait for the whole backward pass."""
     model = torch.nn.Linear(3, 3)
-    options = {"name": "AdamW", "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    options |= {"implementation": "fused", "ssm_lr": 0.1, "ssm_weight_decay": 0.0}
-    optimizers = GroupedOptimizers([model], SimpleNamespace(**options))
+    optimizers = GroupedOptimizers([model], Optimizer(lr=0.1))
     weights = [model.weight.detach().clone()]
     for norm in (1.0, math.nan, 1.0):
         for p in model.parameters():

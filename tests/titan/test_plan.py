@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
-from torchtitan.config import JobConfig
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
@@ -67,13 +66,6 @@ def test_more_ranks_than_the_batch_divides_over(ranks, larger, local):
     advice = re.search(r"can run ((?:--[\w.]+ \d+ ?)+)", str(refused.value))[1].split()
     plan = make_plan(read_job_config([*arguments, *advice]), ranks)
     assert (plan.global_batch, plan.local_batch) == (larger or 128, local)
-
-
-def test_without_steps_and_tokens_torchtitans_defaults_hold():
-    unset = {"training__steps": None, "lr_scheduler__warmup_steps": None, "lr_scheduler__total_steps": None}
-    plan = make_plan(parse(**unset), 1)
-    theirs = JobConfig()
-    assert (plan.steps, plan.warmup_steps) == (theirs.training.steps, theirs.lr_scheduler.warmup_steps)
 
 
 def test_switches_stand_over_the_condition():

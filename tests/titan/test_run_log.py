@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -48,21 +50,28 @@ def start(tmp_path, job, monkeypatch):
     return start
 
 
-@pytest.fixture
-def shown(tmp_path):
-    """shown(): {run: {tag: {step: value}}} as TensorBoard draws it, by its own process, which it is asked for over gRPC."""
-    try:
-        binary = server_ingester.get_server_binary()
-    except server_ingester.NoDataServerError:
-        pytest.skip("no tensorboard-data-server for this machine")
-    channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
-    server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(tmp_path), **channel)
+@pytest.fixture(params=["python", "fast"])
+def shown(request, tmp_path):
+    """shown(): {run: {tag: {step: value}}} as TensorBoard draws it: by its own process, which it asks over gRPC, or where that
+    has no build (aarch64) by Python. The two treat steps that come again differently."""
+    server = None
+    if request.param == "fast":
+        try:
+            binary = server_ingester.get_server_binary()
+        except server_ingester.NoDataServerError:
+            pytest.skip("no tensorboard-data-server for this machine")
+        channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
+        server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(tmp_path), **channel)
 
     def shown():
-        server.start()
-        runs = server.data_provider.read_scalars(
-            RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000
-        )
+        if server:
+            server.start()
+            provider = server.data_provider
+        else:
+            multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
+            multiplexer.Reload()
+            provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+        runs = provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000)
         drawn = {}
         for run, tags in runs.items():
             for tag, points in tags.items():
@@ -71,7 +80,8 @@ def shown(tmp_path):
         return drawn
 
     yield shown
-    server._stdin_handle.close()
+    if server:
+        server._stdin_handle.close()
 
 
 def test_steps_run_again_replace_the_old_ones(start, shown):

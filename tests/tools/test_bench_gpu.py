@@ -110,7 +110,7 @@ def test_everything_in_order_and_what_comes_back(tmp_path):
 
     assert sorted(path.name for path in machine.out.iterdir()) == ["log.txt", "results.tar.gz", "summary.md"]
     summary, files = (machine.out / "summary.md").read_text(), machine.archive()
-    assert {"check.json", "training.md", "profile.txt", "memcheck.log"} <= files.keys()
+    assert {"check.json", "training.md", "profile.md", "memcheck.log"} <= files.keys()
     assert "| check | beyond bounds |" in summary
     assert "Some errors are beyond their bound" in summary
     assert "| memcheck | exit status 9: ERROR SUMMARY: 2 errors |" in summary

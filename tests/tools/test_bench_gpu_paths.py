@@ -3,9 +3,7 @@
 This runs every line that only a GPU would: events, graphs, peak memory, workers. The figures mean nothing.
 """
 
-import io
 import json
-import sys
 import time
 import types
 
@@ -24,14 +22,12 @@ from interdomain.tools import (
     _timing,
     bench_inference,
     bench_kernels,
-    bench_training,
     check_kernels,
 )
 
 from .. import cuda_stand_in
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
-CUDA = torch.device("cuda")
 
 
 class Event:
@@ -46,21 +42,7 @@ class Event:
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    def run(command, jobs, add, *, left, workers=1, least=20.0):
-        """The workers' side of _apart.run, in this process."""
-        tool = {"bench_kernels": bench_kernels, "check_kernels": check_kernels}[command[2].split(".")[-1]]
-        for job in jobs:
-            lines, rows = tmp_path / "lines", []
-            monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job)))
-            assert tool.main([*command[3:], str(lines)]) == 0
-            for line in map(json.loads, lines.read_text().splitlines()):
-                rows += [line["row"]] if "row" in line else []
-                if "end" in line:
-                    add(line["end"], rows, None)
-                    rows = []
-            lines.unlink()
-
+def gpu(monkeypatch):
     sizes = dict(total_memory=2**37, L2_cache_size=2**16, multi_processor_count=132, major=9, minor=0)
     stand_in = cuda_stand_in.streams() | dict(
         is_available=lambda: True,
@@ -81,7 +63,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
     monkeypatch.setattr(_bench, "nvidia_smi", {"driver_version": "1.2.3", "compute_mode": "Default"}.get)
     monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
-    monkeypatch.setattr(_apart, "run", run)
+    monkeypatch.setattr(_apart, "run", _apart.inline)
     with cuda_stand_in.OnTheCPU():
         yield
 
@@ -184,21 +166,3 @@ def test_the_check(gpu, tmp_path, monkeypatch):
     assert check_kernels.main(["--output", str(tmp_path / "bad")]) == 1
     (row,) = results(tmp_path / "bad", "check")["tables"]["step"]["rows"]
     assert row["result"] == "FAIL"
-
-
-def test_training_cases(gpu, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
-    monkeypatch.setattr(bench_training.launch, "torchrun_command", lambda *a: ["true"])
-    monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
-    seen = {"throughput(tps)": {1: 1.0, 5: 2.0, 10: 40_000.0, 20: 42_000.0}, "mfu(%)": {10: 50.0, 20: 51.0}}
-    monkeypatch.setattr(bench_training, "scalars", lambda output: seen)
-    cases = ["--cases", "softmax:compile", "interdomain:compile", "interdomain:compile:selective:kept"]
-    assert bench_training.main(["--output", str(tmp_path), *cases]) == 0
-    contents = results(tmp_path, "training")
-    assert contents["options"]["sizes"] == ["1.3B"]
-    ((name, table),) = contents["tables"].items()
-    assert name == "1.3B, 4 x 4,096 tokens per step"
-    assert all(row["tokens/s"] == 41_000 and row["MFU %"] == 50.5 for row in table["rows"])
-    assert [row["over softmax"] for row in table["rows"]] == [1.0] * 3
-    assert bench_training.main(["--output", str(tmp_path / "x"), "--device", "cpu"]) == 2
-    assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err

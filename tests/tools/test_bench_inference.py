@@ -86,15 +86,6 @@ def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
     assert not any(tables.values())
 
 
-def test_the_grid_of_a_gpu_is_the_paper_s():
-    grid, quick = bench_inference.GPU, bench_inference.QUICK
-    assert {("1.3B", batch) for batch in grid["batches"]} <= bench_inference.PAPER_DECODE.keys()
-    assert {(size, b) for size in grid["sizes"] for b in (1, 8)} <= bench_inference.PAPER_DECODE.keys()
-    assert sorted(grid["prefixes"]) == [512 * 2**i for i in range(6)]
-    assert grid["prompts"] == (*bench_inference.PAPER_MEMORY, (1, 2**17))
-    assert {(1, 4096), (1, 16_384), (64, 4096)} <= {(b, p) for b in quick["batches"][:2] for p in quick["prefixes"]}
-
-
 def test_every_turn_starts_at_its_prefix():
     model = random_model(build_config("debug", "softmax"), CPU, torch.float32)
     state = model.init_state(2, capacity=20)

@@ -94,7 +94,8 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert_same(stored(output), model.state_dict())
     assert {path.name for path in output.iterdir()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
-        *("configuration_interdomain.py", "modeling_interdomain.py", "generation_config.json", "README.md", "LICENSE"),
+        *("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py"),
+        *("generation_config.json", "README.md", "LICENSE"),
     }
     config, record = read_config(output)
     assert config == model.config

@@ -183,12 +183,21 @@ def command(sources, tokenizer, out, *options, code=""):
 import sys
 from interdomain.data import readers, tokenize_parallel
 from interdomain.tools import prepare_data
-readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 1000, 1000
+readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 3000, 3000
 {code}
 if __name__ == "__main__":
     sys.exit(prepare_data.main(sys.argv[1:]))
 """
-    given = ["--input", sources, "--tokenizer", tokenizer, "--output", out, "--validation-fraction", "0.1"]
+    given = [
+        "--input",
+        sources / "rows.jsonl",
+        "--tokenizer",
+        tokenizer,
+        "--output",
+        out,
+        "--validation-fraction",
+        "0.1",
+    ]
     return [sys.executable, "-c", program, *map(str, given), "--shard-tokens", "10000", *map(str, options)]
 
 
@@ -208,22 +217,26 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     assert done.returncode == 0, done.stderr
     out, work, merged = tmp_path / "corpus", tmp_path / ".corpus.unfinished", tmp_path / ".corpus.partial"
     run = command(sources, tokenizer, out, "--workers", 2, code=SLOW)  # slow enough that a kill falls into the merge
+    written = set()  # when the first part's record was
     for in_merge in (False, False, True):
         before = len(list(work.glob("part-*.json")))
-        process = subprocess.Popen(run, stdout=subprocess.PIPE, text=True)
+        with open(tmp_path / "log", "w") as log:  # not a pipe, which workers that do not end would hold open
+            process = subprocess.Popen(run, stdout=log)
         while not (any(merged.glob("*.bin")) if in_merge else len(list(work.glob("part-*.json"))) > before):
             assert process.poll() is None
             time.sleep(0.005)
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
             children = f.read().split()
         process.send_signal(signal.SIGKILL)
-        assert ("continuing an earlier run" in process.communicate()[0]) == (before > 0)
+        process.wait()
+        written.add((work / "part-00000.json").stat().st_mtime_ns)
+        assert ("continuing an earlier run" in (tmp_path / "log").read_text()) == (before > 0)
         assert not out.exists()
         deadline = time.monotonic() + 60
         while any(running(child) for child in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    other_cut = command(sources, tokenizer, out, code="readers.SPAN_BYTES = 500")
+    other_cut = command(sources, tokenizer, out, code="readers.SPAN_BYTES = 9000")
     for other, message in (
         ([*run, "--max-bytes", "9999"], "max_bytes: None there, 9999 asked for"),
         (other_cut, "parts: "),
@@ -234,8 +247,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert contents(out) == contents(tmp_path / "undisturbed")
+    assert len(written) == 1  # not done again
     assert len(TokenCorpus(out).shards) > 3
-    assert sorted(os.listdir(tmp_path)) == ["corpus", "undisturbed"]
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "log", "undisturbed"]
 
 
 def running(pid):

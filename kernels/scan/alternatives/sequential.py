@@ -133,7 +133,7 @@ def _contract(q, k, decay, before, after, checkpoints=None) -> Tensor:
         contract_scan_kernel[(B * Hq * triton.cdiv(M, BLOCK),)](
             q, k, decay, before, a, after, checkpoints, T, Hq, Hq // H, _channels(before, after),
             *q.stride()[:3], *k.stride()[:3], a.stride(1), a.stride(0),
-            C=C, M=M, BC=width, BM=BLOCK, K=SEGMENT, num_warps=contract_warps(width),
+            C=C, M=M, BC=width, BM=BLOCK, K=SEGMENT, num_warps=forward_warps(width),
         )  # fmt: skip
     return a
 
@@ -148,7 +148,7 @@ def _expand(b, v, decay, before, o, after, checkpoints=None) -> None:
         expand_scan_kernel[(B * Hq * triton.cdiv(C, BLOCK),)](
             b, v, decay, before, o, after, checkpoints, T, Hq, Hq // H, _channels(before, after),
             *_weight_strides(b), *v.stride()[:3], *((0, 0, 0) if o is None else o.stride()[:3]),
-            C=C, M=M, BC=BLOCK, BM=width, K=SEGMENT, num_warps=expand_warps(width),
+            C=C, M=M, BC=BLOCK, BM=width, K=SEGMENT, num_warps=forward_warps(width),
         )  # fmt: skip
 
 
@@ -175,13 +175,8 @@ def _decay_gradient(parts: Tensor, H: int) -> Tensor:
     return parts.view(B, H, -1, 2, M).sum((0, 2)).mT.contiguous()
 
 
-def contract_warps(width: int) -> int:
-    """16 complex numbers of the state per thread; `width` channels by BLOCK basis functions."""
-    return max(1, width // 64)
-
-
-def expand_warps(width: int) -> int:
-    """16 per thread; `width` basis functions by BLOCK channels."""
+def forward_warps(width: int) -> int:
+    """16 complex numbers of the state per thread; `width` by BLOCK of them in a program of contract or expand."""
     return max(1, width // 64)
 
 

@@ -1,0 +1,101 @@
+"""transformers' own tests of a model and of its generation, run on the folder's classes, by request.
+
+They are not in transformers' wheel. Fetch them at the installed version, and name their folder:
+
+    git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers /tmp/transformers
+    pip install parameterized
+    INTERDOMAIN_TRANSFORMERS_SUITE=/tmp/transformers/tests pytest -o addopts= tests/hf/test_transformers_suite.py
+
+None of them is left out here; some leave themselves out, by what a model declares or a machine has.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+
+SUITE = "INTERDOMAIN_TRANSFORMERS_SUITE"
+if not os.environ.get(SUITE):
+    pytest.skip(f"{SUITE} names no folder with transformers' tests", allow_module_level=True)
+pytest.importorskip("parameterized")
+hf = importlib.import_module("interdomain.hf")
+
+
+def suite(name: str):
+    """A module of transformers' tests. They import each other relatively, so the folder may have another name than ours."""
+    folder = Path(os.environ[SUITE])
+    if "transformers_suite" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "transformers_suite", folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        sys.modules["transformers_suite"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"transformers_suite.{name}")
+
+
+common, generation = suite("test_modeling_common"), suite("generation.test_utils")
+common.MODEL_MAPPING_NAMES["interdomain"] = "InterdomainModel"  # by these it chooses labels, and what is not trained
+common.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interdomain"] = "InterdomainForCausalLM"
+common.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["interdomain"] = "InterdomainForSequenceClassification"
+
+
+class Tester:
+    """A small model and a batch of two texts for it."""
+
+    is_training = True
+    batch_size, seq_length, hidden_size, num_hidden_layers = 2, 7, 32, 2
+
+    def __init__(self, parent, **settings) -> None:
+        self.parent, self.settings = parent, settings
+
+    def get_config(self):
+        sizes = dict(hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers)
+        sizes |= dict(vocab_size=99, num_attention_heads=4, n_basis=6)
+        tokens = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        return hf.InterdomainConfig(**sizes, **tokens, max_position_embeddings=64, **self.settings)
+
+    def prepare_config_and_inputs_for_common(self):
+        config = self.get_config()
+        tokens = common.ids_tensor([self.batch_size, self.seq_length], config.vocab_size - 3) + 3
+        return config, {"input_ids": tokens, "attention_mask": tokens * 0 + 1}
+
+
+class Suite(common.ModelTesterMixin, generation.GenerationTesterMixin):
+    all_model_classes = (hf.InterdomainModel, hf.InterdomainForCausalLM, hf.InterdomainForSequenceClassification)
+    all_generative_model_classes = (hf.InterdomainForCausalLM,)
+    has_attentions = False
+    test_resize_embeddings = True
+    settings: dict = {}  # noqa: RUF012
+
+    def setUp(self) -> None:
+        importlib.reload(hf)  # which registers the classes; another fixture of these tests has undone it
+        self.model_tester = Tester(self, **self.settings)
+
+    def test_left_padding_compatibility(self) -> None:
+        self.has_attentions = True  # or it takes the model for one that cannot be padded
+        super().test_left_padding_compatibility()
+
+    def _check_past_key_values_for_generate(self, batch_size, past_key_values, seq_length, config) -> None:
+        assert isinstance(past_key_values, hf.InterdomainCache)
+        assert past_key_values.get_seq_length() == seq_length
+        assert {len(x) for pair in past_key_values.states.values() for x in pair} == {batch_size}
+
+    def _check_caches_are_equal(self, cache1, cache2) -> None:
+        for i, pair in cache1.states.items():
+            for x, y in zip(pair, cache2.states[i], strict=True):
+                common.torch.testing.assert_close(x, y)
+
+
+class TestInterdomain(Suite, unittest.TestCase):
+    pass
+
+
+class TestS4D(Suite, unittest.TestCase):
+    settings = dict(dual_input=False, query_readout=False, rope=False)  # noqa: RUF012
+
+
+class TestSoftmax(Suite, unittest.TestCase):
+    settings = dict(mixer="softmax")  # noqa: RUF012

@@ -1,0 +1,64 @@
+"""Where the tests of the Triton kernels run: on a GPU, or without one in a process of their own under Triton's interpreter.
+
+It has to be chosen before triton is imported. What is only compiled runs in a process without it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ..common import REPOSITORY
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+on_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+
+
+def poison(monkeypatch):
+    """Uninitialised memory reads as NaN: what is not written shows, instead of passing on a lucky zero page."""
+
+    def poisoned(make):
+        def made(*args, **kwargs):
+            x = make(*args, **kwargs)
+            return x.detach().fill_(float("nan")) if x.is_floating_point() or x.is_complex() else x
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def use_kernels(monkeypatch):
+    """On a CPU the public functions take the Triton kernels; the interpreter rounds to bf16 as a GPU does; memory is NaN."""
+    from interdomain import scan
+    from interdomain.features import support
+    from interdomain.scan import ops
+
+    if INTERPRETED:
+        from . import triton_interpreter
+
+        triton_interpreter.repair(monkeypatch)
+        monkeypatch.setattr(support, "unsupported", lambda *args: None)
+        monkeypatch.setattr(scan, "_choose", lambda backend, *_: backend)  # which refuses tensors on a CPU
+        monkeypatch.setattr(scan, "_fused", lambda device: True)
+    for backend, implementation in ops.TRITON.items():
+        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, implementation)
+    poison(monkeypatch)
+
+
+def in_process(*command, **environment):
+    """What a Python process prints, started in the repository with these variables; it must succeed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
+    done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def compiled(folder, module, *arguments):
+    """The reports of a `triton_budget` module. folder: for Triton's cache."""
+    printed = in_process("-m", module, *arguments, TRITON_CACHE_DIR=str(folder), TRITON_DEFAULT_FP_FUSION="1")
+    return [json.loads(line) for line in printed.splitlines()]
