@@ -267,9 +267,9 @@ def processes() -> int:
 
 def _ptxas(capability: int) -> str:
     try:
-        from triton.backends.nvidia.compiler import get_ptxas
+        from interdomain.features.triton_launch import ptxas
 
-        return get_ptxas(capability).version
+        return ptxas(capability)
     except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
         return "unknown"
 
