@@ -213,6 +213,8 @@ def life_signs(model: Transformer) -> dict[str, float]:
 def histograms(model: Transformer) -> dict[str, Tensor]:
     """Per layer: timescales in tokens [H, M] and Delta [H], as powers of ten."""
     names, log_decay, dt = dynamics(model)
+    if not names:
+        return {}
     timescales = -torch.log10(-log_decay[..., 0])
     return {
         **{f"{name}/log10_timescale_tokens": x for name, x in zip(names, timescales, strict=True)},
