@@ -33,3 +33,12 @@ def test_a_private_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
     with pytest.raises(PermissionError):
         folders.private_folder(folder)
+
+
+def test_a_folder_has_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
+    with folders.new_folder(tmp_path / "folder") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_bytes(b"...")
+    assert {path.stat().st_ino for path in (tmp_path, *(tmp_path / "folder").rglob("*"))} <= synced

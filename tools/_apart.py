@@ -17,7 +17,8 @@ GRACE = 3.0  # seconds from SIGTERM to SIGKILL
 GONE = 5.0  # seconds to wait after SIGKILL: a process inside a driver may take longer, and is left behind
 POLL = 0.02
 
-Handle = Callable[[object, Callable[[dict], None]], None]  # handle(case, emit): emit(row) for every row of a case
+Emit = Callable[[dict], None]
+Handle = Callable[[object, Emit], None]  # handle(case, emit): emit(row) for every row of a case
 Add = Callable[[object, list[dict], str | None], None]
 
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose(what: str, wanted: list[str] | None, allowed) -> list[str]:
+def choose(what: str, wanted: list[str] | None, allowed: Collection[str]) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
     if unknown := [name for name in wanted or () if name not in allowed]:
         raise ValueError(f"{what} {', '.join(unknown)}: unknown; allowed: {', '.join(allowed)}.")
@@ -199,7 +200,7 @@ def markdown_rows(cells: list[list[str]]) -> list[str]:
     return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
 
 
-def show(value) -> str:
+def show(value: object) -> str:
     """A figure in three or four digits; what does not exist is a dash."""
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
@@ -266,9 +267,9 @@ def processes() -> int:
 
 def _ptxas(capability: int) -> str:
     try:
-        from triton.backends.nvidia.compiler import get_ptxas
+        from interdomain.features.triton_launch import ptxas
 
-        return get_ptxas(capability).version
+        return ptxas(capability)
     except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
         return "unknown"
 

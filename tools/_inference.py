@@ -199,7 +199,7 @@ def decode_rows(
     remarks: dict,
     s: Setup,
     limits: Ceilings,
-    passed,
+    passed: Callable[[], bool],
 ) -> list[dict]:
     """A row for every way of decoding at one prefix, timed in turns. ours, remarks: interdomain's candidates, as `attempt` has
     them. passed(): whether no other may begin."""

@@ -4,8 +4,11 @@
 kernels/scan/triton_chunkwise.py launches them, on tensors of the same shapes.
 """
 
+import argparse
 import functools
 import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +18,9 @@ from . import _apart, _bench
 from ._mixers import make_problem
 from ._problems import Shape, pass_costs, segment_count, step_passes, tiles
 from ._timing import Yardsticks, ratio, usable
+
+if TYPE_CHECKING:
+    from interdomain.scan.triton_plan import Plan  # Triton need not be there
 
 # Each group has a process of its own on a GPU.
 GROUPS = (
@@ -56,7 +62,7 @@ class Setup:
         self.a, self.b, self.c = (torch.randn(rows, device=device).to(self.q.dtype) for _ in range(3))
         self.out = torch.empty_like(self.v)
 
-    def calls(self, plan) -> dict:
+    def calls(self, plan: "Plan") -> dict[str, Callable]:
         """The passes at these tiles; `tables`, and where time is cut `states`, `costates` and `chain` besides."""
         from interdomain.scan import triton_launch as launch
 
@@ -105,7 +111,7 @@ class Setup:
         return calls | {"states": sweep, "costates": back, "chain": chain}
 
 
-def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.Deadline) -> int:
+def run(args: argparse.Namespace, device: torch.device, shapes: dict[str, Shape], deadline: _bench.Deadline) -> int:
     """What --passes, --tune and --once do, after bench_kernels has read its flags."""
     part = "tune" if args.tune else "passes"
     problem = triton_support.missing(device)
@@ -137,7 +143,9 @@ def run(args, device: torch.device, shapes: dict[str, Shape], deadline: _bench.D
     return 0
 
 
-def run_case(case, emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
+def run_case(
+    case: tuple[str, str, int], emit: _apart.Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int
+) -> None:
     """The row of a pass at the tiles with this number."""
     one, text, i = case
     plan = tiles(shapes[text], device)
@@ -193,7 +201,7 @@ def tune_jobs(report: _bench.Report, shapes: dict[str, Shape], device: torch.dev
     return [[(one, text, i) for i in range(len(found))] for (one, text), found in plans.items()], add
 
 
-def measure(setup: Setup, one: str, plan, rounds: int) -> dict:
+def measure(setup: Setup, one: str, plan: "Plan", rounds: int) -> dict:
     """ms of a pass beside its floors, in turns with the yardsticks; rounds = 0: only compile it.
 
     Raises: RuntimeError if the GPU does not survive it.
@@ -218,13 +226,13 @@ def measure(setup: Setup, one: str, plan, rounds: int) -> dict:
     return row
 
 
-def alternatives(plan, one: str) -> list:
+def alternatives(plan: "Plan", one: str) -> list["Plan"]:
     """The plan itself, then those with other tiles of this pass."""
     field = FIELD[one]
     other = [plan._replace(chunk=chunk, **{field: tile}) for chunk in CHUNKS for tile in TILES[field]]
     return [plan, *(p for p in other if label(p, one) != label(plan, one))]
 
 
-def label(plan, one: str) -> str:
+def label(plan: "Plan", one: str) -> str:
     numbers, warps, stages = getattr(plan, FIELD[one])
     return f"chunk {plan.chunk}, {numbers} numbers, {warps} warps, {stages} stages"

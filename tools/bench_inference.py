@@ -8,6 +8,7 @@ the paper's figures. Weights are random. Without a GPU: tiny and labelled.
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -18,7 +19,7 @@ from interdomain.model.generation import PREFILL_CHUNK
 from . import _bench
 from ._cli import argument_parser, user_errors
 from ._inference import Setup, decode_rows, interdomain_candidates, prefill_figures, random_model
-from ._timing import attempt, ceilings, ratio, release
+from ._timing import Ceilings, attempt, ceilings, ratio, release
 
 CONDITIONS = ("interdomain", "softmax")
 # bf16-products: the paper's, float32 weights that every product rounds.
@@ -88,7 +89,16 @@ def models_of(size: str, mode: SimpleNamespace, setup: Setup, report: _bench.Rep
     return {} if bad else good
 
 
-def decode_model(models: dict[str, Transformer], size: str, batches, prefixes, setup: Setup, limits, report, deadline):
+def decode_model(
+    models: dict[str, Transformer],
+    size: str,
+    batches: Sequence[int],
+    prefixes: Sequence[int],
+    setup: Setup,
+    limits: Ceilings,
+    report: _bench.Report,
+    deadline: _bench.Deadline,
+) -> None:
     """The table of one size, a cell for each batch and prefix; and a row of the summary for each batch."""
     report.table(f"decode, {size}", DECODE)
     for batch in batches:
@@ -144,7 +154,13 @@ def span(values: list[float]) -> str | None:
     return ends[0] if ends[0] == ends[-1] else " to ".join(ends)
 
 
-def read_prompts(models: dict[str, Transformer], mode: SimpleNamespace, device: torch.device, report, deadline) -> None:
+def read_prompts(
+    models: dict[str, Transformer],
+    mode: SimpleNamespace,
+    device: torch.device,
+    report: _bench.Report,
+    deadline: _bench.Deadline,
+) -> None:
     """Every prompt read by both models, in one piece and in chunks."""
     report.table("reading a prompt", PROMPTS)
     for batch, length in mode.prompts:

@@ -13,10 +13,12 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 
 import torch
 
 from . import _bench, _features, _mixers
+from ._apart import Emit
 from ._cli import argument_parser, user_errors
 from ._mixers import ATTENTION, NAMES, SLOW, make_problem
 from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segment_count, tiles
@@ -42,7 +44,7 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
     return Shape(B, T, heads, d, basis)
 
 
-def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit) -> None:
+def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit: Emit) -> None:
     """emit(row of the kernel table); once more with the kernel that an attention called, which the profiler tells."""
     row = {"mixer": name, "by": _mixers.made_by(name)}
     if name in _mixers.TUNED:
@@ -70,7 +72,7 @@ def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds:
         emit(row | {"by": f"{row['by']}: {longest_kernel(forward)}"})
 
 
-def longest_kernel(call) -> str:
+def longest_kernel(call: Callable[[], object]) -> str:
     """Name of the kernel that takes most of a call's time on the GPU."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -171,7 +173,7 @@ def main(argv=None) -> int:
     return 0
 
 
-def run_case(case, emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
+def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
     """A row of the kernel table, or those of the input features. Raises: RuntimeError if the GPU does not survive it."""
     name, text = case
     shape = shapes[text]

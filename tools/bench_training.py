@@ -75,7 +75,7 @@ CASES = (
 TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
 
-def flags(case: Case, args, data: Path, output: Path) -> list[str]:
+def flags(case: Case, args: argparse.Namespace, data: Path, output: Path) -> list[str]:
     """Flags on top of the size's TOML file: the same run, but short, on random tokens, saving nothing."""
     values = {
         "job.dump_folder": output,
@@ -138,7 +138,7 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
             writer.add_document(ids.integers(0, vocabulary, min(65_536, tokens - start)))
 
 
-def run_case(case: Case, args, config: Path, data: Path, output: Path, seconds: float) -> dict:
+def run_case(case: Case, args: argparse.Namespace, config: Path, data: Path, output: Path, seconds: float) -> dict:
     """One run from start to end: a row of the table."""
     command = _torchrun.torchrun_command(str(config), flags(case, args, data, output), 1)
     row = {"case": str(case)}
@@ -179,7 +179,7 @@ def scalars(output: Path) -> Curves:
     return read_curves(folder) if any(folder.glob(EVENTS)) else {}
 
 
-def figures(seen: dict[str, dict[int, float]], args) -> dict:
+def figures(seen: dict[str, dict[int, float]], args: argparse.Namespace) -> dict:
     """Medians over the steady windows between two logs; peaks over all; the last loss.
 
     A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
@@ -222,7 +222,7 @@ def parse(argv) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def settle(args, device: torch.device) -> tuple[list[Case], dict[str, Path]]:
+def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], dict[str, Path]]:
     """Defaults for this device, in `args`; the cases and the TOML files by size. Raises: ValueError."""
     from interdomain.model import CONDITIONS
 
@@ -285,7 +285,14 @@ def absent(config: Path) -> str:
 
 
 def measure(
-    cases: list[Case], args, size: str, config: Path, deadline, waiting: int, report: _bench.Report, temporary: Path
+    cases: list[Case],
+    args: argparse.Namespace,
+    size: str,
+    config: Path,
+    deadline: _bench.Deadline,
+    waiting: int,
+    report: _bench.Report,
+    temporary: Path,
 ) -> list[dict]:
     """Rows of one size and length; ratios are to a softmax of the same settings that ran before. waiting: cases to come."""
     name = f"{size}, {args.batch_size} x {args.seq_len:,} tokens per step"

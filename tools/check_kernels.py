@@ -16,6 +16,7 @@ from torch import Tensor
 from interdomain import scan
 
 from . import _features
+from ._apart import Emit
 from ._bench import (
     Deadline,
     Report,
@@ -147,7 +148,7 @@ def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None
     return {"out": torch.stack(outs, dim=1), "state": state}, {"out": exact, "state": final}, None
 
 
-def check_one(which: tuple[str, int], emit, *, device: torch.device) -> None:
+def check_one(which: tuple[str, int], emit: Emit, *, device: torch.device) -> None:
     """A case by its group and number. Raises: RuntimeError if the GPU does not survive it: another process takes the rest."""
     group, i = which
     case = groups(device.type == "cuda")[group][i]

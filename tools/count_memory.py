@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -120,7 +121,7 @@ def _tensors(tree) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def without_gpu(inside: bool = True):
+def without_gpu(inside: bool = True) -> Iterator[None]:
     """In it, tensors without data take the way of CUDA, up to the launch of a Triton kernel. inside: what our ops allocate for
     themselves is counted, and nothing can be differentiated; else, what they return."""
     try:

@@ -250,10 +250,8 @@ def cell_of(config: ModelConfig, size: str) -> Cell:
     size: a row of SIZES, or what an earlier `Cell` says of it. The model's own settings are compared where the row is known.
     """
     mixer = config.mixer
-    switches = {name: getattr(mixer, name) for name in ("dual_input", "query_readout", "rope")}
-    condition = "softmax"
-    if mixer.kind != "softmax":
-        condition = next(name for name, row in CONDITIONS.items() if row == switches)
+    named = ({"kind": "interdomain", **row}.items() <= vars(mixer).items() for row in CONDITIONS.values())
+    condition = next(name for name, same in zip(CONDITIONS, named, strict=True) if same)
     row, other = config, MixerConfig(**CONDITIONS[condition])
     if (name := str(size).partition(" with ")[0]) in SIZES:
         size, row = name, build_config(name, condition)

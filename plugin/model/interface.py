@@ -13,8 +13,11 @@ from .config import ModelConfig
 class Mixer(nn.Module):
     """Base of the mixers: x [B, T, dim] -> [B, T, dim] by `forward(x, rope, dynamics, state, packing)`.
 
+    Attributes: state_grows, whether the state has room for a number of tokens, and not one size for all lengths.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
+
+    state_grows = False
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:

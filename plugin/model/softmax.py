@@ -38,6 +38,8 @@ class Window(NamedTuple):
 
 
 class SoftmaxMixer(Mixer):
+    state_grows = True
+
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.execution = execution or Execution()

@@ -1,5 +1,6 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
+import logging
 import math
 import re
 import statistics
@@ -56,6 +57,8 @@ class InterdomainMetrics(MetricsProcessor):
         self.began = False
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
         self.life_signs_at: int | None = None
+        if math.isinf(self.gpu_peak_flops):  # a CPU, whose peak is not known
+            logger.addFilter(_without_mfu)
 
     def should_log(self, step: int) -> bool:
         self._begin(step)  # the trainer asks after every step: here the checkpoint has been loaded
@@ -210,6 +213,8 @@ def life_signs(model: Transformer) -> dict[str, float]:
 def histograms(model: Transformer) -> dict[str, Tensor]:
     """Per layer: timescales in tokens [H, M] and Delta [H], as powers of ten."""
     names, log_decay, dt = dynamics(model)
+    if not names:
+        return {}
     timescales = -torch.log10(-log_decay[..., 0])
     return {
         **{f"{name}/log10_timescale_tokens": x for name, x in zip(names, timescales, strict=True)},
@@ -222,6 +227,12 @@ def _slowest(seconds: float) -> float:
     most = torch.tensor(seconds, dtype=torch.float32, device=device_here())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return most.item()
+
+
+def _without_mfu(record: logging.LogRecord) -> bool:
+    """Remove the MFU, which is 0 there, from TorchTitan's line of a step."""
+    record.msg = re.sub(r"  (\x1b\[\d+m)?mfu: 0\.00%", "", str(record.msg))
+    return True
 
 
 def _short(n: int) -> str:

@@ -23,6 +23,7 @@ from interdomain.model import (
     meta_model,
 )
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
+from interdomain.model.transformer import mixer_class
 
 from .device import device_here, gpu_memory, refuse_for_device
 from .schedule import run_length
@@ -75,7 +76,7 @@ class RunPlan:
         """The dry run's table."""
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
-        grows = self.config.mixer.kind == "softmax"
+        grows = mixer_class(self.config).state_grows
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence",

@@ -2,9 +2,9 @@
 
 They are not in transformers' wheel. Fetch them at the installed version, and name their folder:
 
-    git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ../transformers
+    git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ~/transformers
     pip install parameterized
-    INTERDOMAIN_TRANSFORMERS_SUITE=../transformers/tests pytest -o addopts= tests/hf/test_transformers_suite.py
+    INTERDOMAIN_TRANSFORMERS_SUITE=~/transformers/tests pytest -o addopts= tests/hf/test_transformers_suite.py
 
 None of them is left out here; some leave themselves out, by what a model declares or a machine has.
 """

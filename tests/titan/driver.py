@@ -62,7 +62,9 @@ class Watch:
             stack.callback(model.register_forward_hook(self.spoiled).remove)
         if "scan" in self.probes:
             chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
-            watched = {name: self.counted(getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")}
+            watched = {
+                name: self.counted(name, getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")
+            }
             stack.callback(ops.IMPLEMENTATIONS.__setitem__, "chunkwise", chunkwise)
             ops.IMPLEMENTATIONS["chunkwise"] = chunkwise._replace(**watched)
             for layer in model.layers.values():
@@ -115,12 +117,12 @@ class Watch:
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
-    def counted(self, forward):
+    def counted(self, name, forward):
         def run(*args, **kw):
             step = self.trainer.step if self.trainer.model_parts[0].training else "validation"
             self.seen["calls"][step] = self.seen["calls"].get(step, 0) + 1
             tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-            self.seen["dtypes"].setdefault(forward.__name__, set()).add(tuple(map(str, tensors)))
+            self.seen["dtypes"].setdefault(name, set()).add(tuple(map(str, tensors)))
             return forward(*args, **kw)
 
         return run

@@ -33,7 +33,8 @@ def test_life_signs_at_the_start():
 
 
 def test_softmax_has_none():
-    assert life_signs(Transformer(build_config("debug", "softmax", vocab_size=64))) == {}
+    model = Transformer(build_config("debug", "softmax", vocab_size=64))
+    assert life_signs(model) == metrics.histograms(model) == {}
 
 
 @pytest.fixture

