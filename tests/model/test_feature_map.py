@@ -20,9 +20,8 @@ def turn(x, rope):
     return input_features(x.flatten(2), x.shape[-1], rope=rope)
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 96])
-def test_rope_angles(head_dim):
-    positions = [0, 1, 7, 4095, 1_000_000]
+def test_rope_angles():
+    head_dim, positions = 96, [0, 1, 7, 4095, 1_000_000]
     cos, sin = rope_tables(torch.tensor(positions), rope_frequencies(head_dim, 1e4))
     assert cos.shape == sin.shape == (len(positions), 1, head_dim // 2)
     assert cos.dtype == torch.float32
