@@ -232,7 +232,7 @@ def everything(run: Run) -> int:
 def judged(run: Run, code: int) -> int:
     """The check's exit status. Where results were wrong, another assembler is tried, and kept if the check passes with it."""
     if code == 3:
-        run.loud.append("Some errors are beyond their bound, none by far: see check.md.")
+        run.loud.append("Some errors are beyond their bound, none by far.")
     if code in (0, 3):
         return 0
     run.loud.append(FAILED)

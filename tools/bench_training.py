@@ -171,8 +171,7 @@ def explain(problem: str, log: str) -> str:
 
 def scalars(output: Path) -> Curves:
     """The curves of the run's TensorBoard events; empty if it wrote none."""
-    folder = output / FOLDER
-    return read_curves(folder) if any(folder.glob(EVENTS)) else {}
+    return read_curves(output / FOLDER) if any((output / FOLDER).glob(EVENTS)) else {}
 
 
 def figures(seen: Curves, args: argparse.Namespace) -> dict:
@@ -213,6 +212,8 @@ def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], 
     """Defaults for this device, in `args`; the cases and the TOML files by size. Raises: ValueError."""
     from interdomain.model import CONDITIONS
 
+    if (device.type == "cpu" and torch.cuda.is_available()) or device.index:
+        raise ValueError(f"--device {device}: the trainer takes the first GPUs that it sees. Set CUDA_VISIBLE_DEVICES.")
     cuda = device.type == "cuda"
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
     _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
@@ -220,8 +221,7 @@ def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], 
     least = args.log_freq + (TRACED + TRACE_WARMUP if args.trace else 0)
     if args.steps <= least:
         raise ValueError(f"--steps {args.steps} has no steady step: give more than {least}.")
-    folder = Path(__file__).resolve().parents[1] / "train_configs"
-    configs = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    configs = {p.stem: p for p in sorted((Path(__file__).resolve().parents[1] / "train_configs").glob("*.toml"))}
     sizes = _bench.choose("--sizes", args.sizes, configs)
     return [Case.parse(text, tuple(CONDITIONS)) for text in args.cases], {size: configs[size] for size in sizes}
 
@@ -229,18 +229,17 @@ def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    device = _bench.choose_device(args.device)
-    if (device.type == "cpu" and torch.cuda.is_available()) or device.index:
-        raise ValueError(
-            f"--device {args.device}: the trainer takes the first GPUs that it sees. Set CUDA_VISIBLE_DEVICES; '' means the "
-            "CPU."
-        )
-    deadline = _bench.Deadline(args.time_limit)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     cases, configs = settle(args, device)
     shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
     report = _bench.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
-    if missing := absent(next(iter(configs.values()))):
-        report.note(f"Skipped: {missing} cannot be imported here; the extra `train` installs what training needs.")
+    try:
+        for name in NEEDED:
+            importlib.import_module(name)
+        # Imports what TorchTitan itself imports, some of it only to read a configuration.
+        vocabularies = {size: vocabulary_of(config) for size, config in configs.items()}
+    except ImportError as e:
+        report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
     report.note(
@@ -248,61 +247,32 @@ def main(argv=None) -> int:
         "condition's own count (plugin/model/flops.py), MFU against the datasheet rate that TorchTitan has for this GPU: "
         "compare conditions by tokens/s."
     )
-    cells = [(size, length) for size in args.sizes for length in args.seq_len]
-    waiting, rows = len(cells) * len(cases), []
-    with tempfile.TemporaryDirectory() as temporary:
-        for size, length in cells:
-            cell = argparse.Namespace(**vars(args) | {"seq_len": length, "trace": args.trace and not rows})
-            cell.batch_size = max(1, args.tokens // length)
-            rows += measure(cases, cell, size, configs[size], deadline, waiting - len(rows), report, Path(temporary))
+    runs = [(size, length, case) for size in args.sizes for length in args.seq_len for case in cases]
+    rows, softmax, trace = [], {}, args.trace
+    for i, (size, length, case) in enumerate(runs):
+        args.seq_len, args.batch_size = length, max(1, args.tokens // length)
+        table = f"{size}, {args.batch_size} x {length:,} tokens per step"
+        if case == cases[0]:
+            report.table(table, COLUMNS)
+        row = {"case": str(case), "remark": _bench.NOT_RUN}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, args.trace = Path(temporary), trace and i < len(cases)  # of the first size and length
+            if not deadline.passed:
+                _bench.say(f"{table}, {i + 1} of {len(runs)}: {case}")
+                write_data(folder, vocabularies[size], (args.steps + 1) * args.batch_size * (length + 1))
+                limit = min(deadline.left, max(CASE_SECONDS, 1.5 * deadline.left / (len(runs) - i)))
+                row = run_case(case, args, configs[size], folder, folder / "run", limit)
+            settings = size, length, *case[1:]
+            if case.condition == "softmax" and "tokens/s" in row:
+                softmax[settings] = row["tokens/s"]
+            row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
+            report.add(table, row)
+            rows.append(row)
+            if args.trace:
+                add_kernels(report, f"{case}, {table}", folder / "run")
     ran = sum("tokens/s" in row for row in rows)
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} of {len(rows)} cases measured")
     return 0
-
-
-def absent(config: Path) -> str:
-    """What training needs and this interpreter lacks; empty if nothing."""
-    try:
-        for name in NEEDED:
-            importlib.import_module(name)
-        vocabulary_of(config)  # imports what TorchTitan itself imports, some of it only to read a configuration
-    except ImportError as e:
-        return e.name or str(e)
-    return ""
-
-
-def measure(
-    cases: list[Case],
-    args: argparse.Namespace,
-    size: str,
-    config: Path,
-    deadline: _bench.Deadline,
-    waiting: int,
-    report: _bench.Report,
-    temporary: Path,
-) -> list[dict]:
-    """Rows of one size and length; ratios are to a softmax of the same settings that ran before. waiting: cases to come."""
-    name = f"{size}, {args.batch_size} x {args.seq_len:,} tokens per step"
-    report.table(name, COLUMNS)
-    softmax, folder = {}, temporary / f"{size}-{args.seq_len}"
-    data = folder / "data"
-    data.mkdir(parents=True)
-    write_data(data, vocabulary_of(config), (args.steps + 1) * args.batch_size * (args.seq_len + 1))
-    for i, case in enumerate(cases):
-        row = {"case": str(case), "remark": _bench.NOT_RUN}
-        if not deadline.passed:
-            _bench.say(f"{name}, {i + 1} of {len(cases)}: {case}")
-            before = deadline.left
-            limit = min(before, max(CASE_SECONDS, 1.5 * before / (waiting - i)))
-            row = run_case(case, args, config, data, folder / f"run{i}", limit)
-        settings = case[1:]
-        if case.condition == "softmax" and "tokens/s" in row:
-            softmax.setdefault(settings, row["tokens/s"])
-        row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
-        report.add(name, row)
-        if args.trace:
-            add_kernels(report, f"{case}, {name}", folder / f"run{i}")
-    return report.rows(name)
 
 
 def add_kernels(report: _bench.Report, what: str, output: Path) -> None:

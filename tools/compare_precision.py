@@ -19,23 +19,10 @@ from interdomain.model.initialize import clean_name
 from . import _bench
 from ._cli import argument_parser, user_errors
 
-GROUPS = {  # of parameters, by a part of the name; the first that fits
-    "dynamics": ".ssm.",
-    "input norms": "k_norm.|v_norm.",
-    "convolutions": "_conv.",
-    "mixer's projections": ".attention.w",
-    "feed-forward": ".feed_forward.",
-    "norms": "norm.",
-    "embedding": "tok_embeddings.",
-    "head": "output.",
-}
+GROUPS = ("dynamics", "other parameters", "all")
 BYTES = 4_000_000  # of text
 BATCH, LENGTH, LR = 8, 256, 1e-3  # sequences, bytes of each
 COMPARED = PRECISIONS[:-1]  # with the last, float32
-
-
-def group_of(name: str) -> str:
-    return next(group for group, parts in GROUPS.items() if any(part in name for part in parts.split("|")))
 
 
 def read_text() -> torch.Tensor:
@@ -83,16 +70,18 @@ def gradients(model: Transformer, tokens: torch.Tensor, labels: torch.Tensor) ->
 
 
 def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Norm of the difference over the norm, by group and of all."""
-    members = {}
-    for name in exact:
-        for group in (group_of(name), "all"):
-            members.setdefault(group, []).append(name)
+    """Norm of the difference over the norm, by group and of all; a model without dynamics has none of these."""
+    dynamics = [name for name in exact if ".ssm." in name]
+    members = dict(zip(GROUPS, (dynamics, [name for name in exact if name not in dynamics], exact), strict=True))
 
     def norm(tensors) -> float:
         return sum(x.square().sum().item() for x in tensors) ** 0.5
 
-    return {g: norm(found[n] - exact[n] for n in names) / norm(exact[n] for n in names) for g, names in members.items()}
+    return {
+        group: norm(found[n] - exact[n] for n in names) / norm(exact[n] for n in names)
+        for group, names in members.items()
+        if names
+    }
 
 
 @user_errors
@@ -123,7 +112,7 @@ def main(argv=None) -> int:
                     seen.setdefault(group, {}).setdefault(precision, []).append(100 * error)
         table = f"{condition}: error of the gradient in %"
         report.table(table, ["parameters", *COMPARED])
-        for group in (group for group in (*GROUPS, "all") if group in seen):
+        for group in seen:
             cells = {p: f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for p, x in seen[group].items()}
             report.add(table, {"parameters": group, **cells, "each": seen[group]})
     report.finish("unfinished" if deadline.passed else "complete")
