@@ -1,7 +1,6 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -145,7 +144,7 @@ def test_every_config_names_existing_fields_and_the_plugin(capsys):
 
 @pytest.mark.e2e
 def test_first_start_end_to_end(tmp_path):
-    """The newcomer's run in a folder of its own: corpus, two steps, and then every command that it prints, pasted."""
+    """The newcomer's run in a folder of its own: corpus, two steps, and then the commands that it prints, pasted."""
     for name in ("train_configs", "launch.sh"):
         (tmp_path / name).symlink_to(ROOT / name)
 
@@ -160,9 +159,6 @@ def test_first_start_end_to_end(tmp_path):
         printed = run.stdout[run.stdout.index("\n# ") :].strip().splitlines()
         return {line.split()[1]: printed[i + 1] for i, line in enumerate(printed) if line.startswith("# ")}
 
-    def rate(step):
-        return json.loads((tmp_path / f"outputs/debug/checkpoint/step-{step}/interdomain.json").read_text())["lr"]
-
     settings = (
         "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --lr_scheduler.warmup_steps 0"
     )
@@ -174,14 +170,7 @@ def test_first_start_end_to_end(tmp_path):
     assert list(found) == ["watch", "convert", "generate", "train"]
     paste(found["convert"])
     assert paste(found["generate"]).stdout.startswith("def main(")
-    assert rate(2) == pytest.approx(1e-5)  # the floor
-
-    assert " --ranks 1 --max-restarts 0 " in found["train"]
-    on = paste(found["train"])
-    assert "--nproc-per-node 1 " in on.stdout
-    assert "--max-restarts" not in on.stdout[: on.stdout.index("output")]
-    assert rate(4) == rate(2)
-    assert "--training.steps 8" in commands(on)["train"]
+    assert " --ranks 1 --max-restarts 0 " in found["train"]  # taken: the next test
 
 
 @pytest.mark.parametrize(

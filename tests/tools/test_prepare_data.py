@@ -185,17 +185,8 @@ readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 3000, 3000
 if __name__ == "__main__":
     sys.exit(prepare_data.main(sys.argv[1:]))
 """
-    given = [
-        "--input",
-        sources / "rows.jsonl",
-        "--tokenizer",
-        tokenizer,
-        "--output",
-        out,
-        "--validation-fraction",
-        "0.1",
-    ]
-    return [sys.executable, "-c", program, *map(str, given), "--shard-tokens", "10000", *map(str, options)]
+    given = f"--input {sources}/rows.jsonl --tokenizer {tokenizer} --output {out} --validation-fraction 0.1"
+    return [sys.executable, "-c", program, *given.split(), "--shard-tokens", "10000", *map(str, options)]
 
 
 SLOW = """
