@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, the record of the machine, and results that grow row by row in JSON and Markdown."""
+"""What the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
 
 import argparse
 import datetime
@@ -21,6 +21,7 @@ from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
 from . import _apart, _cli
+from ._tables import markdown_rows, show
 from .launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
@@ -89,7 +90,7 @@ class Deadline:
 
 
 class Report:
-    """One part's results, folder/part.json and folder/part.md, rewritten after every row: a part that is cut keeps them.
+    """One part's results, folder/part.json, rewritten after every row: a part that is cut keeps them.
 
     Args:
         folder: made if it is not there. None: benchmarks/results/<date>-<device>.
@@ -104,8 +105,8 @@ class Report:
         record = environment(device)
         slug = re.sub(r"[^a-z0-9]+", "-", str(record.get("GPU", "cpu")).lower()).strip("-")
         self.folder = Path(folder or f"benchmarks/results/{datetime.date.today().isoformat()}-{slug}")
-        self.json, self.markdown = (self.folder / f"{part}{ending}" for ending in (".json", ".md"))
-        if self.json.exists() or self.markdown.exists():
+        self.json = self.folder / f"{part}.json"
+        if self.json.exists():
             raise FileExistsError(
                 f"{self.json} is there already, and results are never overwritten. Give another folder by --output, or "
                 "remove this one."
@@ -127,7 +128,7 @@ class Report:
         self.write()
         print(f"== {part}: {self.contents['label']} ==", *(f"{k:>24}  {v}" for k, v in record.items()), sep="\n")
         if self.contents["check"] not in NO_FAILURE:
-            print(f"\n{CHECK_FAILED}\n", flush=True)
+            self.note(CHECK_FAILED)
 
     def note(self, text: str) -> None:
         """A sentence below the tables."""
@@ -139,7 +140,7 @@ class Report:
         self.contents["tables"][name] = {"columns": columns, "rows": []}
 
     def add(self, name: str, row: dict) -> None:
-        """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is in JSON only."""
+        """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
         table = self.contents["tables"][name]
         # JSON has no NaN.
         row = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
@@ -157,12 +158,11 @@ class Report:
         """Set the status and print the last line, which says where the results are."""
         self.contents["status"] = status
         self.write()
-        print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json} and {self.markdown.name}", flush=True)
+        print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json}", flush=True)
 
     def write(self) -> None:
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
-        write_whole(self.markdown, markdown(self.contents).encode())
 
 
 def outcome_of_check(folder: Path) -> str:
@@ -175,62 +175,24 @@ def outcome_of_check(folder: Path) -> str:
         return "unreadable"
 
 
-def markdown(contents: dict) -> str:
-    """A part's results as a page: label, machine, tables, notes."""
-    lines = [f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
-    if contents["check"] is not None:
-        lines[-1] += f" Correctness check on this machine: {contents['check']}."
-    if contents["check"] not in NO_FAILURE:
-        lines += ["", f"**{CHECK_FAILED}.**"]
-    lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in contents["environment"].items()]
-    lines += [f"| started | {contents['started']}, {contents['seconds']:g} s |"]
-    lines += [f"| options | {', '.join(f'{k} {show(v)}' for k, v in contents['options'].items())} |"]
-    for name, table in contents["tables"].items():
-        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
-        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
-        lines += [] if cells else ["", "no row yet"]
-    lines += ["", *(f"- {note}" for note in contents["notes"])]
-    return "\n".join(lines) + "\n"
-
-
-def markdown_rows(cells: list[list[str]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
-
-
-def show(value: object) -> str:
-    """A figure in three or four digits; what does not exist is a dash."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    if isinstance(value, float):
-        size = abs(value)
-        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
-        return format(value, digits)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
-
-
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """What the figures depend on. No host name, no user, no path."""
     record = {}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         record["GPU"] = p.name
-        record["GPU memory"] = f"{p.total_memory / 2**30:.0f} GiB, L2 {p.L2_cache_size / 2**20:.0f} MiB"
-        record["GPU processors"] = f"{p.multi_processor_count}, compute capability {p.major}.{p.minor}"
+        record["compute capability"] = f"{p.major}.{p.minor}"
         record["driver"] = nvidia_smi("driver_version")
         record["ptxas"] = _ptxas(10 * p.major + p.minor)
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    record["CPU"] = f"{_cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores"
-    record["Python"] = platform.python_version()
-    record["PyTorch"] = torch.__version__
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    record["CPU"] = (
+        f"{found[1] if found else platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    )
+    record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     record |= {name: installed.get(name, "not installed") for name in PACKAGES}
-    record["commit"] = commit()
-    return record
+    return record | {"commit": commit()}
 
 
 def commit() -> str:
@@ -238,9 +200,8 @@ def commit() -> str:
     root = Path(__file__).resolve().parents[1]
     git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
     try:
-        top = _output([*git, "rev-parse", "--show-toplevel"])
-        if not (Path(top) / "kernels" / "scan").is_dir():  # an installed package, inside somebody else's clone
-            raise OSError
+        if not (Path(_output([*git, "rev-parse", "--show-toplevel"])) / "kernels" / "scan").is_dir():
+            raise OSError("an installed package, inside somebody else's clone")
         changed = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES])
         return _output([*git, "rev-parse", "HEAD"]) + (", changed since" if changed else "")
     except (OSError, subprocess.SubprocessError):
@@ -272,11 +233,6 @@ def _ptxas(capability: int) -> str:
         return ptxas(capability)
     except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
         return "unknown"
-
-
-def _cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def reason(e: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The input features (`interdomain.features`) for check_kernels and bench_kernels: inputs as the mixers have them, and times.
+"""The input features (`interdomain.features`) for check_kernels and bench_kernels: inputs as the mixers have them.
 
 Shapes: B batch, T time, H heads, d head width, E = H d channels of a projection.
 """
@@ -10,7 +10,6 @@ from interdomain.features import input_features, input_features_step
 from interdomain.model.feature_map import rope_frequencies, rope_tables
 
 from ._problems import CPU, Shape, generator, make_documents, move
-from ._timing import Yardsticks, ratio, usable
 
 COLUMNS = ["out", "dx", "dweight", "dbias", "dpast", "dscale", "dshift"]
 STEP_COLUMNS = ["out", "past"]
@@ -22,8 +21,6 @@ STAGES = {
     "a": ("conv", "rope", "norm"),
     "b": ("conv", "norm"),
 }
-BACKENDS = ("triton", "torch")
-TABLE = ["features", "forward ms", "backward ms", "both ms", "over torch", "byte floor ms", "of floor", "remark"]
 CONV_WIDTH, ROPE_THETA = 4, 10_000.0
 
 
@@ -107,32 +104,3 @@ def step_results(case, device: torch.device, seed: int) -> tuple[dict, dict, Non
         return {"out": torch.stack(steps, dim=1), "past": window}
 
     return once(case.backend, lambda x: x), once("torch", torch.Tensor.double), None
-
-
-def bench(shape: Shape, device: torch.device, rounds: int, seconds: float) -> list[dict]:
-    """Rows of the three projections of a layer, by backend, in bf16.
-
-    Byte floor: forward x in and the features out; backward x and their gradient in, that of x out. The parameters do not
-    grow with T and are left out.
-    """
-    calls = {}
-    for kind in ("query", "key", "value"):
-        leaves, rope, d_out = make(kind, shape, torch.bfloat16, device)
-        for backend in BACKENDS if device.type == "cuda" else ("torch",):
-            calls[kind, backend] = (
-                lambda kind=kind, leaves=leaves, rope=rope, backend=backend: run(kind, leaves, rope, shape.d, backend),
-                lambda out, leaves=leaves, d_out=d_out: torch.autograd.grad(out, list(leaves.values()), d_out),
-            )
-    good, remarks = usable(calls, device)
-    times, limits = Yardsticks(device).beside(good, rounds=rounds, seconds=seconds)
-    floor = limits.floor_ms(5 * shape.B * shape.T * shape.H * shape.d * 2)
-    rows = []
-    for kind, backend in calls:
-        row = {"features": f"{kind}, {backend}", "remark": remarks.get((kind, backend)), "byte floor ms": floor}
-        if (kind, backend) in times:
-            forward, backward, both = (t.median for t in times[kind, backend])
-            row |= {"forward ms": forward, "backward ms": backward, "both ms": both, "of floor": ratio(floor, both)}
-            plain = times.get((kind, "torch"))
-            row["over torch"] = plain and ratio(both, plain[-1].median)
-        rows.append(row)
-    return rows

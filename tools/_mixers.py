@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interdomain import scan
 
+from . import _features
 from ._problems import Shape, make_inputs
 
 OURS = ("chunkwise", "chunkwise-kept", "linear", "parallel", "chunkwise-torch", "fft", "sequential")
-CHUNKWISE = OURS[:3]
+FEATURES = {"features": "triton", "features-torch": "torch"}  # of q, k and v: what stands before the scan
 SDPA = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -44,9 +45,9 @@ SLOW = OURS[4:]  # on a GPU only if named
 # In the order in which they run: those that a short time limit should not lose come first.
 NAMES = (
     *("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default"),
-    *("sdpa-efficient", *PEERS, *SLOW),
+    *("sdpa-efficient", *FEATURES, *PEERS, *SLOW),
 )
-ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash")
+ON_CPU = ("chunkwise", "linear", "parallel", "fft", "chunkwise-torch", "sdpa-flash", "features-torch")
 
 
 class Problem(NamedTuple):
@@ -60,8 +61,14 @@ def make_problem(shape: Shape, device: torch.device) -> Problem:
     return Problem(shape, inputs, d_out)
 
 
-def candidate(name: str, p: Problem) -> tuple[Callable[[], Tensor], list[Tensor], Tensor]:
+def candidate(name: str, p: Problem) -> tuple[Callable, list[Tensor], Tensor | list[Tensor]]:
     """(forward() -> o, the leaves whose gradients the backward takes, d_out)."""
+    if name in FEATURES:
+        made = {x: _features.make(x, p.shape, torch.bfloat16, p.d_out.device) for x in ("query", "key", "value")}
+        leaves = [x for given, _, _ in made.values() for x in given.values()]
+        how = p.shape.d, FEATURES[name]
+        forward = lambda: [_features.run(x, given, rope, *how) for x, (given, rope, _) in made.items()]  # noqa: E731
+        return forward, leaves, [d_out for _, _, d_out in made.values()]
     q, k, v = (p.inputs[x] for x in ("q", "k", "v"))
     if name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
         inputs, (d_out, _) = make_inputs(p.shape, torch.bfloat16, p.d_out.device, linear=True)
@@ -118,7 +125,7 @@ def _state_space(p: Problem) -> dict:
 
 def made_by(name: str) -> str | None:
     """The package that computes it, with its version; None for this one."""
-    if name in OURS:
+    if name in (*OURS, *FEATURES):
         return None
     if name == "sdpa-cudnn":
         version = torch.backends.cudnn.version() or 0

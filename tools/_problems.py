@@ -1,23 +1,18 @@
-"""Inputs of the scan for the benchmarks, at the initialisation that training starts from, and what a call must cost at least.
+"""Inputs of the scan for the benchmarks, at the initialisation that training starts from; the bytes and FLOPs of a call.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions,
-L chunk length.
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions.
 """
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from interdomain import scan
 
-if TYPE_CHECKING:
-    from interdomain.scan.triton_plan import Plan  # Triton need not be there
-
 CPU = torch.device("cpu")
-WIDTH = 2  # bytes of a number
+WIDTH, CHUNK = 2, 64  # bytes of a number; tokens
 
 
 @dataclass(frozen=True)
@@ -124,105 +119,49 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
     return starts.cumsum(1)
 
 
-# What a call costs at least
-
-
-def by_phase(forward: int, backward: int) -> dict[str, int]:
-    return {"forward": forward, "backward": backward, "both": forward + backward}
-
-
-def io_bytes(shape: Shape, mixer: str = "") -> dict[str, int]:
-    """Every input read once and every output written once, by phase: the floor of `mixer`, whoever computes it.
+def io_bytes(shape: Shape, mixer: str = "") -> tuple[int, int]:
+    """Bytes of (forward, backward) of `mixer`: every input read once and every output written once.
 
     forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. `linear` has z of width 2d for q, k, v and o of that
-    width, `mamba2` v alone. Gates, and what does not grow with T and H, are left out.
+    width, `mamba2` v alone, the features three projections. Gates, and what does not grow with T and H, are left out.
     """
     queries, keys = (shape.B * shape.T * heads * shape.d * WIDTH for heads in (shape.H * shape.G, shape.H))
-    if mixer in ("linear", "mamba2"):
-        rows = 2 * keys if mixer == "linear" else keys
-        return by_phase(2 * rows, 3 * rows)
-    return by_phase(2 * queries + 2 * keys, 3 * queries + 4 * keys)
+    rows = {"linear": 2 * keys, "mamba2": keys, "features": 3 * keys, "features-torch": 3 * keys}.get(mixer)
+    return (2 * rows, 3 * rows) if rows else (2 * queries + 2 * keys, 3 * queries + 4 * keys)
 
 
-def tiles(shape: Shape, device: torch.device) -> "Plan":
-    """The `Plan` that bf16 inputs of this shape get on this device; on a CPU, that of sm_90."""
-    from interdomain.scan.triton_plan import make_plan
+def attention_flops(shape: Shape) -> tuple[int, int]:
+    """FLOPs of (forward, backward): two products over T (T + 1) / 2 pairs, and five."""
+    pair = shape.tokens * (shape.T + 1) * shape.d
+    return 2 * pair, 5 * pair
 
-    return make_plan(device, torch.bfloat16, shape.M, shape.d, None)
 
+def pass_costs(shape: Shape) -> dict[str, tuple[int, int]]:
+    """{pass of `chunkwise`: (bytes, FLOPs)} over all tokens: its reads and writes, each once, and the products of the algebra.
 
-def pass_costs(shape: Shape, plan: "Plan") -> dict[str, tuple[int, int]]:
-    """(bytes, FLOPs) of each pass of `chunkwise` over the whole problem, as `plan` launches it.
-
-    Bytes: its own reads and writes in device memory, each once. FLOPs: those that are executed. A block of channels, D wide (a
-    power of two, padded), works out its own scores; so does a block of basis functions, BM of M. Counted per token and query
-    head: numbers (N = 2M of a, b~, c or e~; d of q, k, v, o or a gradient) and multiply-adds (L tokens in a chunk).
+    Counted per token and query head: numbers (N = 2M of a, b~, c or e~; d of q, k, v, o or a gradient) and multiply-adds.
+    What a pass does twice, for blocks of channels or of basis functions, and padding are not counted.
     """
-    d, M, N, L = shape.d, shape.M, 2 * shape.M, plan.chunk
-    full = max(16, 1 << (d - 1).bit_length())
-
-    def values(field: tuple) -> tuple[int, int]:
-        """Width of a block of channels, and how many there are."""
-        D = max(16, min(full, 64, field[0] // N))
-        return D, -(-d // D)
-
-    def reading(field: tuple, more: int = 0) -> int:
-        """Scores, times the values; times the table; state read and updated."""
-        D, blocks = values(field)
-        return blocks * (more + L * D + 2 * L * M + 4 * M * D)
-
-    BM = max(16, min(M, plan.contract[0] // (2 * full)))
-    contract = -(-M // BM) * (L * full + 2 * L * BM + 4 * BM * full)
-    D = min(full, 64, plan.decay[0] // 32)
-    BM = max(16, min(M, plan.decay[0] // (2 * D)))
-    # Costate and its derivative are both read and updated; `held`: one more product with the identity.
-    decay = -(-d // D) * -(-M // BM) * (L * D + (4 if plan.held else 2) * L * BM + 8 * BM * D)
-    D, blocks = values(plan.expand)
+    d, M, N = shape.d, shape.M, 2 * shape.M
+    state = 4 * M * d  # read or updated
+    read, W = CHUNK * d + CHUNK * N + state, N * N  # scores, times the values, state; one product by W
     costs = {
-        "contract": (2 * d + N, contract),
-        "mix": (2 * N, 4 * M * M),  # before expand, where the two are not one
-        "mix_backward": (4 * N, 12 * M * M),  # b~, e~ and dW from a and c
-        "expand": (N + 2 * d, reading(plan.expand)),
-        "adjoint": (N + 2 * d, reading(plan.expand)),
-        "decay": (N + 2 * d, decay),
-        "adjoint_decay": (N + 3 * d, reading(plan.expand) + decay),  # side by side: b~ and do are read once
-        "states": (2 * d, blocks * 4 * M * D),  # sweep that finds the states before the segments, if any
-        "costates": (2 * N + 2 * d, blocks * 4 * M * D),  # the same backwards
+        "contract": (2 * d + N, read),
+        "mix": (2 * N, W),
+        "mix_expand": (N + 2 * d, W + read),
+        "mix_backward": (4 * N, 3 * W),  # b~, e~ and dW from a and c
+        "expand": (N + 2 * d, read),
+        "adjoint": (N + 2 * d, read),
+        "decay": (N + 2 * d, read + state),  # the costate and its derivative
+        "adjoint_decay": (N + 3 * d, 2 * read + state),
+        "states": (2 * d, state),  # the sweep that finds the states before the segments
+        "costates": (2 * N + 2 * d, state),  # the same backwards
     }
-    if plan.fused:
-        costs["mix_expand"] = N + 2 * d, reading(plan.fused, 4 * M * M)
     return {name: (shape.tokens * WIDTH * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
 
 
-def segment_count(shape: Shape, device: torch.device, chunk: int = 64) -> int:
-    """Into how many segments the Triton passes cut time."""
-    from interdomain.scan import triton_chunkwise
-
-    return triton_chunkwise.segment_count(shape.B * shape.H, -(-shape.T // chunk), device)
-
-
-def step_passes(plan: "Plan", recompute: bool = True, cut: bool = False) -> dict[str, tuple[str, ...]]:
-    """The passes of a training step by phase. With `recompute` the backward repeats contract. cut: time is cut."""
-    forward = ("contract", "mix_expand") if plan.fused else ("contract", "mix", "expand")
-    reverse = ("adjoint_decay",) if plan.joined else ("adjoint", "decay")
-    backward = ("contract", "mix_backward", "expand", *2 * reverse, *(("contract",) if recompute else ()))
-    return {
-        "forward": (*forward, *(("states",) if cut else ())),
-        "backward": (*backward, *(("states", "costates") if cut else ())),
-    }
-
-
-def chunkwise_costs(
-    shape: Shape, plan: "Plan", *, recompute: bool = True, segments: int = 1
-) -> tuple[dict[str, int], dict[str, int]]:
-    """(bytes, FLOPs) of `chunkwise` by phase: the sum of its passes."""
-    costs = pass_costs(shape, plan)
-    phases = step_passes(plan, recompute, segments > 1)
-    nbytes, flops = ({phase: sum(costs[n][i] for n in names) for phase, names in phases.items()} for i in (0, 1))
-    return by_phase(**nbytes), by_phase(**flops)
-
-
-def attention_flops(shape: Shape) -> dict[str, int]:
-    """FLOPs of causal softmax attention: two products over T (T + 1) / 2 pairs forward, five backward."""
-    pair = 2 * shape.B * shape.H * shape.G * (shape.T * (shape.T + 1) // 2) * shape.d
-    return by_phase(2 * pair, 5 * pair)
+def chunkwise_flops(shape: Shape) -> tuple[int, int]:
+    """FLOPs of (forward, backward) as plugin/model/flops.py counts them: nothing is done twice."""
+    costs = pass_costs(shape)
+    forward = costs["contract"][1] + costs["mix_expand"][1]
+    return forward, 2 * forward

@@ -1,10 +1,9 @@
-"""How the benchmarks time: candidates take turns, the median of each; and the two ceilings of a device.
+"""How the benchmarks time: candidates take turns, the median of each; and the roofline of a GPU.
 
 On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
 wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the
 GPU's, as in training, where the host runs ahead. Without that lead the call finds the GPU idle, and every launch that the GPU
-waits for counts. (triton.testing.do_bench has neither turns nor lead, and times no part of a call.) A process of its own takes
-turns with the two yardsticks, a copy and a matrix product: a GPU whose clocks drifted shows there.
+waits for counts. (triton.testing.do_bench has neither turns nor lead, and times no part of a call.)
 """
 
 import gc
@@ -13,17 +12,26 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ._bench import NOT_RUN, reason, require_healthy
+from ._bench import reason, require_healthy
 
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
 MAX_WRITES = 64
-COPY_BYTES, PRODUCT = 2**30, 8192  # of the yardsticks on a GPU
+# (bytes/s, bf16 FLOP/s without sparsity) by NVIDIA's datasheets; the first whose name is part of the GPU's.
+DATASHEET = {
+    "H100 PCIe": (2.0e12, 756e12),
+    "H100 NVL": (3.9e12, 835e12),
+    "H100": (3.35e12, 989e12),
+    "H200": (4.8e12, 989e12),
+    "B200": (8.0e12, 2250e12),
+    "A100-SXM4-80GB": (2.04e12, 312e12),
+    "A100": (1.555e12, 312e12),
+    "RTX 6000 Ada": (0.96e12, 364e12),
+}
 
 
 class Times(NamedTuple):
@@ -130,28 +138,19 @@ def peak_memory(call: Call, device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def usable(calls: dict, device: torch.device, *, passed: Callable[[], bool] = lambda: False) -> tuple[dict, dict]:
-    """Run every call twice (compilation, autotuning): (those that can run, why the others cannot)."""
+def usable(calls: dict, device: torch.device) -> tuple[dict, dict]:
+    """Run every call twice (compilation, autotuning): (those that can run, why the others cannot).
 
-    def twice(call: Call) -> Call:
-        run_once(call)
-        run_once(call)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return call
-
-    return attempt({name: partial(twice, call) for name, call in calls.items()}, device, passed=passed)
-
-
-def attempt(makers: dict, device: torch.device, *, passed: Callable[[], bool] = lambda: False) -> tuple[dict, dict]:
-    """(what the makers return, why the others fail). Raises: RuntimeError if one leaves the GPU in an error state."""
+    Raises: RuntimeError if one leaves the GPU in an error state.
+    """
     good, bad = {}, {}
-    for name, make in makers.items():
-        if passed():
-            bad[name] = NOT_RUN
-            continue
+    for name, call in calls.items():
         try:
-            good[name] = make()
+            for _ in range(2):
+                run_once(call)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            good[name] = call
         except Exception as e:
             bad[name] = reason(e)
         if name in bad:  # outside of `except`, where the exception would keep the tensors alive
@@ -179,43 +178,14 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class Ceilings(NamedTuple):
-    """What this device reaches in PyTorch: bytes/s of a copy, read and written; FLOP/s of one large product."""
-
-    bandwidth: float
-    flops: float
-
-    def floor_ms(self, nbytes: float, flops: float = 0.0) -> float:
-        return 1e3 * max(nbytes / self.bandwidth, flops / self.flops)
-
-    def rates(self) -> dict[str, float]:
-        return {"copy TB/s": self.bandwidth / 1e12, "product TFLOP/s": self.flops / 1e12}
-
-
-class Yardsticks:
-    """A copy of 1 GiB and a bf16 product of 8192^3 random numbers (CPU: 16 MiB, fp32 512^3); of zeros it is faster."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, cuda = device, device.type == "cuda"
-        self.size, self.n, dtype = (COPY_BYTES, PRODUCT, torch.bfloat16) if cuda else (2**24, 512, torch.float32)
-        source = torch.rand(self.size // 4, device=device)
-        target = torch.empty_like(source)
-        x, y = (torch.randn(self.n, self.n, dtype=dtype, device=device) for _ in range(2))
-        out = torch.empty_like(x)
-        self.calls = {"copy": lambda: target.copy_(source), "product": lambda: torch.matmul(x, y, out=out)}
-        for call in self.calls.values():
-            call()
-
-    def beside(self, calls: dict, **how) -> tuple[dict[str, list[Times]], Ceilings]:
-        """`interleaved` with both yardsticks: (times of the calls, the ceilings meanwhile)."""
-        times = interleaved(calls | self.calls, self.device, **how)
-        copy, product = (times.pop(name)[-1].median for name in ("copy", "product"))
-        return times, Ceilings(2e3 * self.size / copy, 2e3 * self.n**3 / product)
-
-
-def ceilings(device: torch.device) -> Ceilings:
-    return Yardsticks(device).beside({}, seconds=0.5 if device.type == "cuda" else 0.05)[1]
+def roofline_ms(device: torch.device, nbytes: float, flops: float = 0.0) -> float | None:
+    """The least ms in which this GPU moves these bytes and does these FLOPs by its datasheet; None if that is not known."""
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+    for known, (bandwidth, peak) in DATASHEET.items():
+        if known in name:
+            return 1e3 * max(nbytes / bandwidth, flops / peak)
+    return None
 
 
 def ratio(value: float | None, other: float | None) -> float | None:
-    return None if value is None or other is None or not math.isfinite(other) or not other else value / other
+    return value / other if value is not None and other else None

@@ -2,14 +2,13 @@
 
 Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part has a
 share of the time and a process of its own, which is ended with all that it started when its share is over; after every part
-and every few seconds the folder holds one archive of all results so far. With a part named, only that one, its files in the
-folder, its tool's flags behind it. Without a GPU: tiny and labelled.
+the folder holds one archive of all results so far. With a part named, only that one, its files in the folder, its tool's flags
+behind it. Without a GPU: tiny and labelled.
 """
 
 import argparse
 import contextlib
 import ctypes
-import importlib.metadata
 import io
 import json
 import os
@@ -30,14 +29,13 @@ from interdomain.folders import write_whole
 
 from . import _apart
 from ._cli import argument_parser, user_errors
+from ._tables import markdown_rows, page
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540.0
 EARLY = 4.0  # a tool is told to end so long before its share does
 LEAST = 8.0  # seconds under which a part is not started
-PACK_EVERY = 10.0
 ARCHIVE, SUMMARY, LOG = "results.tar.gz", "summary.md", "log.txt"
-ARCHIVE_BYTES, LOG_BYTES = 15 * 2**20, 2**20  # of all files, of the end of each log
 PR_SET_CHILD_SUBREAPER = 36
 FAILED = "THE CORRECTNESS CHECK DID NOT PASS. What follows is measured all the same and marked. Do not use it."
 
@@ -73,7 +71,7 @@ class Run:
 
     def part(self, name: str, seconds: float, flags: list[str] = (), alias: str = "") -> int:
         """Run a part for `seconds` at most; its exit status, 0 for one that was skipped or not run."""
-        row = {"part": alias or name, "share": seconds, "status": "not run: no time left", "seconds": 0.0}
+        row = {"part": alias or name, "status": "not run: no time left", "seconds": 0.0}
         self.rows.append(row)
         code, command = 0, PARTS[name].command(self, seconds - EARLY)
         if isinstance(command, str):
@@ -81,22 +79,21 @@ class Run:
         elif seconds >= LEAST:
             began, row["status"] = time.monotonic(), "running"
             print(f"\n== {row['part']}, at most {seconds:.0f} s ==", flush=True)
-            code = self.run([*command, *flags], began + seconds, self.folder / f"{row['part']}.log")
+            self.pack()
+            code = self.run([*command, *flags], seconds, self.folder / f"{row['part']}.log")
             row |= {"seconds": time.monotonic() - began, "status": self.status(name, row["part"], code)}
         self.pack()
         print(f"{row['part']}: {row['status']} ({row['seconds']:.0f} s)", flush=True)
         return 1 if code is None else code
 
-    def run(self, command: list[str], ends: float, log: Path) -> int | None:
+    def run(self, command: list[str], seconds: float, log: Path) -> int | None:
         """Exit status, or None if the process had to be ended. It prints to `log`, without an archive to the screen."""
         code = None
         with open(log, "wb") if self.out else contextlib.nullcontext() as said:
             streams = dict(stdout=said, stderr=said and subprocess.STDOUT, stdin=subprocess.DEVNULL)
             self.child = subprocess.Popen(command, cwd=ROOT, env=self.env, start_new_session=bool(self.out), **streams)
-            while code is None and (left := ends - time.monotonic()) > 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = self.child.wait(min(left, PACK_EVERY))
-                self.pack()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.child.wait(seconds)
         self.end_child()
         return code
 
@@ -106,11 +103,16 @@ class Run:
             _apart.stop(self.child)
             _apart.signal_all(_apart.descendants(os.getpid()), signal.SIGKILL)
 
+    def results(self, part: str) -> dict:
+        """What the part's file holds so far; empty if it has none."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.folder / f"{part}.json").read_text())
+        return {}
+
     def status(self, name: str, alias: str, code: int | None) -> str:
         """The part's own, or the last words of its log."""
         cut = "cut at the end of its share" if code is None else f"exit status {code}"
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            own = json.loads((self.folder / f"{name}.json").read_text())["status"]
+        if own := self.results(name).get("status"):
             return own if own != "unfinished" or not code else f"unfinished, {cut}"
         said = ""
         with contextlib.suppress(OSError):
@@ -122,43 +124,27 @@ class Run:
         """Write archive, log and summary, each of them complete at any time."""
         if not self.out:
             return
-        buffer, weight, log, left_out, files = io.BytesIO(), 0, b"", [], {}
-        for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):  # gone meanwhile
-                if path.is_file() and path.suffix != ".partial":
-                    files[path] = path.read_bytes()[-LOG_BYTES if path.suffix == ".log" else None :]
+        buffer, log = io.BytesIO(), b""
         with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-            for path, data in sorted(files.items(), key=lambda item: len(item[1])):
-                weight += len(data)
-                if weight > ARCHIVE_BYTES:
-                    left_out.append(path.name)
-                    continue
-                entry = tarfile.TarInfo(f"results/{path.relative_to(self.folder)}")
-                entry.size, entry.mtime = len(data), int(time.time())
-                archive.addfile(entry, io.BytesIO(data))
-        for row in self.rows:
-            with contextlib.suppress(OSError):
-                said = (self.folder / f"{row['part']}.log").read_bytes()[-LOG_BYTES:]
-                log += f"\n== {row['part']}: {row['status']} ==\n".encode() + said
-        for name, data in (ARCHIVE, buffer.getvalue()), (LOG, log), (SUMMARY, self.summary(left_out).encode()):
-            write_whole(self.out / name, data)
-
-    def summary(self, left_out: list[str]) -> str:
-        lines = [
+            archive.add(self.folder, "results")
+        cells = [["part", "status", "seconds"]]
+        summary = [
             "# Summary",
             "",
             f"{time.monotonic() - self.began:.0f} s.",
+            *(f"\n**{text}**" for text in self.loud),
             "",
-            *(f"**{text}**\n" for text in self.loud),
         ]
-        lines += ["| part | status | seconds | at most |", "|---|---|---|---|"]
-        for r in self.rows:
-            lines += [f"| {r['part']} | {r['status'].replace('|', '/')} | {r['seconds']:.0f} | {r['share']:.0f} |"]
-        lines += ["", f"Too large for the archive: {', '.join(left_out)}."] if left_out else []
+        pages = []
         for row in self.rows:
+            cells.append([row["part"], row["status"].replace("|", "/"), f"{row['seconds']:.0f}"])
+            pages += page(contents) if (contents := self.results(row["part"])) else []
             with contextlib.suppress(OSError):
-                lines += ["", (self.folder / f"{row['part']}.md").read_text(errors="replace")]
-        return "\n".join(lines) + "\n"
+                said = (self.folder / f"{row['part']}.log").read_bytes()
+                log += f"\n== {row['part']}: {row['status']} ==\n".encode() + said
+        text = "\n".join([*summary, *markdown_rows(cells), *pages]) + "\n"
+        for name, data in (ARCHIVE, buffer.getvalue()), (LOG, log), (SUMMARY, text.encode()):
+            write_whole(self.out / name, data)
 
 
 def tool(module: str, *flags: str, on_gpu: tuple[str, ...] = (), in_all: tuple[str, ...] = ()) -> Callable:
@@ -183,10 +169,9 @@ def watched(program: str, *flags: str, passes: tuple[str, ...]) -> Callable:
         found = shutil.which(program) or next(map(str, sorted(Path("/usr/local").glob(f"cuda*/bin/{program}"))), None)
         if not run.gpu or not found:
             return f"{program} is not installed" if run.gpu else "there is no GPU here"
-        filled = [flag.replace("FOLDER", str(run.folder)) for flag in flags]
         # Without PyTorch's pools: a pool hides an access beyond a tensor's end.
         start = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", found] if program == "compute-sanitizer" else [found]
-        return [*start, *filled, sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", "cuda", *passes]
+        return [*start, *flags, sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", "cuda", *passes]
 
     return command
 
@@ -202,7 +187,7 @@ NCU = (
     *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint)_kernel$"),
     *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
     *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
-    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", "--log-file", "FOLDER/profile.md"),
+    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"),
 )
 PROFILED = ("contract", "mix_backward", "mix_expand", "adjoint_decay")
 SANITIZED = ("--once", "all", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")  # ragged; cut into segments
@@ -223,7 +208,6 @@ PARTS = {  # in the order in which `all` runs them
     "tests": Part(120, gpu_tests),
     "decode": Part(60, tool("bench_inference", "--parts", "decode", in_all=("--quick",))),
     "inference": Part(90, tool("bench_inference", in_all=("--quick", "--parts", "prompts", "sizes"))),
-    "tune": Part(SECONDS, tool("bench_kernels", "--tune"), in_all=False),
     "steps": Part(SECONDS, tool("bench_training", on_gpu=(*LENGTHS, *RATIO, "--steps", "15")), in_all=False),
 }
 
@@ -234,9 +218,8 @@ def everything(run: Run) -> int:
     for name in (name for name, part in PARTS.items() if part.in_all):
         code = run.part(name, min(PARTS[name].seconds, run.left))
         if name == "environment":
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                record = json.loads((run.folder / "environment.json").read_text())["environment"]
-                run.gpu, run.ptxas = "GPU" in record, record.get("ptxas")
+            record = run.results(name).get("environment", {})
+            run.gpu, run.ptxas = "GPU" in record if record else run.gpu, record.get("ptxas")
         if name == "check":
             if code == 2:  # a mistake in the call, which the tool explains
                 print((run.folder / "check.log").read_text())
@@ -249,15 +232,14 @@ def everything(run: Run) -> int:
 def judged(run: Run, code: int) -> int:
     """The check's exit status. Where results were wrong, another assembler is tried, and kept if the check passes with it."""
     if code == 3:
-        run.loud.append("Some errors are beyond their bound, none by far: see check.md.")
+        run.loud.append("Some errors are beyond their bound, none by far.")
     if code in (0, 3):
         return 0
     run.loud.append(FAILED)
     others = assemblers(run.ptxas)
-    if run.gpu and others and run.left > PARTS["check"].seconds and wrong_results(run.folder / "check.json"):
+    if run.gpu and others and run.left > PARTS["check"].seconds and wrong_results(run.results("check")):
         (version, path), before = others[0], run.env
-        for ending in ("json", "md"):
-            (run.folder / f"check.{ending}").rename(run.folder / f"check-ptxas-{run.ptxas}.{ending}")
+        (run.folder / "check.json").rename(run.folder / f"check-ptxas-{run.ptxas}.json")
         # Triton 3.6 reads the first; later ones may take their second assembler on every GPU.
         run.env = before | {"TRITON_PTXAS_PATH": path, "TRITON_PTXAS_BLACKWELL_PATH": path}
         if run.part("check", PARTS["check"].seconds, alias=f"check-again-{version}") in (0, 3):
@@ -273,13 +255,10 @@ def judged(run: Run, code: int) -> int:
     return code
 
 
-def wrong_results(file: Path) -> bool:
+def wrong_results(check: dict) -> bool:
     """Whether a case failed, and not for want of time."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        tables = json.loads(file.read_text())["tables"].values()
-        results = [str(row.get("result")) for table in tables for row in table["rows"]]
-        return any(result.startswith("FAIL") and "time limit" not in result for result in results)
-    return False
+    found = [str(row.get("result")) for table in check.get("tables", {}).values() for row in table["rows"]]
+    return any(result.startswith("FAIL") and "time limit" not in result for result in found)
 
 
 def assemblers(used: str | None = None) -> list[tuple[str, str]]:
@@ -302,17 +281,14 @@ def place(path: str) -> str:
 
 
 def record_environment(folder: Path) -> int:
-    """The part `environment`: versions, the GPU's state, assemblers, tools, packages."""
+    """The part `environment`: versions, the GPU's state, assemblers."""
     from ._bench import Report, choose_device
 
     report = Report("environment", folder, choose_device("auto"), {})
     for version, path in assemblers():
         report.note(f"ptxas {version}: {place(path)}")
-    for program in ("ncu", "compute-sanitizer", "nvcc"):
-        report.note(f"{program}: {'on PATH' if shutil.which(program) else 'not on PATH'}")
     if shutil.which("nvidia-smi"):
         subprocess.run(["nvidia-smi", "-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE"], timeout=10)
-    print(*sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions()))
     report.finish()
     return 0
 

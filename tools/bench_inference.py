@@ -1,31 +1,34 @@
 """python -m interdomain.tools.bench_inference --output benchmarks/results/today
 
 Time inference as in the paper's appendix: a decode step of the whole model over batch and prefix, interdomain and softmax,
-eager and in CUDA graphs; the four sizes; peak memory and speed of reading a prompt; beside the least that each must move, and
-the paper's figures. Weights are random. Without a GPU: tiny and labelled.
+launched eagerly and in CUDA graphs, of the four sizes; peak memory and speed of reading a prompt; beside the paper's figures.
+Weights are random. Without a GPU: tiny and labelled.
+
+A step's time depends on shapes alone, so no prompt is read before it: interdomain's state is put at its prefix by its position,
+and softmax's cache holds random keys and values.
 """
 
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 
-from interdomain.model import SIZES, Execution, Transformer, build_config
-from interdomain.model.generation import PREFILL_CHUNK
+from interdomain.model import SIZES, Execution, ModelConfig, ModelState, Transformer, build_config
+from interdomain.model.generation import PREFILL_CHUNK, Decoder, decode, prefill
+from interdomain.model.initialize import initial_value
 
 from . import _bench
 from ._cli import argument_parser, user_errors
-from ._inference import Setup, decode_rows, interdomain_candidates, prefill_figures, random_model
-from ._timing import Ceilings, attempt, ceilings, ratio, release
+from ._timing import interleaved, peak_memory, ratio, release, roofline_ms, timer, usable
 
 CONDITIONS = ("interdomain", "softmax")
 # bf16-products: the paper's, float32 weights that every product rounds.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "bf16-products": torch.float32}
 SIZE_BATCHES = (1, 8)  # of all sizes but the largest
-LONG_PROMPT = (1, 131_072)
+LARGE = 2**20  # numbers: tensors from this on are drawn on the device, not as training draws them
+ROOM = 16  # slots beyond those that a timed call fills, for the steps that warm up
 
 # The paper's appendix "Inference Scaling", on an RTX 6000 Ada (48 GB), by autocast to bfloat16, softmax launched eagerly.
 # (batch, prompt) -> GB at the peak (Table 12), in chunks of 2,048; None: out of memory, or not run.
@@ -55,10 +58,10 @@ PAPER_DECODE = {
 
 # What is measured where nothing else is asked for, in this order: what tells most comes first.
 GPU = dict(
-    sizes=("125M", "350M", "760M", "1.3B"),
+    sizes=("1.3B", "125M", "350M", "760M"),
     batches=(1, 64, 8, 32, 16),
     prefixes=(4096, 16_384, 512, 8192, 2048, 1024),
-    prompts=(*PAPER_MEMORY, LONG_PROMPT),  # the last is interdomain's alone: softmax would take most of the time
+    prompts=(*PAPER_MEMORY, (1, 131_072)),
     chunk=PREFILL_CHUNK,
     dtype="bfloat16",
     steps=32,
@@ -70,106 +73,182 @@ TINY = dict(
     **dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32, dtype="float32"),
     **dict(steps=2, rounds=3, seconds=0.05),
 )
-DECODE = ["path", "B", "prefix", "ms a step", "tokens/s", "MB", "floor ms", "of floor", "speedup", "remark"]
+DECODE = ["path", "B", "prefix", "ms a step", "tokens/s", "roofline ms", "of roofline", "speedup", "remark"]
 SUMMARY = [
-    *("model", "softmax eager ms", "fastest softmax ms", "max-fit", "interdomain ms", "max-fit interdomain", "speedup"),
-    *("graph over eager softmax", "flat", "of floor"),
+    *("model", "softmax eager ms", "fastest softmax ms", "interdomain ms", "speedup"),
     *("paper: softmax eager ms", "paper: interdomain graph ms", "paper: speedup over eager"),
 ]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 
-def models_of(size: str, mode: SimpleNamespace, setup: Setup, report: _bench.Report) -> dict[str, Transformer]:
-    """Both conditions; none, and a note, where the device has no room for them."""
-    execution, dtype = Execution(bf16_products=mode.dtype == "bf16-products"), DTYPES[mode.dtype]
-    makers = {c: lambda c=c: random_model(build_config(size, c), setup.device, dtype, execution) for c in CONDITIONS}
-    good, bad = attempt(makers, setup.device)
-    if bad:
-        report.note(f"{size}: not run: {'; '.join(bad.values())}")
-    return {} if bad else good
+@torch.no_grad()
+def random_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, execution: Execution | None = None
+) -> Transformer:
+    """As a folder is loaded; small tensors, the dynamics among them, as training starts from them, large ones normal."""
+    with torch.device("meta"):
+        model = Transformer(config, execution)
+    model.to_empty(device=device)
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.numel() < LARGE:
+            x.copy_(initial_value(name, x.shape, config, seed=0))
+        else:
+            x.normal_(0, 0.02)
+    return model.to(dtype).requires_grad_(False).eval()
 
 
-def decode_model(
-    models: dict[str, Transformer],
-    size: str,
-    batches: Sequence[int],
-    prefixes: Sequence[int],
-    setup: Setup,
-    limits: Ceilings,
-    report: _bench.Report,
-    deadline: _bench.Deadline,
-) -> None:
+def model_bytes(model: Transformer) -> int:
+    return sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+
+
+def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
+    """What a step must move: weights read; the state read and written, or a cache of `prefix` tokens read and one written.
+
+    Of the embedding only a row per sequence is read: none counts. Of the dynamics (in fp32), Lambda and half of W: the
+    readout `complex` has the other half by symmetry.
+    """
+    weights = sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if not name.startswith("tok_embeddings.") and ".ssm." not in name
+    )
+    if state.capacity is not None:
+        return weights + state.nbytes() // state.capacity * (prefix + 1)
+    M = model.config.mixer.n_basis
+    return weights + model.config.n_layers * model.config.n_kv_heads * 4 * (2 * M + 2 * M * M) + 2 * state.nbytes()
+
+
+def random_tokens(model: Transformer, *shape: int) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, shape, device=model.tok_embeddings.weight.device)
+
+
+def put(state: ModelState, prefix: int) -> ModelState:
+    """`state` as it stands after `prefix` tokens, but for what its tensors hold."""
+    state.position.fill_(prefix)
+    state.length = prefix
+    if state.cursor is not None:
+        state.cursor.fill_(prefix)
+    return state
+
+
+def decode_figures(model: Transformer, graph: bool, batch: int, prefix: int, mode, device: torch.device) -> dict:
+    """A row: ms of one of mode.steps steps in a row from `prefix`. What does not fit says so in "remark"."""
+    try:
+        tokens = random_tokens(model, batch)
+        state = model.init_state(batch, capacity=prefix + mode.steps + ROOM)
+        for layer in state.layers if state.capacity is not None else ():
+            layer.k.normal_()
+            layer.v.normal_()
+        put(state, prefix)
+        if graph:
+            decoder = Decoder(model, state, room=mode.steps)
+            state, step = decoder.state, lambda: decoder.step(tokens)
+        else:
+            step = lambda: decode(model, tokens, state)  # noqa: E731
+
+        def prepare():
+            put(state, prefix)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        def run(_):
+            for _ in range(mode.steps):
+                step()
+
+        good, bad = usable({"": (prepare, run)}, device)
+        if bad:
+            return {"remark": bad[""]}
+        # At an idle GPU: eager, the host's gaps count.
+        taken = interleaved(good, device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[""][1]
+    except Exception as e:  # a cache that does not fit, as a rule
+        return {"remark": _bench.reason(e)}
+    ms = taken.median / mode.steps
+    least = roofline_ms(device, step_bytes(model, state, prefix))
+    row = {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "roofline ms": least, "of roofline": ratio(least, ms)}
+    return row | {"times": taken._asdict()}
+
+
+def decode_model(models, size: str, batches, mode, device, report: _bench.Report, deadline: _bench.Deadline) -> None:
     """The table of one size, a cell for each batch and prefix; and a row of the summary for each batch."""
     report.table(f"decode, {size}", DECODE)
+    paths = [(condition, graph) for condition in ("softmax", "interdomain") for graph in (False, True)]
     for batch in batches:
-        makers, found = interdomain_candidates(models["interdomain"], batch, setup), []
-        ours, remarks = attempt(makers, setup.device, passed=lambda: deadline.passed)
-        for prefix in prefixes:
-            if deadline.passed:
-                report.note(f"decode, {size}, B={batch}, prefix {prefix:,}: {_bench.NOT_RUN}")
-                continue
-            rows = decode_rows(models, batch, prefix, ours, remarks, setup, limits, lambda: deadline.passed)
-            found += rows
-            for row in rows:
+        found = []
+        for prefix in mode.prefixes:
+            cell = []
+            for condition, graph in paths:
+                row = {"path": f"{condition}, {'graph' if graph else 'eager'}", "B": batch, "prefix": prefix}
+                if deadline.passed:
+                    row["remark"] = _bench.NOT_RUN
+                elif graph and device.type == "cpu":
+                    row["remark"] = "a CUDA graph needs a GPU"
+                else:
+                    row |= decode_figures(models[condition], graph, batch, prefix, mode, device)
+                    release(device)
+                    _bench.require_healthy(device, row["path"])
+                best = min(
+                    (r["ms a step"] for r in cell if r["path"].startswith("s") and "ms a step" in r), default=None
+                )
+                if condition == "interdomain":
+                    row["speedup"] = ratio(best, row.get("ms a step"))
+                cell.append(row)
                 report.add(f"decode, {size}", row)
-            release(setup.device)
+            found += cell
         report.add("decode, summary", summary_row(found, size, batch))
-        ours = None
-        release(setup.device)
 
 
 def summary_row(rows: list[dict], size: str, batch: int) -> dict:
-    """A row of the paper's decode tables: ranges over the prefixes that fitted, and two ratios of medians.
+    """A row of the paper's decode tables: ranges over the prefixes that fitted, the ratio of medians where both did."""
 
-    "speedup" is the fastest of either kind, where both fitted; "graph over eager softmax" what the paper calls speedup: each
-    median over what that path fitted. "flat": the most over the least time of interdomain's graph.
-    """
-    rows = sorted((row for row in rows if "ms a step" in row), key=lambda row: row["ms a step"])
-    softmax, ours = (
-        {row["prefix"]: row for row in reversed(rows) if row["path"].startswith(kind)} for kind in ("softmax", "interd")
-    )
+    def fastest(kind: str) -> dict[int, float]:
+        timed = [row for row in rows if row["path"].startswith(kind) and "ms a step" in row]
+        return {row["prefix"]: row["ms a step"] for row in sorted(timed, key=lambda row: -row["ms a step"])}
+
+    softmax, ours = fastest("softmax"), fastest("interdomain")
     both = softmax.keys() & ours.keys()
-    medians = [statistics.median(kind[p]["ms a step"] for p in both) if both else None for kind in (softmax, ours)]
-    eager, graph = (
-        [r["ms a step"] for r in rows if r["path"] == path] for path in ("softmax, eager", "interdomain, graph")
-    )
-    row = {
-        "model": f"{size}, B={batch}",
-        "softmax eager ms": span(eager),
-        "fastest softmax ms": span([row["ms a step"] for row in softmax.values()]),
-        "max-fit": max(softmax, default=None),
-        "interdomain ms": span([row["ms a step"] for row in ours.values()]),
-        "max-fit interdomain": max(ours, default=None),
-        "speedup": ratio(*medians),
-        "graph over eager softmax": ratio(*(statistics.median(ms) if ms else None for ms in (eager, graph))),
-        "flat": max(graph) / min(graph) if graph else None,
-        "of floor": min((row["of floor"] for row in ours.values()), default=None),
-    }
-    return row | dict(zip(SUMMARY[-3:], PAPER_DECODE.get((size, batch), ()), strict=False))
+    medians = [statistics.median(kind[p] for p in both) if both else None for kind in (softmax, ours)]
+    figures = (span(fastest("softmax, eager")), span(softmax), span(ours), ratio(*medians))
+    return dict(zip(SUMMARY, (f"{size}, B={batch}", *figures, *PAPER_DECODE.get((size, batch), ())), strict=False))
 
 
-def span(values: list[float]) -> str | None:
+def span(ms: dict[int, float]) -> str | None:
     """least to most, in the digits of `show`."""
-    ends = [_bench.show(x) for x in (min(values), max(values))] if values else [None]
-    return ends[0] if ends[0] == ends[-1] else " to ".join(ends)
+    return f"{_bench.show(min(ms.values()))} to {_bench.show(max(ms.values()))}" if ms else None
 
 
-def read_prompts(
-    models: dict[str, Transformer],
-    mode: SimpleNamespace,
-    device: torch.device,
-    report: _bench.Report,
-    deadline: _bench.Deadline,
-) -> None:
-    """Every prompt read by both models, in one piece and in chunks."""
+def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, device: torch.device) -> dict:
+    """GiB at the peak, these weights included, and tokens/s, of the second time that random tokens [batch, length] are read.
+
+    What else lives on the device is left out. One that cannot be read says why in "remark": out of memory is a result.
+    """
+    run, found, ms = timer(device, lead_ms=0), {}, []
+    try:
+        tokens = random_tokens(model, batch, length)
+
+        def read():
+            prefill(model, tokens, chunk=chunk)
+
+        read()
+        peak = peak_memory(lambda: ms.extend(run([read])[0]), device)
+        if peak is not None:
+            found["GiB"] = peak / 2**10 + model_bytes(model) / 2**30
+        found["tokens/s"] = 1e3 * batch * length / sum(ms or run([read])[0])
+    except Exception as e:
+        found["remark"] = _bench.reason(e)
+    release(device)
+    _bench.require_healthy(device, "reading a prompt")
+    return found
+
+
+def read_prompts(models, mode, device, report: _bench.Report, deadline: _bench.Deadline) -> None:
+    """Every prompt read by both models, in chunks and in one piece; the last by interdomain in chunks alone."""
     report.table("reading a prompt", PROMPTS)
     for batch, length in mode.prompts:
-        whole = [("interdomain whole", length), ("softmax whole", length)]
-        chunked = [("interdomain chunked", mode.chunk), ("softmax chunked", mode.chunk)] if length > mode.chunk else []
-        for way, chunk in chunked[:1] if (batch, length) == mode.prompts[-1] else (*chunked, *whole):
+        ways = [(f"{c} {how}", c, n) for how, n in (("chunked", mode.chunk), ("whole", length)) for c in CONDITIONS]
+        for way, condition, chunk in ways[:1] if (batch, length) == mode.prompts[-1] else ways:
             figures = {"remark": _bench.NOT_RUN}
             if not deadline.passed:
-                figures = prefill_figures(models[way.split()[0]], batch, length, chunk, device)
+                figures = prefill_figures(models[condition], batch, length, chunk, device)
             paper = dict(zip(PAPER_WAYS, PAPER_MEMORY.get((batch, length), ()), strict=False)).get(way)
             how = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
             report.add("reading a prompt", how | figures)
@@ -178,16 +257,13 @@ def read_prompts(
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)} (default: the four; CPU: a tiny model)")
-    p.add_argument(
-        "--parts", nargs="+", help="of decode, prompts (both of the largest size), sizes (the others); default all"
-    )
+    p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)}; the first has all batches and the prompts")
+    p.add_argument("--parts", nargs="+", help="of decode, prompts (of the first size), sizes (the others); default all")
     p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['batches'])))}")
     p.add_argument("--prefixes", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['prefixes'])))}")
     p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 2)")
     p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
     p.add_argument("--quick", action="store_true", help="on a GPU, what fits into two minutes")
-    p.add_argument("--compile", action="store_true", help="time steps that torch.compile compiled before capture, too")
     return p.parse_args(argv)
 
 
@@ -195,37 +271,37 @@ def parse(argv) -> argparse.Namespace:
 @torch.no_grad()
 def main(argv=None) -> int:
     args = parse(argv)
-    device = _bench.choose_device(args.device)
-    deadline = _bench.Deadline(args.time_limit)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     _bench.fill_in(args, device, **dict.fromkeys(("batches", "prefixes", "steps"), (None, None)))
     parts = _bench.choose("--parts", args.parts, ("decode", "prompts", "sizes"))
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
-    given = {k: v for k, v in vars(args).items() if k in defaults and v is not None}
-    mode = SimpleNamespace(**defaults | given)
-    *others, largest = sorted(_bench.choose("--sizes", mode.sizes, tuple(SIZES)), key=list(SIZES).index)
-    options = {"parts": parts, **vars(mode), "compile": args.compile}
-    report = _bench.Report("decode" if parts == ["decode"] else "inference", args.output, device, options)
-    limits = ceilings(device)
-    report.contents["ceilings"] = limits._asdict()
+    mode = SimpleNamespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
+    first, *others = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
+    report = _bench.Report(
+        "decode" if parts == ["decode"] else "inference", args.output, device, {"parts": parts} | vars(mode)
+    )
     report.note(
         f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
-        f"steps in a row, candidates in turns. Random weights in {mode.dtype}, dynamics and interdomain's state in float32."
+        f"steps in a row. Random weights in {mode.dtype}, dynamics and interdomain's state in float32. Roofline: weights and "
+        "state (or cache) read and written once, at the datasheet's bandwidth. Speedup: the fastest softmax of the cell over "
+        "this path; the paper's: eager softmax over interdomain's graph, on an RTX 6000 Ada (48 GB)."
     )
-    report.note(
-        f"Floors: weights and state (or cache) read and written once, at the measured copy bandwidth of "
-        f"{limits.bandwidth / 1e12:.3g} TB/s. Speedup: the fastest softmax of the cell over this path; the paper's: eager "
-        "softmax over interdomain's graph, on an RTX 6000 Ada (48 GB)."
-    )
-    setup = Setup(device, mode.steps, mode.rounds, mode.seconds, args.compile)
     report.table("decode, summary", SUMMARY)
-    for size in (*([largest] if {"decode", "prompts"} & {*parts} else []), *(others if "sizes" in parts else [])):
-        models = {} if deadline.passed else models_of(size, mode, setup, report)
-        if models and (size != largest or "decode" in parts):
-            batches = mode.batches if size == largest else args.batches or SIZE_BATCHES
-            decode_model(models, size, batches, mode.prefixes, setup, limits, report, deadline)
-        if models and size == largest and "prompts" in parts:
+    execution = Execution(bf16_products=mode.dtype == "bf16-products")
+    for size in (*([first] if {"decode", "prompts"} & {*parts} else []), *(others if "sizes" in parts else [])):
+        if deadline.passed:
+            break
+        try:
+            models = {c: random_model(build_config(size, c), device, DTYPES[mode.dtype], execution) for c in CONDITIONS}
+        except torch.OutOfMemoryError:
+            report.note(f"{size}: not run: no room for both models")
+            continue
+        if size != first or "decode" in parts:
+            batches = mode.batches if size == first else args.batches or SIZE_BATCHES
+            decode_model(models, size, batches, mode, device, report, deadline)
+        if size == first and "prompts" in parts:
             read_prompts(models, mode, device, report, deadline)
-        models = None
+        del models
         release(device)
     report.finish("unfinished" if deadline.passed else "complete")
     return 0

@@ -1,15 +1,12 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
 Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages,
-flash-linear-attention or mamba_ssm where installed, on the same inputs, beside the least that each must cost in bytes and
-FLOPs. On a GPU each has a process of its own. --passes times each Triton pass alone; --tune times a fixed list of tile sizes
-for each. Without a GPU: tiny and labelled.
+flash-linear-attention or mamba_ssm where installed, on the same inputs, beside the roofline of the GPU's datasheet. On a GPU
+each has a process of its own. --passes times each Triton pass alone. Without a GPU: tiny and labelled.
 """
 
 import argparse
 import functools
-import importlib
-import importlib.util
 import os
 import re
 import sys
@@ -17,21 +14,20 @@ from collections.abc import Callable
 
 import torch
 
-from . import _bench, _features, _mixers
+from . import _bench, _mixers
 from ._apart import Emit
 from ._cli import argument_parser, user_errors
 from ._mixers import ATTENTION, NAMES, SLOW, make_problem
-from ._problems import Shape, attention_flops, chunkwise_costs, io_bytes, segment_count, tiles
-from ._timing import Ceilings, Yardsticks, peak_memory, ratio, release, usable
+from ._problems import Shape, attention_flops, chunkwise_flops, io_bytes
+from ._timing import interleaved, peak_memory, ratio, release, roofline_ms, usable
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
 TINY = ("2x128x16", "1x256x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
-    *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "I/O floor ms", "byte floor ms"),
-    *("FLOP floor ms", "of floor", "copy TB/s", "product TFLOP/s", "peak MiB", "by", "remark"),
+    *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
+    *("peak MiB", "by", "remark"),
 ]
-FEATURES = "input features"
 IMPORTS = ("torch._dynamo", "interdomain.scan.triton_chunkwise")  # that take long, while another process measures
 
 
@@ -61,12 +57,12 @@ def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds:
         emit(row | {"remark": bad[name]})
         return
     row["peak MiB"] = peak_memory(call, device)
-    times, limits = Yardsticks(device).beside(good, rounds=rounds, seconds=seconds)
-    for phase, taken in zip(PHASES, times[name], strict=True):
+    times = interleaved(good, device, rounds=rounds, seconds=seconds)[name]
+    for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    floors = {phase: floor(name, shape, phase, device, limits) for phase in PHASES}
-    row |= floors["both"] | {"floors": floors} | limits.rates()
-    row["of floor"] = ratio(max(row["byte floor ms"], row["FLOP floor ms"] or 0), row["both ms"])
+    flops = attention_flops if name in ATTENTION else chunkwise_flops if name in _mixers.OURS[:2] else None
+    row["roofline ms"] = roofline_ms(device, sum(io_bytes(shape, name)), sum(flops(shape)) if flops else 0)
+    row["of roofline"] = ratio(row["roofline ms"], row["both ms"])
     emit(row)
     if name in ATTENTION and device.type == "cuda":
         emit(row | {"by": f"{row['by']}: {longest_kernel(forward)}"})
@@ -84,25 +80,6 @@ def longest_kernel(call: Callable[[], object]) -> str:
     return max(kernels, key=lambda e: e.self_device_time_total).key[:80] if kernels else "kernel unknown"
 
 
-def floor(name: str, shape: Shape, phase: str, device: torch.device, limits: Ceilings) -> dict:
-    """Least times in ms, at this device's measured ceilings. I/O: inputs once, outputs once, whoever computes it.
-
-    bytes: the reads and writes of chunkwise's passes; of everything else, I/O. FLOPs: chunkwise's and attention's own; of
-    others None, for their algebra is not counted here.
-    """
-    inout = io_bytes(shape, name)[phase]
-    nbytes, flops = inout, attention_flops(shape)[phase] if name in ATTENTION else None
-    if name in _mixers.CHUNKWISE and importlib.util.find_spec("triton"):  # whose plans say what is executed
-        cut = segment_count(shape, device) if device.type == "cuda" else 1
-        costs = chunkwise_costs(shape, tiles(shape, device), recompute=name != "chunkwise-kept", segments=cut)
-        nbytes, flops = (cost[phase] for cost in costs)
-    return {
-        "I/O floor ms": limits.floor_ms(inout),
-        "byte floor ms": limits.floor_ms(nbytes),
-        "FLOP floor ms": None if flops is None else limits.floor_ms(0, flops),
-    }
-
-
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
@@ -116,7 +93,6 @@ def parse(argv) -> argparse.Namespace:
     )
     p.add_argument("--rounds", type=int, help="turns of a candidate; default 20 (CPU: 3)")
     p.add_argument("--passes", action="store_true", help="time each Triton pass alone, and nothing else")
-    p.add_argument("--tune", action="store_true", help="time tile sizes for each Triton pass, and nothing else")
     p.add_argument("--once", nargs="+", metavar="PASS", help="launch these passes once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 
@@ -134,27 +110,21 @@ def main(argv=None) -> int:
     _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
     texts = args.shapes or list(SHAPES if cuda else TINY)
     shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
-    if args.passes or args.tune or args.once:
+    if args.passes or args.once:
         from . import _passes
 
         return _passes.run(args, device, shapes, deadline)
 
     options = {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
     report = _bench.Report("kernels", args.output, device, options)
-    report.note("Floors are times at the yardsticks of the row: a copy and a matrix product, in turns with its calls.")
+    report.note("Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates.")
     if missing and not args.mixers:
         report.note(f"Not installed: {', '.join(sorted(set(missing.values())))}.")
     for shape in shapes.values():
         report.table(str(shape), COLUMNS)
-    features = f"{FEATURES}, {shapes[texts[0]]}"
-    report.table(features, _features.TABLE)
 
     def add(case, rows, problem):
         name, text = case
-        if name == FEATURES:
-            for row in rows or [{"features": "any", **_bench.ended(problem)}]:
-                report.add(features, row)
-            return
         row = {"mixer": name, **(rows[-1] if rows else {}), **_bench.ended(problem)}
         everything = [*report.rows(str(shapes[text])), row]
         best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
@@ -167,22 +137,16 @@ def main(argv=None) -> int:
             add((name, text), [], f"{missing[name]} is not installed")
     jobs = [[(name, text) for text in texts] for name in names if name not in missing]
     handle = functools.partial(run_case, device=device, shapes=shapes, rounds=args.rounds)
-    _bench.work(device, [*jobs, [(FEATURES, texts[0])]], add, handle, deadline, imports=IMPORTS)
+    _bench.work(device, jobs, add, handle, deadline, imports=IMPORTS)
     ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0
 
 
 def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
-    """A row of the kernel table, or those of the input features. Raises: RuntimeError if the GPU does not survive it."""
+    """A row of the table. Raises: RuntimeError if the GPU does not survive it."""
     name, text = case
-    shape = shapes[text]
-    seconds = 1.0 if device.type == "cuda" else 0.05
-    if name == FEATURES:
-        for row in _features.bench(shape, device, rounds, seconds / 2):
-            emit(row)
-    else:
-        measure(name, shape, device, rounds, seconds, emit)
+    measure(name, shapes[text], device, rounds, 1.0 if device.type == "cuda" else 0.05, emit)
     _bench.require_healthy(device, name)
     release(device)
 

@@ -30,13 +30,11 @@ from ._timing import ratio
 NEEDED = ("tensorboard", "sentencepiece", "torchtitan", "torchdata")
 TAGS = {  # column: scalar of the run
     "tokens/s": "throughput(tps)",
-    "TFLOP/s": "tflops",
     "MFU %": "mfu(%)",
     "GiB reserved": "memory/max_reserved(GiB)",
-    "GiB active": "memory/max_active(GiB)",
     "loss": "loss_metrics/global_avg_loss",
 }
-COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", *list(TAGS)[1:], "seconds", "remark"]
+COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", *list(TAGS)[1:], "remark"]
 CASE_SECONDS = 75.0  # that a case may take, or 1.5 equal shares of what is left if that is more
 LAST_LINES = 40  # of a failed run's output, on standard error
 TRACED, TRACE_WARMUP = 3, 2  # steps
@@ -46,31 +44,30 @@ TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's v
 
 
 class Case(NamedTuple):
-    """CONDITION:compile|eager:none|selective|full[:kept]; `kept` is --mixer.recompute False."""
+    """CONDITION:compile|eager:none|selective|full."""
 
     condition: str
     mode: str = "compile"
     checkpointing: str = "selective"
-    kept: bool = False
 
     def __str__(self) -> str:
-        return ":".join([*self[:3], *(["kept"] if self.kept else [])])
+        return ":".join(self)
 
     @classmethod
     def parse(cls, text: str, conditions: tuple[str, ...]) -> "Case":
         """Raises: ValueError with what is allowed."""
-        allowed = f"({'|'.join(conditions)})(?::(compile|eager))?(?::(none|selective|full))?(?::(kept))?"
+        allowed = f"({'|'.join(conditions)})(?::(compile|eager))?(?::(none|selective|full))?"
         if not (found := re.fullmatch(allowed, text)):
             raise ValueError(f"--cases {text}: expected {cls.__doc__} CONDITION is one of {', '.join(conditions)}.")
-        condition, mode, checkpointing, kept = found.groups()
-        return cls(condition, mode or "compile", checkpointing or "selective", bool(kept))
+        condition, mode, checkpointing = found.groups()
+        return cls(condition, mode or "compile", checkpointing or "selective")
 
 
 # A short time limit should not lose the first ones. Softmax before what is compared with it.
 CASES = (
     *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
-    *("interdomain:compile:selective:kept", "softmax:compile:none", "interdomain:compile:none"),
-    *("softmax:eager:selective", "interdomain:eager:selective", "softmax:compile:full", "interdomain:compile:full"),
+    *("softmax:compile:none", "interdomain:compile:none", "softmax:eager:selective", "interdomain:eager:selective"),
+    *("softmax:compile:full", "interdomain:compile:full"),
 )
 TINY_CASES = ("softmax:eager:none", "interdomain:eager:none")
 
@@ -93,7 +90,6 @@ def flags(case: Case, args: argparse.Namespace, data: Path, output: Path) -> lis
         "metrics.log_freq": args.log_freq,
         "metrics.mixer_freq": 0,
         "metrics.histogram_freq": 0,
-        **({"mixer.recompute": False} if case.kept else {}),
     }
     switches = ["validation.no-enable", "checkpoint.no-enable", "metrics.enable_tensorboard"]
     switches += ["metrics.disable_color_printing", "compile.enable" if case.mode == "compile" else "compile.no-enable"]
@@ -175,35 +171,26 @@ def explain(problem: str, log: str) -> str:
 
 def scalars(output: Path) -> Curves:
     """The curves of the run's TensorBoard events; empty if it wrote none."""
-    folder = output / FOLDER
-    return read_curves(folder) if any(folder.glob(EVENTS)) else {}
+    return read_curves(output / FOLDER) if any((output / FOLDER).glob(EVENTS)) else {}
 
 
-def figures(seen: dict[str, dict[int, float]], args: argparse.Namespace) -> dict:
-    """Medians over the steady windows between two logs; peaks over all; the last loss.
+def figures(seen: Curves, args: argparse.Namespace) -> dict:
+    """Medians over the steady windows between two logs; the highest memory; the last loss.
 
     A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
     autotuning and growing memory pools, and is left out.
     """
-    speed = seen.get(TAGS["tokens/s"], {})
+    speed, memory, loss = (seen.get(TAGS[column], {}) for column in ("tokens/s", "GiB reserved", "loss"))
     last = args.steps - TRACED - TRACE_WARMUP if args.trace else args.steps
     steady = [step for step in sorted(speed) if args.log_freq < step <= last]
-    row = {}
-    for column, tag in TAGS.items():
-        values = seen.get(tag, {})
-        taken = [values[step] for step in steady if step in values]
-        if column.startswith("GiB"):
-            row[column] = max(values.values(), default=None)
-        elif column == "loss":
-            row[column] = values[max(values)] if values else None
-        elif taken:
-            row[column] = statistics.median(taken)
+    row = {"GiB reserved": max(memory.values(), default=None), "loss": loss[max(loss)] if loss else None}
     if steady:
-        row["tokens/s by step"] = {step: speed[step] for step in steady}
+        row["tokens/s"] = statistics.median(speed[step] for step in steady)
         row["ms a step"] = 1e3 * args.batch_size * args.seq_len / row["tokens/s"]
-    if not torch.cuda.is_available():
-        row.pop("MFU %", None)  # nothing to compare a CPU with
-    return {column: value for column, value in row.items() if value is not None}
+        row["tokens/s by step"] = {step: speed[step] for step in steady}
+        if torch.cuda.is_available() and (used := seen.get(TAGS["MFU %"])):  # there is none of a CPU
+            row["MFU %"] = statistics.median(used[step] for step in steady)
+    return row
 
 
 def parse(argv) -> argparse.Namespace:
@@ -211,8 +198,7 @@ def parse(argv) -> argparse.Namespace:
     _bench.add_arguments(p)
     p.add_argument("--sizes", nargs="+", help="files of train_configs; default 1.3B (CPU: debug)")
     p.add_argument("--seq-len", type=int, nargs="+", help="default 4096 (CPU: 64)")
-    p.add_argument("--batch-size", type=int, help="sequences per step; default 4 (CPU: 2)")
-    p.add_argument("--tokens", type=int, help="per step, instead of --batch-size: as many sequences, and at least one")
+    p.add_argument("--tokens", type=int, help="per step, in at least one sequence; default 16384 (CPU: 128)")
     p.add_argument("--steps", type=int, help="default 20 (CPU: 3)")
     p.add_argument("--cases", nargs="+", metavar="CASE", help=f"{Case.__doc__} Default: {' '.join(CASES)}")
     trace = f"on a GPU, of the first size and length: the {TOP_KERNELS} kernels that take most time in {TRACED} steps"
@@ -226,15 +212,16 @@ def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], 
     """Defaults for this device, in `args`; the cases and the TOML files by size. Raises: ValueError."""
     from interdomain.model import CONDITIONS
 
+    if (device.type == "cpu" and torch.cuda.is_available()) or device.index:
+        raise ValueError(f"--device {device}: the trainer takes the first GPUs that it sees. Set CUDA_VISIBLE_DEVICES.")
     cuda = device.type == "cuda"
-    defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), batch_size=(4, 2), steps=(20, 3))
-    _bench.fill_in(args, device, **defaults, tokens=(None, None), cases=(CASES, TINY_CASES))
+    defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
+    _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     args.trace, args.log_freq = args.trace and cuda, 5 if cuda else 1  # steps from one log to the next
     least = args.log_freq + (TRACED + TRACE_WARMUP if args.trace else 0)
     if args.steps <= least:
         raise ValueError(f"--steps {args.steps} has no steady step: give more than {least}.")
-    folder = Path(__file__).resolve().parents[1] / "train_configs"
-    configs = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    configs = {p.stem: p for p in sorted((Path(__file__).resolve().parents[1] / "train_configs").glob("*.toml"))}
     sizes = _bench.choose("--sizes", args.sizes, configs)
     return [Case.parse(text, tuple(CONDITIONS)) for text in args.cases], {size: configs[size] for size in sizes}
 
@@ -242,18 +229,17 @@ def settle(args: argparse.Namespace, device: torch.device) -> tuple[list[Case], 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    device = _bench.choose_device(args.device)
-    if (device.type == "cpu" and torch.cuda.is_available()) or device.index:
-        raise ValueError(
-            f"--device {args.device}: the trainer takes the first GPUs that it sees. Set CUDA_VISIBLE_DEVICES; '' means the "
-            "CPU."
-        )
-    deadline = _bench.Deadline(args.time_limit)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     cases, configs = settle(args, device)
-    shown = ("sizes", "seq_len", "batch_size", "tokens", "steps", "train_flags")
+    shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
     report = _bench.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
-    if missing := absent(next(iter(configs.values()))):
-        report.note(f"Skipped: {missing} cannot be imported here; the extra `train` installs what training needs.")
+    try:
+        for name in NEEDED:
+            importlib.import_module(name)
+        # Imports what TorchTitan itself imports, some of it only to read a configuration.
+        vocabularies = {size: vocabulary_of(config) for size, config in configs.items()}
+    except ImportError as e:
+        report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
     report.note(
@@ -261,62 +247,32 @@ def main(argv=None) -> int:
         "condition's own count (plugin/model/flops.py), MFU against the datasheet rate that TorchTitan has for this GPU: "
         "compare conditions by tokens/s."
     )
-    cells = [(size, length) for size in args.sizes for length in args.seq_len]
-    waiting, rows = len(cells) * len(cases), []
-    with tempfile.TemporaryDirectory() as temporary:
-        for size, length in cells:
-            cell = argparse.Namespace(**vars(args) | {"seq_len": length, "trace": args.trace and not rows})
-            cell.batch_size = max(1, args.tokens // length) if args.tokens else args.batch_size
-            rows += measure(cases, cell, size, configs[size], deadline, waiting - len(rows), report, Path(temporary))
+    runs = [(size, length, case) for size in args.sizes for length in args.seq_len for case in cases]
+    rows, softmax, trace = [], {}, args.trace
+    for i, (size, length, case) in enumerate(runs):
+        args.seq_len, args.batch_size = length, max(1, args.tokens // length)
+        table = f"{size}, {args.batch_size} x {length:,} tokens per step"
+        if case == cases[0]:
+            report.table(table, COLUMNS)
+        row = {"case": str(case), "remark": _bench.NOT_RUN}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, args.trace = Path(temporary), trace and i < len(cases)  # of the first size and length
+            if not deadline.passed:
+                _bench.say(f"{table}, {i + 1} of {len(runs)}: {case}")
+                write_data(folder, vocabularies[size], (args.steps + 1) * args.batch_size * (length + 1))
+                limit = min(deadline.left, max(CASE_SECONDS, 1.5 * deadline.left / (len(runs) - i)))
+                row = run_case(case, args, configs[size], folder, folder / "run", limit)
+            settings = size, length, *case[1:]
+            if case.condition == "softmax" and "tokens/s" in row:
+                softmax[settings] = row["tokens/s"]
+            row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
+            report.add(table, row)
+            rows.append(row)
+            if args.trace:
+                add_kernels(report, f"{case}, {table}", folder / "run")
     ran = sum("tokens/s" in row for row in rows)
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} of {len(rows)} cases measured")
     return 0
-
-
-def absent(config: Path) -> str:
-    """What training needs and this interpreter lacks; empty if nothing."""
-    try:
-        for name in NEEDED:
-            importlib.import_module(name)
-        vocabulary_of(config)  # imports what TorchTitan itself imports, some of it only to read a configuration
-    except ImportError as e:
-        return e.name or str(e)
-    return ""
-
-
-def measure(
-    cases: list[Case],
-    args: argparse.Namespace,
-    size: str,
-    config: Path,
-    deadline: _bench.Deadline,
-    waiting: int,
-    report: _bench.Report,
-    temporary: Path,
-) -> list[dict]:
-    """Rows of one size and length; ratios are to a softmax of the same settings that ran before. waiting: cases to come."""
-    name = f"{size}, {args.batch_size} x {args.seq_len:,} tokens per step"
-    report.table(name, COLUMNS)
-    softmax, folder = {}, temporary / f"{size}-{args.seq_len}"
-    data = folder / "data"
-    data.mkdir(parents=True)
-    write_data(data, vocabulary_of(config), (args.steps + 1) * args.batch_size * (args.seq_len + 1))
-    for i, case in enumerate(cases):
-        row = {"case": str(case), "remark": _bench.NOT_RUN}
-        if not deadline.passed:
-            _bench.say(f"{name}, {i + 1} of {len(cases)}: {case}")
-            before = deadline.left
-            limit = min(before, max(CASE_SECONDS, 1.5 * before / (waiting - i)))
-            row = run_case(case, args, config, data, folder / f"run{i}", limit)
-            row["seconds"] = before - deadline.left
-        settings = case[1:3]
-        if case.condition == "softmax" and "tokens/s" in row:
-            softmax.setdefault(settings, row["tokens/s"])
-        row["over softmax"] = ratio(row.get("tokens/s"), softmax.get(settings))
-        report.add(name, row)
-        if args.trace:
-            add_kernels(report, f"{case}, {name}", folder / f"run{i}")
-    return report.rows(name)
 
 
 def add_kernels(report: _bench.Report, what: str, output: Path) -> None:

@@ -6,7 +6,6 @@ bits. Run it before believing any figure. Exit status 0: every case passed. 1: a
 bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
-import argparse
 import functools
 import sys
 
@@ -15,20 +14,8 @@ from torch import Tensor
 
 from interdomain import scan
 
-from . import _features
+from . import _bench, _features
 from ._apart import Emit
-from ._bench import (
-    Deadline,
-    Report,
-    add_arguments,
-    choose,
-    choose_device,
-    processes,
-    reason,
-    require_healthy,
-    without_paths,
-    work,
-)
 from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
 from ._cli import argument_parser, user_errors
 from ._problems import CPU, make_documents, make_inputs, move
@@ -48,7 +35,7 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
         got, exact, again = run.get(case.kind, _scan)(case, device, seed)
         row |= {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
-        return row | {"result": f"{FAIL}: {reason(e)}"}
+        return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
     if again is not None:
         row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
     return row | verdict({name: row[name] for name in exact}, case.arithmetic, row["bit-equal"])
@@ -67,13 +54,6 @@ def verdict(errors: dict[str, float], arithmetic: str, bit_equal: bool | None = 
 
     failed = bit_equal is False or not all_below(FAILED)
     return {"result": FAIL if failed else "PASS" if all_below(1) else BEYOND, "worst": max(errors.values())}
-
-
-def status(results: list[str]) -> int:
-    """The exit status."""
-    if any(result not in ("PASS", BEYOND) for result in results):
-        return 1
-    return 3 if BEYOND in results else 0
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
@@ -153,26 +133,19 @@ def check_one(which: tuple[str, int], emit: Emit, *, device: torch.device) -> No
     group, i = which
     case = groups(device.type == "cuda")[group][i]
     emit(run_case(case, device))
-    require_healthy(device, str(case))
-
-
-def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    add_arguments(p)
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    return p.parse_args(argv)
+    _bench.require_healthy(device, str(case))
 
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse(argv)
-    device = choose_device(args.device)
-    deadline = Deadline(args.time_limit)
+    p = argument_parser(__doc__)
+    _bench.add_arguments(p)
+    p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
+    args = p.parse_args(argv)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     available = groups(device.type == "cuda")
-    names = choose("--groups", args.groups, available)
-
-    report = Report("check", args.output, device, {"groups": names})
-    results = []
+    names = _bench.choose("--groups", args.groups, available)
+    report, results = _bench.Report("check", args.output, device, {"groups": names}), []
     for kind in COLUMNS:
         report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
 
@@ -180,22 +153,20 @@ def main(argv=None) -> int:
         group, i = case
         row = {"group": group, **(rows[0] if rows else _row(available[group][i]))}
         if problem:
-            row["result"] = f"{FAIL}: {without_paths(problem)[:200]}"
+            row["result"] = f"{FAIL}: {_bench.without_paths(problem)[:200]}"
         results.append(row["result"])
         report.add(available[group][i].kind, row)
 
     jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
-    workers = processes() if device.type == "cuda" else 1
-    work(device, jobs, add, functools.partial(check_one, device=device), deadline, workers=workers, least=60)
-    code = status(results)
+    workers = _bench.processes() if device.type == "cuda" else 1
+    handle = functools.partial(check_one, device=device)
+    _bench.work(device, jobs, add, handle, deadline, workers=workers, least=60)
+    code = 1 if set(results) - {"PASS", BEYOND} else 3 if BEYOND in results else 0
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
     elif code == 1:
-        report.note(
-            "A compiler may be at fault, above all on Hopper: benchmarks/README.md, under check, says what to try."
-        )
-    beyond = f", {results.count(BEYOND)} beyond the bound" if BEYOND in results else ""
-    report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed{beyond}")
+        report.note("A compiler may be at fault, above all on Hopper: benchmarks/README.md says what to try.")
+    report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed")
     return code
 
 

@@ -4,7 +4,6 @@ How far the gradients of each precision are from float32's: a small model reads 
 while in float32, and from the same weights the gradients of the next batch are computed in every precision, over several seeds.
 """
 
-import argparse
 import copy
 import statistics
 import sys
@@ -13,30 +12,17 @@ from collections.abc import Iterator
 import torch
 
 from interdomain.data.readers import read_documents
-from interdomain.model import CONDITIONS, SIZES, Execution, Transformer, build_config
+from interdomain.model import CONDITIONS, Execution, Transformer, build_config
 from interdomain.model.config import PRECISIONS
 from interdomain.model.initialize import clean_name
 
 from . import _bench
 from ._cli import argument_parser, user_errors
 
-GROUPS = {  # of parameters, by a part of the name; the first that fits
-    "dynamics": ".ssm.",
-    "input norms": "k_norm.|v_norm.",
-    "convolutions": "_conv.",
-    "mixer's projections": ".attention.w",
-    "feed-forward": ".feed_forward.",
-    "norms": "norm.",
-    "embedding": "tok_embeddings.",
-    "head": "output.",
-}
+GROUPS = ("dynamics", "other parameters", "all")
 BYTES = 4_000_000  # of text
 BATCH, LENGTH, LR = 8, 256, 1e-3  # sequences, bytes of each
 COMPARED = PRECISIONS[:-1]  # with the last, float32
-
-
-def group_of(name: str) -> str:
-    return next(group for group, parts in GROUPS.items() if any(part in name for part in parts.split("|")))
 
 
 def read_text() -> torch.Tensor:
@@ -58,20 +44,16 @@ def batches(text: torch.Tensor, seed: int, device: torch.device) -> Iterator[tup
         yield rows[:, :-1], rows[:, 1:]
 
 
-def train(model: Transformer, data: Iterator, steps: int) -> float:
-    """AdamW in float32, warmed up over a tenth of the steps. Returns the last loss per token."""
+def train(model: Transformer, data: Iterator, steps: int) -> None:
+    """AdamW in float32, warmed up over a tenth of the steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-    loss = float("nan")
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LR * min(1, (step + 1) / max(1, steps // 10))
         tokens, labels = next(data)
-        mean = model(tokens, labels=labels) / labels.numel()
         optimizer.zero_grad()
-        mean.backward()
+        (model(tokens, labels=labels) / labels.numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        loss = mean.item()
-    return loss
 
 
 def in_precision(model: Transformer, precision: str) -> Transformer:
@@ -88,49 +70,41 @@ def gradients(model: Transformer, tokens: torch.Tensor, labels: torch.Tensor) ->
 
 
 def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Norm of the difference over the norm, by group and of all."""
-    squares: dict[str, list[float]] = {}
-    for name, wanted in exact.items():
-        pair = (found[name] - wanted).square().sum().item(), wanted.square().sum().item()
-        for group in (group_of(name), "all"):
-            sums = squares.setdefault(group, [0.0, 0.0])
-            squares[group] = [a + b for a, b in zip(sums, pair, strict=True)]
-    return {group: (difference / norm) ** 0.5 for group, (difference, norm) in squares.items()}
+    """Norm of the difference over the norm, by group and of all; a model without dynamics has none of these."""
+    dynamics = [name for name in exact if ".ssm." in name]
+    members = dict(zip(GROUPS, (dynamics, [name for name in exact if name not in dynamics], exact), strict=True))
 
+    def norm(tensors) -> float:
+        return sum(x.square().sum().item() for x in tensors) ** 0.5
 
-def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    _bench.add_arguments(p)
-    p.add_argument("--size", choices=tuple(SIZES), default="debug", help="default %(default)s, of bytes as vocabulary")
-    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=["interdomain", "softmax"])
-    p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
-    p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
-    return p.parse_args(argv)
+    return {
+        group: norm(found[n] - exact[n] for n in names) / norm(exact[n] for n in names)
+        for group, names in members.items()
+        if names
+    }
 
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse(argv)
-    if args.steps < 0:
-        raise ValueError(f"--steps must be at least 0: got {args.steps}.")
-    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
-    text = read_text()
-    options = {name: getattr(args, name) for name in ("size", "conditions", "seeds", "steps")}
-    options |= {"batch_size": BATCH, "length": LENGTH, "lr": LR}
-    label = f"computed on {'a CPU' if device.type == 'cpu' else 'a GPU'}"
-    report = _bench.Report("precision", args.output, device, options, label)
-    report.note(
-        "Error: norm of the difference to the float32 gradient over its norm, mean (least to most) over the seeds."
-    )
+    p = argument_parser(__doc__)
+    _bench.add_arguments(p)
+    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=["interdomain", "softmax"])
+    p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
+    p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
+    args = p.parse_args(argv)
+    device, deadline, text = _bench.choose_device(args.device), _bench.Deadline(args.time_limit), read_text()
+    options = {"conditions": args.conditions, "seeds": args.seeds, "steps": args.steps}
+    report = _bench.Report("precision", args.output, device, options, f"computed on {device.type.upper()}")
+    report.note("Norm of the difference to the float32 gradient over its norm, mean (least to most) over the seeds.")
     for condition in args.conditions:
-        config, seen, losses = build_config(args.size, condition, vocab_size=256, max_seq_len=LENGTH), {}, []
+        config, seen = build_config("debug", condition, vocab_size=256, max_seq_len=LENGTH), {}
         for seed in args.seeds:
             if deadline.passed:
                 break
             model = Transformer(config)
             model.init_weights(seed)
             data = batches(text, seed, device)
-            losses.append(train(model.to(device), data, args.steps))
+            train(model.to(device), data, args.steps)
             batch = next(data)
             exact = gradients(in_precision(model, "float32"), *batch)
             for precision in COMPARED:
@@ -138,11 +112,9 @@ def main(argv=None) -> int:
                     seen.setdefault(group, {}).setdefault(precision, []).append(100 * error)
         table = f"{condition}: error of the gradient in %"
         report.table(table, ["parameters", *COMPARED])
-        for group in (group for group in (*GROUPS, "all") if group in seen):
+        for group in seen:
             cells = {p: f"{statistics.mean(x):.2f} ({min(x):.2f} to {max(x):.2f})" for p, x in seen[group].items()}
             report.add(table, {"parameters": group, **cells, "each": seen[group]})
-        shown = ", ".join(f"{x:.3f}" for x in losses)
-        report.note(f"{condition}: {len(losses)} seeds; loss before: {shown} nats per byte.")
     report.finish("unfinished" if deadline.passed else "complete")
     return 0
 

@@ -38,8 +38,7 @@ from interdomain.model.flops import memory_estimate
 from interdomain.model.generation import PREFILL_CHUNK, prefill
 
 from ._cli import argument_parser, user_errors
-from ._inference import model_bytes
-from .bench_inference import GPU
+from .bench_inference import model_bytes
 
 MODES = ("none", "selective", "full")  # of activation checkpointing
 BLOCK = 512  # bytes: PyTorch's allocator hands out multiples
@@ -189,53 +188,41 @@ def training_bytes(
     return count.peak
 
 
-def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
-    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
-    p.add_argument("--prompts", nargs="+", help="sequences x tokens, such as 8x4096; default: bench_inference's")
-    p.add_argument("--training", action="store_true", help="a step on --prompts, by activation checkpointing")
-    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
-    p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a piece; default %(default)s")
-    return p.parse_args(argv)
+def cells(args: argparse.Namespace, condition: str, batch: int, length: int) -> Iterator[tuple[str, str]]:
+    """(what is counted, GiB) of one condition and [batch, length] tokens; in brackets what the dry run estimates."""
+    config = build_config(args.size, condition)
+    if not args.training:
+        for way, chunk in ("whole", length), ("chunked", PREFILL_CHUNK):
+            yield f"{condition} {way}", f"{prefill_bytes(config, batch, length, chunk, args.precision) / 2**30:.2f}"
+        return
+    for mode in MODES:
+        how = dict(checkpointing=mode, precision=args.precision)
+        parts = memory_estimate(
+            config, count_parameters(meta_model(config)), shards=1, local_batch=batch, seq_len=length, **how
+        )
+        counted, estimated = training_bytes(config, batch, length, **how), parts["activations"] + parts["loss"]
+        yield f"{condition} {mode}", f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})"
 
 
 @user_errors
 def main(argv=None) -> int:
-    args = parse(argv)
-    prompts = [_prompt(p) for p in args.prompts] if args.prompts else [(8, 4096)] if args.training else GPU["prompts"]
-    if args.prefill_chunk < 1:
-        raise ValueError(f"--prefill-chunk must be at least 1: got {args.prefill_chunk}.")
-
-    def read(config, batch, length, way):
-        chunk = args.prefill_chunk if way == "chunked" else length
-        return f"{prefill_bytes(config, batch, length, chunk, args.precision) / 2**30:.2f}"
-
-    def step(config, batch, length, way):
-        how = dict(checkpointing=way, precision=args.precision)
-        parameters = count_parameters(meta_model(config))
-        parts = memory_estimate(config, parameters, shards=1, local_batch=batch, seq_len=length, **how)
-        counted, estimated = training_bytes(config, batch, length, **how), parts["activations"] + parts["loss"]
-        return f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})"
-
-    cell, ways = (step, MODES) if args.training else (read, ("whole", "chunked"))
-    what = (
-        "of activations and loss in a training step (estimated)" if args.training else "at the peak of reading a prompt"
-    )
-    print(f"{args.size}, {args.precision}: GiB {what}, counted, not measured\n")
-    columns = [(condition, way) for condition in args.conditions for way in ways]
-    print(f"| prompt | {' | '.join(map(' '.join, columns))} |\n{'|---' * (1 + len(columns))}|")
-    for batch, length in prompts:
-        cells = [cell(build_config(args.size, condition), batch, length, way) for condition, way in columns]
-        print(f"| B={batch}, {length:,} tokens | {' | '.join(cells)} |", flush=True)
+    p = argument_parser(__doc__)
+    p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
+    p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
+    p.add_argument("--prompts", nargs="+", default=["8x4096"], help="sequences x tokens; default 8x4096")
+    p.add_argument("--training", action="store_true", help="a step on --prompts, by activation checkpointing")
+    p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
+    args = p.parse_args(argv)
+    what = "activations and loss of a training step (estimated)" if args.training else "at the peak of reading a prompt"
+    print(f"{args.size}, {args.precision}: GiB, {what}, counted, not measured\n")
+    for prompt in args.prompts:
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", prompt):
+            raise ValueError(f"--prompts: {prompt!r} is no BxT, sequences x tokens, such as 8x4096.")
+        found = dict(cell for c in args.conditions for cell in cells(args, c, *map(int, prompt.split("x"))))
+        if prompt == args.prompts[0]:
+            print(f"| prompt | {' | '.join(found)} |\n{'|---' * (1 + len(found))}|")
+        print(f"| {prompt} | {' | '.join(found.values())} |", flush=True)
     return 0
-
-
-def _prompt(text: str) -> tuple[int, int]:
-    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
-        raise ValueError(f"--prompts: {text!r} is no BxT, sequences x tokens, such as 8x4096.")
-    batch, length = map(int, text.split("x"))
-    return batch, length
 
 
 if __name__ == "__main__":

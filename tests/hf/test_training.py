@@ -50,7 +50,7 @@ def test_torch_compile(loaded, case, training, monkeypatch):
     """With gradients on a left-padded batch, in plain PyTorch; in evaluation there is a cache by default."""
     torch._dynamo.reset()
     there = copy.deepcopy(loaded(case)[1]).double().train(training)
-    del there.model.layers[1:]
+    del there.model.layers[1]
     monkeypatch.setattr(code_of(there, "scan"), "input_features", None)
     wanted = backward(there, there, **batch())
     found = backward(there, torch.compile(there, backend="aot_eager"), **batch())

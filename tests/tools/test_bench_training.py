@@ -22,21 +22,20 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny 
 def results(folder):
     contents = json.loads((folder / "training.json").read_text())
     (table,) = contents["tables"].values()
-    return contents, table["rows"], (folder / "training.md").read_text()
+    return contents, table["rows"]
 
 
 @pytest.mark.e2e
 def test_a_real_step(tmp_path, capsys):
     argv = ["--output", str(tmp_path), "--cases", "interdomain:eager:none", "--seq-len", "32", "--steps", "2"]
     assert bench_training.main([*argv, "--train-flags", "--mixer.backend", "chunkwise-torch"]) == 0
-    contents, (row,), page = results(tmp_path)
+    contents, (row,) = results(tmp_path)
     assert "remark" not in row, row
     assert contents["status"] == "complete"
     assert contents["label"] == _bench.CPU_LABEL
-    assert _bench.CPU_LABEL in page
     assert contents["options"]["train_flags"] == ["--mixer.backend", "chunkwise-torch"]
     assert row["tokens/s"] > 0
-    assert row["ms a step"] == pytest.approx(1e3 * 64 / row["tokens/s"])
+    assert row["ms a step"] == pytest.approx(1e3 * 128 / row["tokens/s"])
     assert 7 < row["loss"] < 8.5  # random ids of a vocabulary of 2,048: log 2048 = 7.62
     assert row["GiB reserved"] > 0
     assert "MFU %" not in row  # of a CPU there is none
@@ -54,7 +53,6 @@ def test_figures_leave_the_first_steps_out():
     row = bench_training.figures(seen, args)
     assert (row["tokens/s"], row["GiB reserved"], row["loss"]) == (450.0, 70.0, 10.4)
     assert row["ms a step"] == pytest.approx(1e3 * 4000 / 450)
-    assert bench_training.figures({}, args) == {}
     assert "tokens/s" not in bench_training.figures({"throughput(tps)": {1: 1.0, 5: 10.0}}, args)
     args.trace = True  # the profiler slows the last steps
     assert list(bench_training.figures(seen, args)["tokens/s by step"]) == [10, 15]
@@ -65,15 +63,10 @@ def test_the_kernels_of_a_trace(tmp_path):
     events = [{"cat": "kernel", "name": f"k{i % 30}", "dur": 1e3 * (1 + i % 30)} for i in range(90)]
     events += [{"cat": "cpu_op", "name": "aten::mm", "dur": 1e9}, {"name": "process_name", "ph": "M"}]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    rows = bench_training.top_kernels(tmp_path / "trace.json")
+    rows = [list(row.values()) for row in bench_training.top_kernels(tmp_path / "trace.json")]
     assert len(rows) == bench_training.TOP_KERNELS + 1
-    assert rows[0] == {
-        "kernel": "k29",
-        "ms a step": 30.0,
-        "% of GPU time": pytest.approx(100 * 30 / 465),
-        "calls a step": 1,
-    }
-    assert (rows[-1]["kernel"], rows[-1]["ms a step"], rows[-1]["calls a step"]) == ("all", 465.0, 30)
+    assert rows[0] == ["k29", 30.0, pytest.approx(100 * 30 / 465), 1]
+    assert rows[-1] == ["all", 465.0, 100, 30]
 
 
 def stand_in(monkeypatch, *scripts):
@@ -95,7 +88,7 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
     monkeypatch.setattr(_bench.Deadline, "left", 2.0)
     cases = ["softmax", "interdomain", "s4d", "s4d:eager"]
     assert bench_training.main(["--output", str(tmp_path), "--cases", *cases]) == 0
-    _, rows, page = results(tmp_path)
+    _, rows = results(tmp_path)
     assert [row["remark"] for row in rows] == [
         "out of memory",
         "exit status 1: error: x is unknown",
@@ -103,7 +96,6 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
         "no steady step was logged in 3 steps",
     ]
     assert rows[2]["remark"].startswith("cut after ")
-    assert "| out of memory |" in page
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 4 cases measured; complete")
 
 
@@ -111,7 +103,7 @@ def test_ratio_is_to_softmax_of_the_same_settings_and_tokens_fill_a_step(tmp_pat
     stand_in(monkeypatch, *["true"] * 6)
     speeds = iter([100.0, 150.0, 50.0, 100.0, 300.0, 50.0])
     monkeypatch.setattr(bench_training, "scalars", lambda output: {"throughput(tps)": {2: next(speeds)}})
-    cases = ["softmax:eager", "interdomain:eager:selective:kept", "interdomain:compile"]
+    cases = ["softmax:eager", "interdomain:eager", "interdomain:compile"]
     argv = ["--output", str(tmp_path), "--seq-len", "32", "256", "--tokens", "64", "--cases", *cases]
     assert bench_training.main(argv) == 0
     tables = json.loads((tmp_path / "training.json").read_text())["tables"]
@@ -139,7 +131,7 @@ def test_the_default_cases_can_be_planned(tmp_path):
         assert str(case) == text
         size = str(REPOSITORY / "train_configs/1.3B.toml")
         job = launch.job_config(size, bench_training.flags(case, args, tmp_path, tmp_path / "out"))
-        assert (job.mixer.condition, job.mixer.recompute is False) == (case.condition, case.kept)
+        assert job.mixer.condition == case.condition
         assert (job.compile.enable, job.activation_checkpoint.mode) == (case.mode == "compile", case.checkpointing)
         assert (job.checkpoint.enable, job.validation.enable) == (False, False)
         profiling = job.profiling
@@ -148,22 +140,17 @@ def test_the_default_cases_can_be_planned(tmp_path):
         assert make_plan(job, world_size=1).accumulation == 1
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
+def test_refused_in_one_paragraph(tmp_path, capsys):
+    for argv, said in (
         (["--sizes", "7B"], ["--sizes 7B", "1.3B", "debug"]),
         (["--cases", "mamba:compile"], ["--cases mamba:compile", "softmax", "selective"]),
         (["--steps", "1"], ["--steps 1 has no steady step"]),
-    ],
-)
-def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
-    assert bench_training.main(["--output", str(tmp_path / "out"), *argv]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ")
-    assert message.count("\n") == 1
-    for words in said:
-        assert words in message
-    assert not (tmp_path / "out").exists()
+    ):
+        assert bench_training.main(["--output", str(tmp_path / "out"), *argv]) == 2
+        message = capsys.readouterr().err
+        assert (message.startswith("error: "), message.count("\n")) == (True, 1)
+        assert all(words in message for words in said)
+        assert not (tmp_path / "out").exists()
 
 
 # benchmarks/gpu.sh
@@ -204,21 +191,12 @@ def test_one_command_from_a_clone_that_is_not_installed(tmp_path):
     assert "never overwritten" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["everything"], "no part 'everything'; allowed: all, environment, check, passes, kernels, training"),
-        (["all", "--rounds", "3"], "flags are for one part"),
-    ],
-)
-def test_mistakes_in_the_call(argv, said, tmp_path):
-    done = gpu_sh(REPOSITORY, *argv)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert said in done.stderr
-
-
-def test_an_interpreter_without_pytorch_is_named(tmp_path):
-    done = gpu_sh(REPOSITORY, "check", "--output", str(tmp_path), INTERDOMAIN_PYTHON="/bin/false")
-    assert done.returncode == 2
-    assert "/bin/false has no PyTorch" in done.stderr
+def test_mistakes_in_the_call(tmp_path):
+    for argv, said, env in (
+        (["everything"], "no part 'everything'; allowed: all, environment, check, passes, kernels, training", {}),
+        (["all", "--rounds", "3"], "flags are for one part", {}),
+        (["check"], "/bin/false has no PyTorch", {"INTERDOMAIN_PYTHON": "/bin/false"}),
+    ):
+        done = gpu_sh(REPOSITORY, *argv, "--output", str(tmp_path / "out"), **env)
+        assert (done.returncode, done.stderr.startswith("error: "), said in done.stderr) == (2, True, True)
+        assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from interdomain.model import Transformer, build_config, count_parameters, meta_
 from interdomain.model.flops import memory_estimate
 from interdomain.scan import interdomain_scan
 from interdomain.tools import count_memory
-from interdomain.tools._inference import model_bytes, prefill_figures, random_model
+from interdomain.tools.bench_inference import model_bytes, prefill_figures, random_model
 from interdomain.tools.count_memory import META, LiveBytes, prefill_bytes, training_bytes, without_gpu
 
 pytest.importorskip("triton", reason="the kernels' launch code")
@@ -79,15 +79,6 @@ def test_at_the_peak_nothing_lives_that_is_not_needed():
     assert wanted <= bytes_of("1.3B", "interdomain", B, 2 * CHUNK) <= 1.002 * wanted
 
 
-def test_the_table(capsys):
-    assert count_memory.main(["--size", "debug", "--prompts", "2x64", "1x96", "--prefill-chunk", "32"]) == 0
-    *_, first, second = capsys.readouterr().out.splitlines()
-    ways = [(condition, chunk) for condition in ("interdomain", "softmax") for chunk in (64, 32)]
-    figures = [f"{bytes_of('debug', condition, 2, 64, chunk) / 2**30:.2f}" for condition, chunk in ways]
-    assert first == f"| B=2, 64 tokens | {' | '.join(figures)} |"
-    assert second.startswith("| B=1, 96 tokens | ")
-
-
 @pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
 @pytest.mark.parametrize(
     ("checkpointing", "size", "batch", "length", "precision"),
@@ -105,19 +96,16 @@ def test_the_dry_run_estimates_what_a_training_step_takes(condition, checkpointi
     assert parts["activations"] + parts["loss"] == pytest.approx(counted, rel=0.05)
 
 
-def test_the_table_of_training(capsys):
-    argv = ["--training", "--size", "debug", "--conditions", "s4d", "--prompts", "2x64"]
-    assert count_memory.main(argv) == 0
+def test_the_tables(capsys, monkeypatch):
+    monkeypatch.setattr(count_memory, "PREFILL_CHUNK", 32)
+    assert count_memory.main(["--size", "debug", "--conditions", "s4d", "--prompts", "2x64", "1x96"]) == 0
+    figures = [f"{bytes_of('debug', 's4d', 2, 64, chunk) / 2**30:.2f}" for chunk in (64, 32)]
+    assert capsys.readouterr().out.splitlines()[-2] == f"| 2x64 | {' | '.join(figures)} |"
+    assert count_memory.main(["--training", "--size", "debug", "--conditions", "s4d", "--prompts", "2x64"]) == 0
     counted = training_bytes(build_config("debug", "s4d"), 2, 64, "none") / 2**30
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"| B=2, 64 tokens | {counted:.2f} (")
-
-
-def test_refusals(capsys):
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"| 2x64 | {counted:.2f} (")
     assert count_memory.main(["--prompts", "0x4"]) == 2
     assert "'0x4' is no BxT" in capsys.readouterr().err
-
-
-def test_without_triton(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "interdomain.scan.triton_launch", None)
     assert count_memory.main([]) == 2
     assert "Triton is not installed" in capsys.readouterr().err
