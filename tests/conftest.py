@@ -96,6 +96,16 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
 
 
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """A small sentencepiece tokenizer; tests/data has every kind."""
+    from interdomain.data import load_tokenizer
+
+    from .common import small_tokenizer
+
+    return load_tokenizer(small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling

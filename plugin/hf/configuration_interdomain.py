@@ -62,6 +62,9 @@ class InterdomainConfig(PretrainedConfig):
         rms_norm_eps: float = 1e-5,
         initializer_range: float = 0.02,
         use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
         mixer: str = "interdomain",
         dual_input: bool = True,
         query_readout: bool = True,
@@ -116,6 +119,7 @@ class InterdomainConfig(PretrainedConfig):
                 setattr(self, str(FORMER_NAMES.get(name, name)), value)
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
+        self.pad_token_id, self.bos_token_id, self.eos_token_id = pad_token_id, bos_token_id, eos_token_id
         self._check()
 
     def _check(self) -> None:

@@ -5,3 +5,12 @@ run and holds its training step. `parallelize`, `gradients`, `optimizer`, `datal
 `checkpoint`, `resume_from`, `integrity`, `lock`, `preemption` and `guard` keep it from being lost. `host` alone imports
 TorchTitan. This package imports interdomain.model, .data, .scan and .features; only `tools` imports it.
 """
+
+import sys
+
+from .errors import stop
+
+if getattr(sys.modules["__main__"].__spec__, "name", "") == "torchtitan.train":
+    stop(
+        "TorchTitan's own entry point cannot train this model: start torchrun with -m interdomain.titan.entry, same flags."
+    )

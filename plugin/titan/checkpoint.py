@@ -266,8 +266,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             if any(damaged):
                 raise Unreadable(next(filter(None, damaged)))
         ours = point.latest or point.goes_back
-        seed = step_of(folder) == 0  # a seed checkpoint holds a model alone
-        states = self._states_to_load(seed if ours else self.initial_load_model_only)
+        states = self._states_to_load(not ours and self.initial_load_model_only)
         try:
             load_checkpoint(states, storage_reader=SafeReader(folder, index))
         except CheckpointException as e:

@@ -75,14 +75,15 @@ class Preemption:
         return bool(vote)
 
     def leave(self, trainer) -> None:
-        """Save, say so, and end this process with exit status 0: torchrun restarts only what fails. Collective."""
+        """Save, say so, and end the training with exit status 0: torchrun restarts only what fails. Collective.
+
+        `Trainer.train` returns on SystemExit(0), for it is a torch `record`; then `trainer.run` closes the run as at its end.
+        """
         saved = trainer.checkpointer.save_now(trainer.step)
         why = self.asked.name if self.asked else "a signal to another rank"
         result = "saved" if saved else "checkpoint.enable is off, so nothing is saved"
         logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, result)
         tell_launcher(LEFT)
-        trainer.close()
-        dist.destroy_process_group()  # as at a run's end: with NCCL, a rank that leaves without it may hang or fail
         raise SystemExit(0)
 
 

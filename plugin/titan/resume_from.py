@@ -39,7 +39,7 @@ def all_steps(folder: Path) -> list[int]:
 def loads_a_model(job_config) -> bool:
     """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
     config = job_config.checkpoint
-    if not config.enable or config.create_seed_checkpoint:
+    if not config.enable:
         return False
     folder = Path(job_config.job.dump_folder) / config.folder
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))

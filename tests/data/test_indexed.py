@@ -66,17 +66,16 @@ def hand_built(prefix, code, documents, dtype=None):
     return prefix
 
 
-@pytest.mark.parametrize("code", DTYPES)
-def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path, code):
-    dataset = IndexedDataset(hand_built(tmp_path / "a", code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
-    assert (len(dataset), dataset.num_tokens) == (3, 6)
-    assert [dataset[i].tolist() for i in range(3)] == [[1, 2, 3], [], [4, 5, 6]]
-    assert dataset[-1].tolist() == [4, 5, 6]
-    assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
-    assert dataset.document_starts(0, 6).tolist() == [0, 3]
-    assert dataset.document_starts(1, 3).tolist() == []
-    assert dataset.document_starts(3, 4).tolist() == [3]
-    dataset.verify()
+def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
+    for code in DTYPES:
+        dataset = IndexedDataset(hand_built(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
+        assert (len(dataset), dataset.num_tokens) == (3, 6)
+        assert [dataset[i].tolist() for i in range(3)] == [[1, 2, 3], [], [4, 5, 6]]
+        assert dataset[-1].tolist() == [4, 5, 6]
+        assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
+        starts = [dataset.document_starts(*span).tolist() for span in ((0, 6), (1, 3), (3, 4))]
+        assert starts == [[0, 3], [], [3]]
+        dataset.verify()
     with pytest.raises(IndexError):
         dataset[3]
 
@@ -121,28 +120,17 @@ def test_every_truncation_is_refused(tmp_path):
     IndexedDataset(tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("at", "data"), [(0, b"X"), (9, b"\2"), (26, b"\1"), (34 + 4 * 3 + 8 * 2, b"\1"), (34 + 12 * 3, b"\1")]
-)
-def test_damaged_index(tmp_path, at, data):
+def test_damaged_index(tmp_path):
     write(tmp_path / "a")
     path = tmp_path / "a.idx"
-    index = bytearray(path.read_bytes())
-    index[at : at + len(data)] = data
-    path.write_bytes(index)
-    with pytest.raises(ValueError, match=r"a\.idx"):
-        IndexedDataset(tmp_path / "a")
-
-
-def test_verify_reads_all_of_the_index(tmp_path):
-    write(tmp_path / "a")
-    path = tmp_path / "a.idx"
-    index = bytearray(path.read_bytes())
-    index[34] += 1  # the first length: no size changes
-    path.write_bytes(index)
-    dataset = IndexedDataset(tmp_path / "a")
+    whole = path.read_bytes()
+    for at, data in ((0, b"X"), (9, b"\2"), (26, b"\1"), (34 + 4 * 3 + 8 * 2, b"\1"), (34 + 12 * 3, b"\1")):
+        path.write_bytes(whole[:at] + data + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"a\.idx"):
+            IndexedDataset(tmp_path / "a")
+    path.write_bytes(whole[:34] + bytes([whole[34] + 1]) + whole[35:])  # the first length: no size changes
     with pytest.raises(ValueError, match="back to back"):
-        dataset.verify()
+        IndexedDataset(tmp_path / "a").verify()
 
 
 @pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5], [70000]])

@@ -1,15 +1,13 @@
-"""Every condition and every option that has parameters of its own, as folders in transformers."""
+"""Models with every kind of state and of feature map, as folders in transformers."""
 
 import sys
 
 import torch
 
-from interdomain.model import CONDITIONS
-
 from ..model.common import OPTIONS
 
 CASES = {
-    **{condition: (condition, {}) for condition in CONDITIONS},
+    **{condition: (condition, {}) for condition in ("interdomain", "softmax", "s4d", "dual-linear")},
     "all": ("interdomain", OPTIONS["all"]),  # rff, normalised, gated, grouped heads, diagonal C
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity")),
 }

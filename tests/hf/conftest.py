@@ -4,19 +4,12 @@ import sys
 
 import pytest
 
-from interdomain.data import load_tokenizer
 from interdomain.tools import convert
 
-from ..common import small_tokenizer
 from ..tools.checkpoints import small_model, write_checkpoint
 from .common import CASES, EXPECTED
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
 
 
 @pytest.fixture(scope="session", autouse=True)

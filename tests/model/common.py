@@ -26,18 +26,14 @@ OPTIONS = {
 }
 
 
-def possible(condition: str, overrides: dict) -> bool:
-    """What the configuration admits, said a second time."""
-    row = CONDITIONS[condition]
-    if condition == "softmax":
-        return set(overrides) <= {"n_kv_heads", *WIDE}
-    if not row["query_readout"]:
-        query_only = {"readout", "normalize", "n_kv_heads"} & set(overrides)
-        return not query_only and (row["dual_input"] or "feature_map" not in overrides)
-    return True
-
-
-VARIANTS = [(c, name) for c in CONDITIONS for name, overrides in OPTIONS.items() if possible(c, overrides)]
+# Every condition, every switch, and where a switch meets other code in another condition.
+VARIANTS = [
+    *((condition, "plain") for condition in CONDITIONS),
+    *(("interdomain", option) for option in OPTIONS if option != "plain"),
+    *(("softmax", "kv2"), ("softmax", "head96"), ("interdomain-norope", "all")),
+    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize")),
+    *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
+]
 
 
 def small_config(condition: str, **overrides) -> ModelConfig:

@@ -24,8 +24,9 @@ def prompt(model, length, seed=1):
     return random_tokens(model.config, 1, length, seed)[0].tolist()
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
-@pytest.mark.parametrize("chunk", [1, 7, PREFILL_CHUNK])
+@pytest.mark.parametrize(
+    ("condition", "chunk"), [*((c, 7) for c in CONDITIONS), ("s4d", 1), ("softmax", PREFILL_CHUNK)]
+)
 def test_greedy_is_the_argmax_of_the_whole_pass(condition, chunk):
     """The prompt in pieces of any length, the text token by token."""
     model = variant(condition)
@@ -54,9 +55,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("condition", ["interdomain", "s4d"])
-def test_memory_does_not_grow_with_the_prompt(condition):
-    model = variant(condition)
+def test_memory_does_not_grow_with_the_prompt():
+    model = variant("interdomain")
 
     def largest(length, chunk):
         with Largest() as found:
@@ -66,9 +66,7 @@ def test_memory_does_not_grow_with_the_prompt(condition):
     assert largest(512, 32) == largest(128, 32) < largest(512, 512)
 
 
-@pytest.mark.parametrize(
-    ("condition", "option"), [("interdomain", "plain"), ("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")]
-)
+@pytest.mark.parametrize(("condition", "option"), [("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_padding_leaves_no_trace(condition, option, chunk):
     """Rows with padding, in pieces that end within it, at its end and after it, and then further pieces and steps."""
@@ -91,7 +89,7 @@ def test_padding_leaves_no_trace(condition, option, chunk):
         model(more, state, padding=torch.tensor([0, 0, 1, 0, 0]))
 
 
-@pytest.mark.parametrize("condition", ["interdomain", "dual-linear", "softmax"])
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
 def test_rows_are_taken_and_copied(condition):
     model = variant(condition)
     _, state = prefill(model, random_tokens(model.config, 3, 11))
@@ -158,7 +156,7 @@ def test_a_stop_token_ends_its_row_alone():
     assert len(list(generate(model, prompts, max_tokens=1))) == 1
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(top_k=3, top_p=0.5)], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=3, top_p=0.5)], ids=str)
 def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(sampling):
     model = variant("interdomain")
     with torch.no_grad():
@@ -175,31 +173,15 @@ PROBABILITIES = torch.tensor([0.0625, 0.5, 0.0625, 0.125, 0.25])
 DRAWS = 4000
 
 
-def frequencies(sampling, logits=None):
-    logits = PROBABILITIES.log() if logits is None else logits
-    batch = logits.expand(DRAWS, -1)
-    generators = [torch.Generator().manual_seed(i) for i in range(DRAWS)]
-    return torch.bincount(sample(batch, sampling, generators), minlength=logits.shape[-1]) / DRAWS
-
-
-def assert_drawn_from(found, wanted):
-    wanted = torch.tensor(wanted)
-    for f, w in zip(found.tolist(), wanted.tolist(), strict=True):
-        assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
-
-
 @pytest.mark.parametrize(
     ("sampling", "wanted"),
     [
         (Sampling(), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
         (GREEDY, [0, 1, 0, 0, 0]),
-        (Sampling(top_k=1), [0, 1, 0, 0, 0]),
         (Sampling(top_k=2), [0, 2 / 3, 0, 0, 1 / 3]),
-        (Sampling(top_k=5), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
         (Sampling(top_k=99), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
         # Kept while the mass ahead of a token is below top_p: the token that crosses it is in.
         (Sampling(top_p=0.45), [0, 1, 0, 0, 0]),
-        (Sampling(top_p=0.55), [0, 2 / 3, 0, 0, 1 / 3]),
         (Sampling(top_p=0.8), [0, 4 / 7, 0, 1 / 7, 2 / 7]),
         (Sampling(top_p=1e-9), [0, 1, 0, 0, 0]),
         # Squares of the probabilities, normalised: 16, 4, 1, 1/4, 1/4 of 21.5.
@@ -213,59 +195,50 @@ def assert_drawn_from(found, wanted):
     ids=str,
 )
 def test_sampling(sampling, wanted):
-    assert_drawn_from(frequencies(sampling), wanted)
+    """Within five standard deviations; what has no probability is never drawn."""
+    generators = [torch.Generator().manual_seed(i) for i in range(DRAWS)]
+    drawn = torch.bincount(sample(PROBABILITIES.log().expand(DRAWS, -1), sampling, generators), minlength=5) / DRAWS
+    for f, w in zip(drawn.tolist(), torch.tensor(wanted).tolist(), strict=True):
+        assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
 
 
-@pytest.mark.parametrize(
-    "change", [dict(temperature=-0.1), dict(temperature=math.nan), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.1)]
-)
-def test_impossible_sampling_is_refused(change):
-    ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=f"{name}.*got {value}"):
-        Sampling(**change)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "options", "words"),
-    [
+def test_what_cannot_be_is_refused_before_anything_is_read():
+    model = variant("interdomain")
+    state, tokens = model.init_state(2), random_tokens(model.config, 2, 5)
+    for name, value in (
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*got {value}"):
+            Sampling(**{name: value})
+    for prompts, options, words in (
         ([], {}, "at least one token"),
         ([[1], []], {}, r"at least one token.*\[1, 0\]"),
         ([[1], [3, 61]], {}, "61; the vocabulary is 0 to 60"),
         ([[-1]], {}, "vocabulary"),
         ([[1.5]], {}, "int64 or int32"),
         ([[1]], dict(max_tokens=0), "max_tokens"),
-        ([[1]], dict(max_tokens=1.5), "max_tokens"),
         ([[1]], dict(prefill_chunk=0), "prefill_chunk"),
-    ],
-)
-def test_impossible_prompts_are_refused(prompts, options, words):
-    with pytest.raises(ValueError, match=words):
-        list(generate(variant("interdomain"), prompts, **{"max_tokens": 3, **options}))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(generate(model, prompts, **{"max_tokens": 3, **options}))
+    for options, words in (
         (dict(padding=torch.tensor([6, 0])), "from 0 to 5"),
         (dict(padding=torch.tensor([-1, 0])), "from 0 to 5"),
         (dict(padding=torch.tensor([1])), "one a row of 2"),
         (dict(padding=torch.tensor([0.0, 1.0])), "integers"),
-        (dict(chunk=0), "chunk"),
         (dict(tokens=torch.zeros(2, 0, dtype=torch.int64)), "one at least"),
         (dict(tokens=torch.arange(5)), "int64 or int32"),
-        (dict(tokens=torch.rand(2, 5)), "int64 or int32"),
         (dict(tokens=torch.arange(5)[None]), "for a state of 2 row"),
-    ],
-)
-def test_impossible_calls_of_prefill_are_refused(options, words):
-    """Before anything is read."""
-    model = variant("interdomain")
-    state = model.init_state(2)
-    with pytest.raises(ValueError, match=words):
-        prefill(model, **(dict(tokens=random_tokens(model.config, 2, 5), state=state) | options))
+    ):
+        with pytest.raises(ValueError, match=words):
+            prefill(model, **(dict(tokens=tokens, state=state) | options))
     assert state.length == 0
     with pytest.raises(ValueError, match="needs a state"):
-        model(torch.zeros(2, 2, dtype=torch.int64), padding=torch.tensor([0, 1]))
+        model(tokens, padding=torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])

@@ -9,9 +9,7 @@ import torch
 
 from interdomain import InterdomainAttention
 from interdomain.model import CONDITIONS, Transformer
-from interdomain.model.mixer import InterdomainMixer
 from interdomain.model.softmax import SoftmaxMixer
-from interdomain.model.transformer import TransformerBlock
 
 from ..common import REPOSITORY
 from .common import OPTIONS, positions_of, random_tokens, small_config, variant
@@ -55,19 +53,15 @@ def test_it_is_a_layer_of_the_decoder(condition, option):
         torch.testing.assert_close(torch.cat(pieces, 1), whole, **close)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (dict(n_bassis=3), ["n_bassis", "n_basis"]),
-        (dict(kind="softmax"), ["kind", "n_basis"]),
-        (dict(dim=30), ["dim = 30", "n_heads = 4"]),
-        (dict(readout="imag"), ["'imag'", "complex"]),
-    ],
-)
-def test_what_no_layer_has_is_refused(arguments, words):
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 (each message is checked below)
-        InterdomainAttention(**{"dim": 32, "n_heads": 4, **arguments})
-    assert all(word in str(refused.value) for word in words)
+def test_what_no_layer_has_is_refused():
+    for arguments, words in (
+        (dict(n_bassis=3), "n_bassis.*n_basis"),
+        (dict(kind="softmax"), "kind.*n_basis"),
+        (dict(dim=30), "n_heads = 4.*dim = 30|dim = 30.*n_heads = 4"),
+        (dict(readout="imag"), "'imag'.*complex"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            InterdomainAttention(**{"dim": 32, "n_heads": 4, **arguments})
     layer = InterdomainAttention(32, 4)
     with pytest.raises(ValueError, match=r"\[batch, tokens, 32\]: got \[2, 32\]"):
         layer(torch.zeros(2, 32))
@@ -77,9 +71,7 @@ def test_what_no_layer_has_is_refused(arguments, words):
 
 MADE = {
     "layer": lambda: InterdomainAttention(32, 4, feature_map="rff"),
-    "mixer": lambda: InterdomainMixer(small_config("s4d")),
     "softmax": lambda: SoftmaxMixer(small_config("softmax")),
-    "block": lambda: TransformerBlock(small_config("interdomain"), None),
     "decoder": lambda: Transformer(small_config("interdomain")),
 }
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from interdomain.model import CONDITIONS, Execution, Transformer, mixer
+from interdomain.model import Execution, Transformer, mixer
 from interdomain.model.generation import decode, prefill
 
 from .common import small_config
@@ -27,7 +27,7 @@ def gradients(model):
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("condition", CONDITIONS)
+@pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
 def test_dtypes(condition, monkeypatch):
     """Into every module and out of it; into the scan."""
     model, into, out, scanned = model_of(condition), {}, {}, set()
@@ -62,9 +62,10 @@ def test_dtypes(condition, monkeypatch):
     assert all(p.grad.dtype == FLOAT32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"output_gate": True, "n_kv_heads": 1}], ids=str)
-def test_gradients_are_nearer_to_float32_than_those_of_a_bf16_model(options):
-    model = model_of("interdomain", n_layers=10, **options)  # the residual stream's rounding grows with the depth
+def test_gradients_are_nearer_to_float32_than_those_of_a_bf16_model():
+    model = model_of(
+        "interdomain", n_layers=10, output_gate=True, n_kv_heads=1
+    )  # the residual stream's rounding grows with the depth
     exact = Transformer(model.config)
     exact.load_state_dict(model.state_dict())
     rounded = copy.deepcopy(exact).bfloat16()
@@ -79,7 +80,7 @@ def test_gradients_are_nearer_to_float32_than_those_of_a_bf16_model(options):
     torch.testing.assert_close(products[0], wanted[0], rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("condition", ["interdomain", "softmax", "s4d"])
+@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
 def test_compiled_blocks_and_checkpointing_change_no_bit(condition):
     model = model_of(condition)
     wanted = gradients(model)

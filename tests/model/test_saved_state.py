@@ -1,7 +1,5 @@
 """States on disk: the same future, with the model they belong to and no other."""
 
-import itertools
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -19,9 +17,7 @@ def texts(model, logits, state):
     return list(continuation(model, logits, state, max_tokens=12, sampling=Sampling(temperature=0)))
 
 
-@pytest.mark.parametrize(
-    ("condition", "option"), [("interdomain", "plain"), ("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")]
-)
+@pytest.mark.parametrize(("condition", "option"), [("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")])
 def test_the_same_future(tmp_path, condition, option):
     model = variant(condition, option)
     logits, state = read(model, PROMPTS, chunk=3)
@@ -33,21 +29,19 @@ def test_the_same_future(tmp_path, condition, option):
     assert texts(model, saved.logits, saved.state) == texts(model, logits, state)
 
 
-@pytest.mark.parametrize(
-    "dtypes", list(itertools.permutations((torch.float32, torch.bfloat16, torch.float16), 2)), ids=str
-)
-def test_in_another_precision(tmp_path, dtypes):
+def test_in_another_precision(tmp_path):
     """The same model goes on, where one of the two is not rounded; between two roundings nothing can be told."""
-    first, second = (lively(small_config("softmax"), torch.float32).to(dtype) for dtype in dtypes)
-    logits, state = read(first, PROMPTS)
-    save_state(tmp_path / "state", first, state, logits, PROMPTS)
-    if torch.float32 in dtypes:
-        saved = load_state(tmp_path / "state", second)
-        assert saved.state.layers[0].k.dtype == dtypes[1]
-        assert len(texts(second, saved.logits, saved.state)) == 12
-        return
+    bf16, fp16, full = torch.bfloat16, torch.float16, torch.float32
+    models = {dtype: lively(small_config("softmax"), full).to(dtype) for dtype in (bf16, fp16, full)}
+    for first, second in ((full, bf16), (fp16, full)):
+        logits, state = read(models[first], PROMPTS)
+        save_state(tmp_path / "state", models[first], state, logits, PROMPTS)
+        saved = load_state(tmp_path / "state", models[second])
+        assert saved.state.layers[0].k.dtype == second
+        assert len(texts(models[second], saved.logits, saved.state)) == 12
+        (tmp_path / "state").rename(tmp_path / "last")
     with pytest.raises(ValueError, match="the same in another half precision"):
-        load_state(tmp_path / "state", second)
+        load_state(tmp_path / "last", models[bf16])
 
 
 def test_another_model_is_refused(tmp_path):
@@ -74,31 +68,22 @@ def rewrite(path, tensors=None, **changes):
     save_file(load_file(path) | (tensors or {}), path, metadata | changes)
 
 
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 64
-    path.write_bytes(data)
-
-
 DAMAGE = {
     "missing": (lambda p: p.unlink(), "no state"),
     "no state": (lambda p: save_file({"x": torch.zeros(1)}, p), "not a saved state"),
     "no safetensors": (lambda p: p.write_bytes(b"PK\x03\x04 a pickle"), "truncated or damaged"),
     "newer": (lambda p: rewrite(p, version="3"), "format version 3"),
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "truncated or damaged"),
-    "a bit": (flip, "truncated or damaged"),
     "other tensors": (lambda p: rewrite(p, dict(logits=torch.zeros(3))), "truncated or damaged"),
-    "no JSON": (lambda p: rewrite(p, about="{"), "truncated or damaged"),
     "a list": (lambda p: rewrite(p, about="[1]"), "truncated or damaged"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_state_is_refused(tmp_path, damage):
+def test_a_damaged_state_is_refused(tmp_path):
     model = variant("softmax")
     logits, state = read(model, PROMPTS[:1])
-    save_state(tmp_path / "state", model, state, logits, PROMPTS[:1])
-    break_it, words = DAMAGE[damage]
-    break_it(tmp_path / "state")
-    with pytest.raises((ValueError, FileNotFoundError), match=words):
-        load_state(tmp_path / "state", model)
+    for name, (break_it, words) in DAMAGE.items():
+        save_state(tmp_path / name, model, state, logits, PROMPTS[:1])
+        break_it(tmp_path / name)
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
+            load_state(tmp_path / name, model)

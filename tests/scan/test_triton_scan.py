@@ -126,7 +126,7 @@ def test_values_and_gradients(backend, case, dtype, linear):
 @linear_or_query
 def test_at_the_decay_bound(backend, dtype, linear):
     """Tables span |Lambda|^-32 to |Lambda|^32; what lies above the diagonal holds up to e^63 and must not be read."""
-    T, M = (130, 32) if backend == "chunkwise" else (34, 16)
+    T, M = (130, 16) if backend == "chunkwise" else (34, 16)
     case = Case(T=T, H=1, G=1 if linear else 2, R=16, D=16, M=M)
     inputs, cotangents = op_inputs(case, torch.float32, dtype, linear)
     with torch.no_grad():
@@ -144,6 +144,18 @@ def test_segments(segments, T, linear, kernels, monkeypatch):
     case = Case(T=T, B=2, H=1, G=1 if linear else 2, R=16, D=17, state=segments == 3)
     for dtype in (FP32, BF16) if segments == 3 else (FP32,):
         check("chunkwise", case, dtype, linear, chunk_size=16)
+
+
+def test_a_state_is_summed_in_fp32():
+    """What four chunks add to a state of a thousand times their size, which bf16 would round away."""
+    inputs, _ = op_inputs(Case(T=64, H=1, R=16, D=16, decay="weak"), torch.float32, BF16)
+    inputs = {n: x.detach() * (1000 if n == "initial_state" else 1) for n, x in inputs.items()}
+    _, got = scan.interdomain_scan(**on_device(inputs)[0], backend="chunkwise", chunk_size=16)
+    exact = {n: x.double() for n, x in inputs.items()}
+    _, expected = scan.interdomain_scan(**exact, backend="reference")
+    alone = exact | {n: torch.zeros_like(exact[n]) for n in "kv"}
+    _, carried = scan.interdomain_scan(**alone, backend="reference")
+    assert error(got.detach().cpu() - carried, expected - carried, "rms") < 6e-3
 
 
 def test_states_between_segments(kernels):
@@ -269,15 +281,12 @@ def test_recompute_is_a_matter_of_memory_only(kernels, monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "plans", [(dict(fused=(4096, 4, 2)), dict(fused=None)), (dict(decay=(512, 4, 2)), dict(decay=(512, 4, 3)))]
-)
-def test_other_plans_round_the_same_numbers(plans, kernels, monkeypatch):
+def test_other_plans_round_the_same_numbers(kernels, monkeypatch):
     """W in a pass of its own, where `expand` has no room for it; the decay in a launch of its own."""
     monkeypatch.setattr(kernels, "segment_count", lambda *args: 2)
     inputs, cotangents = on_device(*problem(Case(T=70, H=1, G=2, R=16, D=40, M=32), BF16)[:2])
     results, make_plan = [], kernels.make_plan
-    for plan in plans:
+    for plan in (dict(fused=(4096, 4, 2), decay=(512, 4, 2)), dict(fused=None, decay=(512, 4, 3))):
         monkeypatch.setattr(kernels, "make_plan", lambda *args, plan=plan: make_plan(*args)._replace(**plan))
         results.append(run_op(inputs, cotangents, backend="chunkwise"))
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])

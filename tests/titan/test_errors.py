@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from interdomain import outcome
 from interdomain.titan import device, errors, preemption
@@ -52,16 +51,14 @@ def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
         Preemption()
 
 
-def test_a_rank_that_leaves_ends_as_at_a_runs_end(monkeypatch):
-    """Saved first; then without its process group, which NCCL may hang or fail in; with a status that is not restarted."""
+def test_a_rank_that_leaves_saves_first_and_ends_with_a_status_that_is_not_restarted(monkeypatch):
     done = []
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(preemption, "tell_launcher", done.append)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
     saves = SimpleNamespace(save_now=lambda step: done.append(step))
     with pytest.raises(SystemExit) as end:
-        Preemption().leave(SimpleNamespace(step=5, checkpointer=saves, close=lambda: done.append("close")))
-    assert (end.value.code, done) == (0, [5, outcome.LEFT, "close", "destroy"])
+        Preemption().leave(SimpleNamespace(step=5, checkpointer=saves))
+    assert (end.value.code, done) == (0, [5, outcome.LEFT])
 
 
 def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypatch):

@@ -1,30 +1,24 @@
 """Another TorchTitan than the plugin was written for ends in words, before a run is built."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torchtitan
 
 from interdomain.titan import host
 from interdomain.titan.checkpoint import SelfDescribingCheckpoints
-from interdomain.titan.dataloader import PackedLoader
 from interdomain.titan.metrics import InterdomainMetrics
 from interdomain.titan.optimizer import GroupedOptimizers, GroupedSchedulers
 from interdomain.titan.run_log import RunLog
 from interdomain.titan.trainer import InterdomainTrainer
 from interdomain.titan.validate import FixedValidator
 
-# Called by TorchTitan's own code, and so without effect where it calls them by other names.
-OVERRIDDEN = {
-    InterdomainTrainer: "init_distributed train_step should_continue_training close",
-    SelfDescribingCheckpoints: "load dcp_save _async_wait _save_last_step _purge_stale_checkpoints",
-    GroupedOptimizers: "step load_state_dict",
-    GroupedSchedulers: "state_dict load_state_dict",
-    InterdomainMetrics: "should_log log_validation",
-    RunLog: "log close",
-    FixedValidator: "should_validate validate",
-    PackedLoader: "state_dict load_state_dict",
-}
+CLASSES = (
+    *(InterdomainTrainer, SelfDescribingCheckpoints, InterdomainMetrics, GroupedOptimizers, GroupedSchedulers),
+    *(FixedValidator, RunLog),
+)
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -35,8 +29,24 @@ def test_another_version_is_refused(monkeypatch):
         importlib.reload(host)
 
 
-@pytest.mark.parametrize("ours", OVERRIDDEN)
-def test_what_is_overridden_is_torchtitans(ours):
-    for name in OVERRIDDEN[ours].split():
-        assert name in vars(ours), name
-        assert callable(getattr(ours.__mro__[1], name, None)), name
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_name_that_is_overridden_and_gone_is_refused(cls, monkeypatch):
+    """All that a class of ours overrides is in the table, and TorchTitan without it is refused."""
+    base = cls.__mro__[1]
+    overridden = {name for name in vars(cls) if callable(getattr(base, name, None)) and not name.startswith("__")}
+    assert overridden <= set(host.HOOKED[base].split())
+    for name in overridden & vars(base).keys():
+        with monkeypatch.context() as without:
+            without.delattr(base, name)
+            without.delitem(sys.modules, f"{host.__name__}.titan_0_2")
+            if not hasattr(base, name):
+                with pytest.raises(ValueError, match=f"has no {base.__name__}.{name}, .* --force-reinstall"):
+                    importlib.reload(host)
+
+
+def test_torchtitans_own_entry_point_is_refused(tmp_path):
+    named = ["--job.custom_config_module", "interdomain.titan.job_config"]  # as TOML files of before do
+    command = [sys.executable, "-m", "torchtitan.train", "--job.dump_folder", str(tmp_path / "run"), *named]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "error: TorchTitan's own entry point cannot train this model" in done.stderr

@@ -77,12 +77,10 @@ def nothing_written(output):
     ("condition", "overrides"),
     [
         ("interdomain", {}),
-        ("interdomain", dict(feature_map="rff", normalize=True, n_kv_heads=2, c_form="diagonal", output_gate=True)),
-        ("single-query", dict(c_form="identity")),
-        ("s4d", {}),
+        ("single-query", dict(feature_map="rff", normalize=True, n_kv_heads=2, c_form="diagonal", output_gate=True)),
         ("softmax", {}),
     ],
-    ids=["interdomain", "rff", "single-query", "s4d", "softmax"],
+    ids=["interdomain", "rff", "softmax"],
 )
 def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, condition, overrides):
     model = small_model(condition, **overrides)
@@ -124,17 +122,6 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
-
-
-@pytest.mark.filterwarnings("ignore:.*weights_only")
-def test_poisonous_index_is_refused_and_nothing_runs(tmp_path, checkpoint, output, capsys):
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "sprung")))
-    run(checkpoint, output, expect=2)
-    message = error(capsys)
-    assert ".metadata is damaged or not the index of a checkpoint" in message
-    assert "has no place in the index" in message
-    assert not (tmp_path / "sprung").exists()
-    assert nothing_written(output)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -204,8 +191,7 @@ def flip_a_bit(file, tensor):
 
 
 DAMAGE = {
-    "no index": (lambda c: (c / ".metadata").unlink(), "no .metadata"),
-    "cut index": (lambda c: os.truncate(c / ".metadata", 200), ".metadata is damaged"),
+    "poisonous index": (lambda c: (c / ".metadata").write_bytes(pickle.dumps(Runs(c / "sprung"))), "has no place in"),
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
     "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), "reads version 1"),
@@ -221,33 +207,27 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_one_paragraph(checkpoint, output, capsys, damage):
-    break_it, words = DAMAGE[damage]
-    break_it(checkpoint)
-    run(checkpoint, output, expect=2)
-    assert words in error(capsys)
-    assert nothing_written(output)
+def test_a_damaged_checkpoint_is_one_paragraph(tmp_path, checkpoint, output, capsys):
+    for name, (break_it, words) in DAMAGE.items():
+        damaged = shutil.copytree(checkpoint, tmp_path / name / checkpoint.name)
+        break_it(damaged)
+        run(damaged, output, expect=2)
+        assert words in error(capsys), name
+        assert nothing_written(output)
+        assert not (damaged / "sprung").exists()
 
 
-def test_a_diverged_run_is_refused(tmp_path, tokenizer, output, capsys):
-    model = small_model()
-    with torch.no_grad():
-        model.norm.weight[3] = float("nan")
-    run(write_checkpoint(tmp_path / "run", model, tokenizer), output, expect=2)
-    assert "norm.weight holds values that are not finite" in error(capsys)
-    assert nothing_written(output)
-
-
-def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path, tokenizer, output, capsys):
-    model = small_model()
-    with torch.no_grad():
-        model.layers["0"].feed_forward.w1.weight[0, 0] = 1e6  # beyond float16's 65,504
-    checkpoint = write_checkpoint(tmp_path / "run", model, tokenizer)
-    run(checkpoint, output, "--dtype", "float16", expect=2)
-    assert "Convert with --dtype float32" in error(capsys)
-    assert nothing_written(output)
-    run(checkpoint, output, "--dtype", "bfloat16", "--no-logit-check")
+def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, tokenizer, output, capsys):
+    for value, dtype, words in (
+        (float("nan"), "float32", "norm.weight holds values that are not finite"),
+        (1e6, "float16", "Convert with --dtype float32"),  # beyond float16's 65,504
+    ):
+        model = small_model()
+        with torch.no_grad():
+            model.norm.weight[3] = value
+        run(write_checkpoint(tmp_path / dtype, model, tokenizer), output, "--dtype", dtype, expect=2)
+        assert words in error(capsys)
+        assert nothing_written(output)
 
 
 def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypatch):
@@ -266,21 +246,15 @@ def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypa
         assert nothing_written(output)
 
 
-@pytest.mark.parametrize("to_checkpoint", [False, True])
-def test_nothing_is_overwritten(tmp_path, checkpoint, output, capsys, to_checkpoint):
-    source, options = checkpoint, []
-    if to_checkpoint:
-        source, options = tmp_path / "folder", ["--to-checkpoint"]
-        run(checkpoint, source)
-        capsys.readouterr()
+def test_nothing_is_overwritten(checkpoint, output, capsys):
     output.mkdir()
     (output / "notes.txt").write_text("mine")
-    run(source, output, *options, expect=2)
+    run(checkpoint, output, expect=2)
     assert "exists and is not empty" in error(capsys)
     assert contents(output) == {"notes.txt": b"mine"}
     assert os.listdir(output.parent) == ["out"]
     (output / "notes.txt").unlink()
-    run(source, output, *options)  # an empty folder is taken
+    run(checkpoint, output)  # an empty folder is taken
 
 
 def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys, model):
@@ -293,12 +267,6 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, ca
     another_tokenizer(folder)
     run(folder, output, "--to-checkpoint", expect=2)
     assert "checksum differs from config.json's" in error(capsys)
-    (folder / "tokenizer.model").unlink()
-    run(folder, output, "--to-checkpoint", expect=2)
-    assert "has no tokenizer.model" in error(capsys)
-    os.truncate(folder / "model.safetensors", 1000)
-    run(folder, output, "--to-checkpoint", expect=2)
-    assert "truncated or damaged" in error(capsys)
     run(checkpoint, output, "--to-checkpoint", expect=2)  # the wrong way round
     assert "is not a model folder" in error(capsys)
     assert nothing_written(output)

@@ -184,14 +184,9 @@ def test_written_text(ran):
     folders, results, *_ = ran
     assert value(results, folders[0], "write", "exact_match") == 1
     assert value(results, folders[1], "write", "exact_match") < 1
-
-
-def test_what_is_written_of_it(ran):
-    results = ran[1]
-    assert results["status"] == "complete"
-    assert results["options"]["max_length"] == MAX_LENGTH
+    assert (results["status"], results["options"]["max_length"]) == ("complete", MAX_LENGTH)
     assert set(results["tasks"]["softmax"]["samples"].items()) == {("choice", 5), ("rolling", 1), ("write", 3)}
-    assert {"lm_eval", "transformers", "accelerate", "datasets", "PyTorch", "CPU"} <= set(results["environment"])
+    assert {"lm_eval", "transformers", "PyTorch", "CPU"} <= set(results["environment"])
 
 
 def test_tasks_that_cannot_be(ran):

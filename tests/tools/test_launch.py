@@ -1,7 +1,6 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -32,29 +31,15 @@ def dry(capsys, *argv):
     return code, out, err
 
 
-@pytest.mark.parametrize(
-    ("size", "parameters", "steps", "tokens"),
-    [
-        ("125M", "135,416,208", "4,769", "2,500,329,472"),
-        ("1.3B", "1,352,406,784", "49,592", "26,000,490,496"),
-    ],
-)
-def test_dry_run_of_the_papers_runs(capsys, size, parameters, steps, tokens):
-    """Counts of the paper's parameter table; its token budgets and 375 M-token warmup in steps of 524,288 tokens."""
-    code, out, _ = dry(capsys, f"train_configs/{size}.toml", "--ranks", "16")
-    assert code == 0
-    assert f"{size}, interdomain ({parameters} parameters)" in out
-    assert f"{steps} of 524,288 tokens (warmup 715)" in out
-    assert tokens in out
-    assert "--nproc-per-node 16" in out
-    assert "FLOPs per token" in out
-    assert "memory per device" in out
-
-
-def test_another_cell_is_a_flag(capsys):
-    code, out, _ = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "1")
+def test_dry_run_of_a_cell_of_the_papers(capsys):
+    """Counts of the paper's parameter table; its token budget and 375 M-token warmup in steps of 524,288 tokens."""
+    code, out, _ = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16")
     assert code == 0
     assert "125M, s4d (135,425,424 parameters)" in out
+    assert "4,769 of 524,288 tokens (warmup 715)" in out
+    assert all(
+        words in out for words in ("2,500,329,472", "--nproc-per-node 16", "FLOPs per token", "memory per device")
+    )
 
 
 def test_without_torchtitan_it_says_what_to_install(capsys, monkeypatch):
@@ -159,29 +144,20 @@ def test_every_config_names_existing_fields_and_the_plugin(capsys):
 
 @pytest.mark.e2e
 def test_first_start_end_to_end(tmp_path):
-    """The newcomer's run in a folder of its own: corpus, two steps, and then every command that it prints, pasted."""
+    """The newcomer's run in a folder of its own: corpus, two steps, and then the commands that it prints, pasted."""
     for name in ("train_configs", "launch.sh"):
         (tmp_path / name).symlink_to(ROOT / name)
 
     def paste(command):
-        done = subprocess.run(
-            command,
-            shell=True,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            env={**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable},
-        )
+        env = {**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable}
+        options = dict(shell=True, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(command, timeout=TIMEOUT, env=env, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done
 
     def commands(run):
         printed = run.stdout[run.stdout.index("\n# ") :].strip().splitlines()
         return {line.split()[1]: printed[i + 1] for i, line in enumerate(printed) if line.startswith("# ")}
-
-    def rate(step):
-        return json.loads((tmp_path / f"outputs/debug/checkpoint/step-{step}/interdomain.json").read_text())["lr"]
 
     settings = (
         "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --lr_scheduler.warmup_steps 0"
@@ -194,14 +170,7 @@ def test_first_start_end_to_end(tmp_path):
     assert list(found) == ["watch", "convert", "generate", "train"]
     paste(found["convert"])
     assert paste(found["generate"]).stdout.startswith("def main(")
-    assert rate(2) == pytest.approx(1e-5)  # the floor
-
-    assert " --ranks 1 --max-restarts 0 " in found["train"]
-    on = paste(found["train"])
-    assert "--nproc-per-node 1 " in on.stdout
-    assert "--max-restarts" not in on.stdout[: on.stdout.index("output")]
-    assert rate(4) == rate(2)
-    assert "--training.steps 8" in commands(on)["train"]
+    assert " --ranks 1 --max-restarts 0 " in found["train"]  # taken: the next test
 
 
 @pytest.mark.parametrize(
@@ -290,13 +259,6 @@ def test_starts_at_once_install_once(checkout):
     assert [lines[-1] for lines in said] == ["started"] * 3
     assert installed() == ONE_INSTALLATION
     checkout().wait(60)
-    assert installed() == ONE_INSTALLATION
-
-
-def test_without_locks_it_installs_all_the_same(checkout):
-    Path("tools/flock").unlink(missing_ok=True)
-    said, _ = checkout().communicate(timeout=TIMEOUT)
-    assert said.endswith("started\n")
     assert installed() == ONE_INSTALLATION
 
 

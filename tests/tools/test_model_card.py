@@ -35,9 +35,8 @@ def test_what_transformers_generates_with(tmp_path, tokenizer, output):
     }
 
 
-@pytest.mark.parametrize("umask", [0o027])
-def test_files_have_the_permissions_that_the_umask_gives(tmp_path, tokenizer, output, umask):
-    checkpoint = write_checkpoint(tmp_path / "run", small_model(), tokenizer)
+def test_files_have_the_permissions_that_the_umask_gives(tmp_path, tokenizer, output):
+    umask, checkpoint = 0o027, write_checkpoint(tmp_path / "run", small_model(), tokenizer)
     before = os.umask(umask)
     try:
         convert_to(output, checkpoint)

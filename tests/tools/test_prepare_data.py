@@ -185,17 +185,8 @@ readers.SPAN_BYTES, tokenize_parallel.SMALLEST_PART = 3000, 3000
 if __name__ == "__main__":
     sys.exit(prepare_data.main(sys.argv[1:]))
 """
-    given = [
-        "--input",
-        sources / "rows.jsonl",
-        "--tokenizer",
-        tokenizer,
-        "--output",
-        out,
-        "--validation-fraction",
-        "0.1",
-    ]
-    return [sys.executable, "-c", program, *map(str, given), "--shard-tokens", "10000", *map(str, options)]
+    given = f"--input {sources}/rows.jsonl --tokenizer {tokenizer} --output {out} --validation-fraction 0.1"
+    return [sys.executable, "-c", program, *given.split(), "--shard-tokens", "10000", *map(str, options)]
 
 
 SLOW = """
@@ -349,15 +340,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_files(sources, prepare, tmp_path, capsys, monkeypatch, name):
-    data, message = BAD[name]
-    (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data[1]((sources / data[0]).read_bytes()))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_files(sources, prepare, tmp_path, capsys, monkeypatch, workers):
     monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
-    prepare(tmp_path / name, options=["--workers", "2" if name == "row.jsonl" else "1"], expect=2)
-    assert re.search(message, error(capsys))
-    leftover = [path for path in tmp_path.iterdir() if path.name not in (name, ".out.unfinished")]
-    assert leftover == []
+    for name, (data, message) in BAD.items() if workers == 1 else [("row.jsonl.gz", BAD["row.jsonl.gz"])]:
+        data = data if isinstance(data, bytes) else data[1]((sources / data[0]).read_bytes())
+        (tmp_path / name).write_bytes(data)
+        prepare(tmp_path / name, options=["--workers", workers], expect=2)
+        assert re.search(message, error(capsys)), name
+        (tmp_path / name).unlink()
+    assert [path for path in tmp_path.iterdir() if path.name != ".out.unfinished"] == []
 
 
 def test_bad_columns(prepare, tmp_path, capsys):
@@ -374,31 +366,26 @@ def test_bad_columns(prepare, tmp_path, capsys):
     assert decoded(prepare(tmp_path / "x.jsonl", options=options)) == ["a\u2028"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--input", "{}/no.txt"], "No file matches the input"),
-        (["--input", "{}/sub"], "No file matches the input"),
-        (["--input", "{}/bad.model"], "not a kind of file that is read"),
-        (["--input", "{}/short.txt", "--validation-fraction", "0"], "cannot be trained on this text"),
-        (["--workers", "0"], "must be at least 1"),
-        (["--vocab-size", "100"], "too small"),
-        (["--tokenizer", "{}/bad.model"], "is not a sentencepiece model"),
-        (["--tokenizer", "{}/bad.model", "--vocab-size", "400"], "not both"),
-        (["--validation-fraction", "1"], "must be at least 0 and below 1"),
-        (["--max-bytes", "10"], "cannot be trained on this text"),
-        (["--output", "{}/short.txt"], "exists and is not empty"),
-        (["--output", "{}"], "is not empty"),
-        (["--output", "{}", "--skip-existing"], "is not a prepared corpus"),
-    ],
-)
-def test_bad_requests(tmp_path, capsys, options, message):
+def test_bad_requests(tmp_path, capsys):
     (tmp_path / "sub").mkdir()
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "bad.model").write_text("bad")
-    output = [] if "--output" in options else ["--output", str(tmp_path / "out")]
-    assert prepare_data.main([*output, *(option.format(tmp_path) for option in options)]) == 2
-    assert message in error(capsys)
+    for options, message in (
+        ("--input {}/no.txt", "No file matches the input"),
+        ("--input {}/sub", "No file matches the input"),
+        ("--input {}/bad.model", "not a kind of file that is read"),
+        ("--input {}/short.txt --validation-fraction 0", "cannot be trained on this text"),
+        ("--workers 0", "must be at least 1"),
+        ("--vocab-size 100", "too small"),
+        ("--tokenizer {}/bad.model", "is not a sentencepiece model"),
+        ("--tokenizer {}/bad.model --vocab-size 400", "not both"),
+        ("--validation-fraction 1", "must be at least 0 and below 1"),
+        ("--output {}/short.txt", "exists and is not empty"),
+        ("--output {}", "is not empty"),
+        ("--output {} --skip-existing", "is not a prepared corpus"),
+    ):
+        assert prepare_data.main(["--output", str(tmp_path / "out"), *options.format(tmp_path).split()]) == 2
+        assert message in error(capsys), options
     assert sorted(os.listdir(tmp_path)) == ["bad.model", "short.txt", "sub"]
 
 

@@ -50,17 +50,12 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     assert length - 2 * len(tokenizer.encode(_recall.HAY)) < min(sizes) <= max(sizes) <= length
     assert reader.options[0]["max_gen_toks"] == 128
     assert not reader.options[0]["until"]
+    assert _recall.needles(length, tokenizer) == _recall.needles(length, tokenizer)
+    with pytest.raises(ValueError, match="no haystack fits 200 tokens"):
+        _recall.needles(200, tokenizer)
     # Anywhere in the text, and nowhere else: who forgets the first half misses some.
     _, results = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
     assert 0.2 < results["contains,none"] < 0.8
-
-
-def test_needles_are_the_same_every_time_and_longer_for_longer(tokenizer):
-    short, again, long = (_recall.needles(n, tokenizer) for n in (1024, 1024, 2048))
-    assert short == again
-    assert len(long[0]["lines"]) > 1.5 * len(short[0]["lines"])
-    with pytest.raises(ValueError, match="no haystack fits 200 tokens"):
-        _recall.needles(200, tokenizer)
 
 
 def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
@@ -96,11 +91,7 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
 
 def test_passages_are_completed(tmp_path, monkeypatch):
     rows = [
-        {
-            "context": " Rome is a city. The capital of Italy is",
-            "question": "The capital of Italy is ",
-            "answers": ["Rome"],
-        },
+        {"context": " Rome is a city. Italy's capital is", "question": "Italy's capital is ", "answers": ["Rome"]},
         {"context": "[DOC] [TLE] Elba [PAR] An island.", "question": "Elba is an", "answers": ["isle", "Island"]},
         {"context": "Nothing.", "question": "Nobody knows", "answers": []},
     ]
@@ -110,7 +101,7 @@ def test_passages_are_completed(tmp_path, monkeypatch):
     task = _recall.make("based_triviaqa", None)
     reader, results = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
     assert reader.asked == [
-        "Rome is a city. The capital of Italy is",
+        "Rome is a city. Italy's capital is",
         "Elba  An island. Elba is an",
         "Nothing. Nobody knows",
     ]

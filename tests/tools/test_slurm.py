@@ -55,7 +55,6 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
         ({"GPUS": "h200:4"}, [], 4),  # what salloc --gpus=N leaves in the shell of a login node
         ({}, ["--site", "alps"], 4),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
-        ({}, [], launch.CPU_RANKS),
     ],
 )
 def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
@@ -125,7 +124,7 @@ def test_what_srun_s_end_means(slurm, signals, status, said):
     assert _slurm.run([sys.executable, "-c", code], _slurm.site_named("plain")) == said
 
 
-@pytest.mark.parametrize("site", ["plain", "isambard-ai", "alps"])
+@pytest.mark.parametrize("site", ["plain", "isambard-ai"])
 def test_torchrun_takes_what_a_site_gives_it(slurm, site):
     slurm("a", "b")
     given = torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)

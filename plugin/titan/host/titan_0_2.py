@@ -1,7 +1,7 @@
 """TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration.
 
-The plugin overrides methods of its classes, which is without effect where another release calls them by other names: hence the
-check of the version in `__init__`.
+A method that is overridden under a name which TorchTitan no longer calls would be silently without effect. So `HOOKED` lists
+what is overridden or called, and this module refuses to be imported where one of these is missing.
 """
 
 # ruff: noqa: F401 (names for the other modules)
@@ -43,6 +43,26 @@ from torchtitan.tools import profiling, utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
+
+HOOKED = {
+    Trainer: "init_distributed train train_step should_continue_training state_dict load_state_dict close",
+    CheckpointManager: "load save close dcp_save _states_to_load maybe_wait_for_staging _async_wait _save_last_step "
+    "_purge_stale_checkpoints _create_checkpoint_id",
+    OptimizersContainer: "step zero_grad state_dict load_state_dict _validate_length _post_init",
+    LRSchedulersContainer: "step state_dict load_state_dict",
+    MetricsProcessor: "should_log log log_validation close",
+    LoggerContainer: "add_logger log close",
+    BaseLogger: "log close",
+    BaseValidator: "should_validate validate",
+    ParallelDims: "get_mesh get_optional_mesh fsdp_enabled dp_replicate_enabled",
+}
+
+missing = [f"{owner.__name__}.{name}" for owner in HOOKED for name in HOOKED[owner].split() if not hasattr(owner, name)]
+if missing:
+    raise ValueError(
+        f"this TorchTitan has no {', '.join(missing)}, which the plugin overrides or calls: has it been changed since release "
+        "0.2.2? Install the release: pip install --force-reinstall torchtitan==0.2.2."
+    )
 
 
 def replace_device(device_type: str, device_module: Any) -> None:
