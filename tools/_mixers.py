@@ -6,7 +6,7 @@ Others' packages are called by their public names and are never required.
 """
 
 import contextlib
-import importlib.metadata
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -30,14 +30,13 @@ SDPA = {
     "sdpa-default": None,  # the one that PyTorch picks by itself
     "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-FLA = ("flash-linear-attention", "fla-core")
-PEERS = {  # name: (package, its distributions, module, function); those with the most kernels to tune come last
-    "flash-attn-3": ("flash_attn_interface", ("flash-attn-3",), "flash_attn_interface", "flash_attn_func"),
-    "flash-attn-2": ("flash_attn", ("flash-attn",), "flash_attn", "flash_attn_func"),
-    "fla-gated-delta": ("fla", FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "fla-simple-gla": ("fla", FLA, "fla.ops.simple_gla", "chunk_simple_gla"),
-    "mamba2": ("mamba_ssm", ("mamba-ssm",), "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
-    "fla-gla": ("fla", FLA, "fla.ops.gla", "chunk_gla"),
+PEERS = {  # name: (package, module, function); those with the most kernels to tune come last
+    "flash-attn-3": ("flash_attn_interface", "flash_attn_interface", "flash_attn_func"),
+    "flash-attn-2": ("flash_attn", "flash_attn", "flash_attn_func"),
+    "fla-gated-delta": ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "fla-simple-gla": ("fla", "fla.ops.simple_gla", "chunk_simple_gla"),
+    "mamba2": ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+    "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
 }
 ATTENTION = (*SDPA, "flash-attn-3", "flash-attn-2")
 TUNED = tuple(name for name in PEERS if name not in ATTENTION)  # by themselves, when first called: minutes
@@ -81,7 +80,7 @@ def candidate(name: str, p: Problem) -> tuple[Callable, list[Tensor], Tensor | l
         return lambda: _sdpa(q, k, v, SDPA[name]), [q, k, v], p.d_out
     if name == "mamba2":  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
         sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm")))
-    run = getattr(importlib.import_module(PEERS[name][2]), PEERS[name][3])
+    run = getattr(importlib.import_module(PEERS[name][1]), PEERS[name][2])
     if name in ATTENTION:
         return lambda: _first(run(q, k, v, causal=True)), [q, k, v], p.d_out
     given = _state_space(p) if name == "mamba2" else _gated(name, p)
@@ -121,22 +120,6 @@ def _state_space(p: Problem) -> dict:
     B, C = (torch.randn(s.B, s.T, 1, s.M, generator=make, device=v.device).to(v.dtype) for _ in range(2))
     given = {"dt": dt, "A": -torch.ones(s.H, device=v.device), "B": B, "C": C}
     return {"x": v, **{name: x.requires_grad_() for name, x in given.items()}, "chunk_size": 256}
-
-
-def made_by(name: str) -> str | None:
-    """The package that computes it, with its version; None for this one."""
-    if name in (*OURS, *FEATURES):
-        return None
-    if name == "sdpa-cudnn":
-        version = torch.backends.cudnn.version() or 0
-        return f"cuDNN {version // 10_000}.{version // 100 % 100}.{version % 100}"
-    if name in SDPA:
-        return f"PyTorch {torch.__version__}"
-    package, distributions, *_ = PEERS[name]
-    for distribution in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{distribution} {importlib.metadata.version(distribution)}"
-    return package
 
 
 def absent(name: str) -> str | None:

@@ -126,16 +126,10 @@ class Run:
             return
         buffer, log = io.BytesIO(), b""
         with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-            archive.add(self.folder, "results")
+            archive.add(self.folder, "results", filter=anonymous)
         cells = [["part", "status", "seconds"]]
-        summary = [
-            "# Summary",
-            "",
-            f"{time.monotonic() - self.began:.0f} s.",
-            *(f"\n**{text}**" for text in self.loud),
-            "",
-        ]
-        pages = []
+        summary, pages = [f"# Summary\n\n{time.monotonic() - self.began:.0f} s.\n"], []
+        summary += [f"**{text}**\n" for text in self.loud]
         for row in self.rows:
             cells.append([row["part"], row["status"].replace("|", "/"), f"{row['seconds']:.0f}"])
             pages += page(contents) if (contents := self.results(row["part"])) else []
@@ -145,6 +139,13 @@ class Run:
         text = "\n".join([*summary, *markdown_rows(cells), *pages]) + "\n"
         for name, data in (ARCHIVE, buffer.getvalue()), (LOG, log), (SUMMARY, text.encode()):
             write_whole(self.out / name, data)
+
+
+def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Of the archive: results name no user."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
 
 
 def tool(module: str, *flags: str, on_gpu: tuple[str, ...] = (), in_all: tuple[str, ...] = ()) -> Callable:

@@ -10,7 +10,6 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -26,7 +25,7 @@ TINY = ("2x128x16", "1x256x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
-    *("peak MiB", "by", "remark"),
+    *("peak MiB", "remark"),
 ]
 IMPORTS = ("torch._dynamo", "interdomain.scan.triton_chunkwise")  # that take long, while another process measures
 
@@ -41,8 +40,8 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
 
 
 def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit: Emit) -> None:
-    """emit(row of the kernel table); once more with the kernel that an attention called, which the profiler tells."""
-    row = {"mixer": name, "by": _mixers.made_by(name)}
+    """emit(row of the kernel table)."""
+    row = {"mixer": name}
     if name in _mixers.TUNED:
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what it chose is there for the next process
     try:
@@ -64,20 +63,6 @@ def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds:
     row["roofline ms"] = roofline_ms(device, sum(io_bytes(shape, name)), sum(flops(shape)) if flops else 0)
     row["of roofline"] = ratio(row["roofline ms"], row["both ms"])
     emit(row)
-    if name in ATTENTION and device.type == "cuda":
-        emit(row | {"by": f"{row['by']}: {longest_kernel(forward)}"})
-
-
-def longest_kernel(call: Callable[[], object]) -> str:
-    """Name of the kernel that takes most of a call's time on the GPU."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    kernels = [event for event in seen.key_averages() if event.device_type == DeviceType.CUDA]
-    return max(kernels, key=lambda e: e.self_device_time_total).key[:80] if kernels else "kernel unknown"
 
 
 def parse(argv) -> argparse.Namespace:

@@ -6,6 +6,7 @@ bits. Run it before believing any figure. Exit status 0: every case passed. 1: a
 bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
+import argparse
 import functools
 import sys
 
@@ -136,12 +137,16 @@ def check_one(which: tuple[str, int], emit: Emit, *, device: torch.device) -> No
     _bench.require_healthy(device, str(case))
 
 
-@user_errors
-def main(argv=None) -> int:
+def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
     p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
     device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     available = groups(device.type == "cuda")
     names = _bench.choose("--groups", args.groups, available)

@@ -4,6 +4,7 @@ How far the gradients of each precision are from float32's: a small model reads 
 while in float32, and from the same weights the gradients of the next batch are computed in every precision, over several seeds.
 """
 
+import argparse
 import copy
 import statistics
 import sys
@@ -84,14 +85,18 @@ def errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> di
     }
 
 
-@user_errors
-def main(argv=None) -> int:
+def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=["interdomain", "softmax"])
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 1, 2], help="of weights and batches; default 42 1 2")
     p.add_argument("--steps", type=int, default=200, help="trained before; default %(default)s")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
     device, deadline, text = _bench.choose_device(args.device), _bench.Deadline(args.time_limit), read_text()
     options = {"conditions": args.conditions, "seeds": args.seeds, "steps": args.steps}
     report = _bench.Report("precision", args.output, device, options, f"computed on {device.type.upper()}")

@@ -204,15 +204,19 @@ def cells(args: argparse.Namespace, condition: str, batch: int, length: int) -> 
         yield f"{condition} {mode}", f"{counted / 2**30:.2f} ({estimated / 2**30:.2f})"
 
 
-@user_errors
-def main(argv=None) -> int:
+def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument("--size", default="1.3B", choices=tuple(SIZES), help="default %(default)s")
     p.add_argument("--conditions", nargs="+", choices=tuple(CONDITIONS), default=("interdomain", "softmax"))
     p.add_argument("--prompts", nargs="+", default=["8x4096"], help="sequences x tokens; default 8x4096")
     p.add_argument("--training", action="store_true", help="a step on --prompts, by activation checkpointing")
     p.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default %(default)s")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
     what = "activations and loss of a training step (estimated)" if args.training else "at the peak of reading a prompt"
     print(f"{args.size}, {args.precision}: GiB, {what}, counted, not measured\n")
     for prompt in args.prompts:

@@ -100,8 +100,6 @@ def test_kernels_and_passes(gpu, tmp_path, monkeypatch):
         )
         assert "cannot run" in rows["features"]["remark"]  # the stand-in's tensors are on the CPU
         assert rows["sdpa-cudnn"]["remark"]
-        assert rows["sdpa-cudnn"]["by"] == "cuDNN 9.10.2"
-        assert rows["sdpa-flash"]["by"] == f"PyTorch {torch.__version__}: kernel unknown"  # no CUPTI here
         assert rows["fla-gla"]["remark"] == "fla is not installed"
     assert bench_kernels.main(["--passes", *argv]) == 0
     for table in results(tmp_path, "passes")["tables"].values():
