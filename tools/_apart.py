@@ -30,8 +30,8 @@ def descendants(*pids: int) -> list[int]:
             fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
     found = [child for pid in pids for child in children.get(pid, ())]
-    for child in found:  # grows while it is walked
-        found += children.get(child, ())
+    for child in found:  # grows while it is walked; a number that is given anew meanwhile may close a circle
+        found += [other for other in children.get(child, ()) if other not in found]
     return found
 
 
