@@ -354,3 +354,17 @@ def test_the_readme_s_commands_exist(capsys):
             assert re.search(rf"{option}\b", shown), f"{module} has no {option}"
     for path in re.findall(r"\b((?:train_configs|tests|benchmarks)/[\w./-]+\w)", text):
         assert (REPOSITORY / path).exists() or path.startswith("benchmarks/results"), path
+
+
+def test_hashed_constraints_are_the_constraints():
+    """Every version in constraints-hashed.txt that constraints.txt pins is the same there."""
+
+    def versions(file):
+        lines = re.findall(r"^([\w.-]+)==([^\s;\\]+)", (REPOSITORY / file).read_text(), re.MULTILINE)
+        return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in lines}
+
+    pinned, hashed = versions("constraints.txt"), versions("constraints-hashed.txt")
+    assert len(pinned.keys() & hashed.keys()) > 50
+    assert {name: hashed[name] for name in pinned.keys() & hashed.keys()} == {
+        name: pinned[name] for name in pinned.keys() & hashed.keys()
+    }
