@@ -5,7 +5,6 @@ import datetime
 import functools
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -22,14 +21,15 @@ from interdomain.scan.triton_support import cannot_launch
 
 from . import _apart, _cli
 from ._tables import markdown_rows, show
+from ._timing import release
 from .launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
-NO_FAILURE = (None, "passed", "beyond bounds", "not run")  # of the check; one that was cut is 'unfinished'
-PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3", "mamba-ssm")
+NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
+PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3")
 SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
-NOT_RUN = "not run: time limit"
+NOT_RUN = _apart.LATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,17 +107,14 @@ class Report:
         self.folder = Path(folder or f"benchmarks/results/{datetime.date.today().isoformat()}-{slug}")
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
-            raise FileExistsError(
-                f"{self.json} is there already, and results are never overwritten. Give another folder by --output, or "
-                "remove this one."
-            )
+            raise FileExistsError(f"{self.json} is there, and results are never overwritten. Give another --output.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.started, self.printed = time.monotonic(), ""
+        self.started, self.printed, check = time.monotonic(), None, self.folder / "check.json"
         self.contents = {
             "part": part,
             "status": "unfinished",
             "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
-            "check": None if part == "check" else outcome_of_check(self.folder),
+            "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
             "environment": record,
@@ -142,8 +139,6 @@ class Report:
     def add(self, name: str, row: dict) -> None:
         """A row of `table(name, ...)`: printed, and on the disk when this returns. What is not a column is not printed."""
         table = self.contents["tables"][name]
-        # JSON has no NaN.
-        row = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in row.items()}
         table["rows"].append(row)
         head, line = markdown_rows([table["columns"], [show(row.get(c)) for c in table["columns"]]])[::2]
         print(*(() if self.printed == name else (f"\n{name}", head)), line, sep="\n", flush=True)
@@ -165,30 +160,21 @@ class Report:
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
 
 
-def outcome_of_check(folder: Path) -> str:
-    """passed, failed, unfinished or not run, as the `check` part in the same folder has it."""
-    try:
-        return json.loads((Path(folder) / "check.json").read_text())["status"]
-    except FileNotFoundError:
-        return "not run"
-    except (OSError, ValueError, KeyError):
-        return "unreadable"
-
-
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """What the figures depend on. No host name, no user, no path."""
     record = {}
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
-        record["GPU"] = p.name
-        record["compute capability"] = f"{p.major}.{p.minor}"
-        record["driver"] = nvidia_smi("driver_version")
-        record["ptxas"] = _ptxas(10 * p.major + p.minor)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+        record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
+        # Triton's own of that version, where nobody named another.
+        record["ptxas"] = (
+            _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2] or "Triton's"
+        )
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    record["CPU"] = (
-        f"{found[1] if found else platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    )
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     record |= {name: installed.get(name, "not installed") for name in PACKAGES}
@@ -199,40 +185,19 @@ def commit() -> str:
     """This clone's commit, with a word if its sources were changed since; INTERDOMAIN_COMMIT names it where git cannot."""
     root = Path(__file__).resolve().parents[1]
     git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
-    try:
-        if not (Path(_output([*git, "rev-parse", "--show-toplevel"])) / "kernels" / "scan").is_dir():
-            raise OSError("an installed package, inside somebody else's clone")
-        changed = _output([*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES])
-        return _output([*git, "rev-parse", "HEAD"]) + (", changed since" if changed else "")
-    except (OSError, subprocess.SubprocessError):
+    # An installed package may lie inside somebody else's clone.
+    if not (Path(_output(*git, "rev-parse", "--show-toplevel") or "/") / "kernels/scan").is_dir():
         return os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    return _output(*git, "rev-parse", "HEAD") + (", changed since" if changed else "")
 
 
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-
-
-def nvidia_smi(what: str) -> str:
-    """Of the first GPU; 'unknown' where nobody can be asked."""
+def _output(*command: str) -> str:
+    """What a program prints; nothing if it is not there or fails."""
     try:
-        return _output(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]).splitlines()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
-
-
-def processes() -> int:
-    """How many may use the GPU beside each other: half the cores, at most 8, for they mostly compile; one on a GPU that takes
-    one at a time (nvidia-smi -c EXCLUSIVE_PROCESS)."""
-    return 1 if "Exclusive" in nvidia_smi("compute_mode") else min(8, max(1, len(os.sched_getaffinity(0)) // 2))
-
-
-def _ptxas(capability: int) -> str:
-    try:
-        from interdomain.features.triton_launch import ptxas
-
-        return ptxas(capability)
-    except (ImportError, AttributeError, RuntimeError, OSError):  # no Triton, one with another interface, or no ptxas
-        return "unknown"
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def reason(e: BaseException) -> str:
@@ -256,14 +221,12 @@ def work(
 
 
 def _on_device(device: torch.device, handle: _apart.Handle, case, emit) -> None:
+    """Raises: RuntimeError if the GPU does not survive the case: another process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
     handle(case, emit)
-
-
-def ended(problem: str | None) -> dict:
-    """The remark of a row whose process did not finish (_apart.run)."""
-    return {"remark": without_paths(problem)[:300]} if problem else {}
+    require_healthy(device, str(case))
+    release(device)
 
 
 def require_healthy(device: torch.device, after: str) -> None:

@@ -1,6 +1,7 @@
-"""Inputs of the scan for the benchmarks, at the initialisation that training starts from; the bytes and FLOPs of a call.
+"""Inputs of the scan and of the input features for the benchmarks, at the initialisation that training starts from.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions.
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions,
+E = H d channels of a projection.
 """
 
 import math
@@ -8,11 +9,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from interdomain import scan
+from interdomain.features import input_features
+from interdomain.model.feature_map import rope_frequencies, rope_tables
 
 CPU = torch.device("cpu")
-WIDTH, CHUNK = 2, 64  # bytes of a number; tokens
+# Stages that each projection of the mixers goes through; a and b are the single input's.
+STAGES = {
+    "query": ("conv", "rope", "silu"),
+    "key": ("conv", "rope", "silu", "norm"),
+    "value": ("norm",),
+    "a": ("conv", "rope", "norm"),
+    "b": ("conv", "norm"),
+}
+CONV_WIDTH, ROPE_THETA = 4, 10_000.0
 
 
 @dataclass(frozen=True)
@@ -28,23 +40,14 @@ class Shape:
         grouped = f" G={self.G}" if self.G > 1 else ""
         return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
 
-    @property
-    def tokens(self) -> int:
-        """Tokens times query heads."""
-        return self.B * self.T * self.H * self.G
-
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def move(x, device: torch.device):
-    """The same on `device`: a tensor, a dict or tuple of them, or None. Leaves that record gradients stay leaves."""
-    if isinstance(x, dict):
-        return {name: move(y, device) for name, y in x.items()}
-    if isinstance(x, tuple):
-        return tuple(move(y, device) for y in x)
-    return x if x is None else x.detach().to(device).requires_grad_(x.requires_grad)
+def convert(tree, **to):
+    """Tensors in dicts and tuples, each by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
+    return tree_map_only(Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree)
 
 
 def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,49 +122,32 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
     return starts.cumsum(1)
 
 
-def io_bytes(shape: Shape, mixer: str = "") -> tuple[int, int]:
-    """Bytes of (forward, backward) of `mixer`: every input read once and every output written once.
+def make_features(kind: str, s: Shape, dtype: torch.dtype, device: torch.device, *, past: bool = False, seed: int = 0):
+    """(leaves by name, rotary tables or None, d_out): x [B, T, E] and the parameters that this projection has, in dtype."""
+    g = generator(device, seed)
 
-    forward: q, k, v in, o out. backward: q, k, v, do in, dq, dk, dv out. `linear` has z of width 2d for q, k, v and o of that
-    width, `mamba2` v alone, the features three projections. Gates, and what does not grow with T and H, are left out.
-    """
-    queries, keys = (shape.B * shape.T * heads * shape.d * WIDTH for heads in (shape.H * shape.G, shape.H))
-    rows = {"linear": 2 * keys, "mamba2": keys, "features": 3 * keys, "features-torch": 3 * keys}.get(mixer)
-    return (2 * rows, 3 * rows) if rows else (2 * queries + 2 * keys, 3 * queries + 4 * keys)
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g, device=device).to(dtype)
 
-
-def attention_flops(shape: Shape) -> tuple[int, int]:
-    """FLOPs of (forward, backward): two products over T (T + 1) / 2 pairs, and five."""
-    pair = shape.tokens * (shape.T + 1) * shape.d
-    return 2 * pair, 5 * pair
-
-
-def pass_costs(shape: Shape) -> dict[str, tuple[int, int]]:
-    """{pass of `chunkwise`: (bytes, FLOPs)} over all tokens: its reads and writes, each once, and the products of the algebra.
-
-    Counted per token and query head: numbers (N = 2M of a, b~, c or e~; d of q, k, v, o or a gradient) and multiply-adds.
-    What a pass does twice, for blocks of channels or of basis functions, and padding are not counted.
-    """
-    d, M, N = shape.d, shape.M, 2 * shape.M
-    state = 4 * M * d  # read or updated
-    read, W = CHUNK * d + CHUNK * N + state, N * N  # scores, times the values, state; one product by W
-    costs = {
-        "contract": (2 * d + N, read),
-        "mix": (2 * N, W),
-        "mix_expand": (N + 2 * d, W + read),
-        "mix_backward": (4 * N, 3 * W),  # b~, e~ and dW from a and c
-        "expand": (N + 2 * d, read),
-        "adjoint": (N + 2 * d, read),
-        "decay": (N + 2 * d, read + state),  # the costate and its derivative
-        "adjoint_decay": (N + 3 * d, 2 * read + state),
-        "states": (2 * d, state),  # the sweep that finds the states before the segments
-        "costates": (2 * N + 2 * d, state),  # the same backwards
-    }
-    return {name: (shape.tokens * WIDTH * n, 2 * shape.tokens * macs) for name, (n, macs) in costs.items()}
+    E, stages = s.H * s.d, STAGES[kind]
+    leaves = {"x": normal(s.B, s.T, E)}
+    if "conv" in stages:
+        leaves |= {"weight": 0.5 * normal(E, 1, CONV_WIDTH), "bias": 0.5 * normal(E)}
+        if past:
+            leaves["past"] = normal(s.B, CONV_WIDTH - 1, E)
+    if "norm" in stages:
+        leaves |= {"scale": 1 + 0.1 * normal(s.d), "shift": 0.1 * normal(s.H, s.d)}
+    rope = make_rope(s, device) if "rope" in stages else None
+    return {name: x.requires_grad_() for name, x in leaves.items()}, rope, normal(s.B, s.T, s.H, s.d)
 
 
-def chunkwise_flops(shape: Shape) -> tuple[int, int]:
-    """FLOPs of (forward, backward) as plugin/model/flops.py counts them: nothing is done twice."""
-    costs = pass_costs(shape)
-    forward = costs["contract"][1] + costs["mix_expand"][1]
-    return forward, 2 * forward
+def make_rope(s: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    return rope_tables(torch.arange(s.T, device=device), rope_frequencies(s.d, ROPE_THETA, device))
+
+
+def run_features(kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str, documents=None) -> Tensor:
+    """`input_features` with the stages of this projection: [B, T, H, d]."""
+    pairs = {"conv": ("weight", "bias"), "norm": ("scale", "shift")}
+    given = {name: tuple(leaves[n] for n in pair) for name, pair in pairs.items() if name in STAGES[kind]}
+    given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind], "documents": documents}
+    return input_features(leaves["x"], head_dim, **given, backend=backend)

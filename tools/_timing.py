@@ -1,9 +1,9 @@
-"""How the benchmarks time: candidates take turns, the median of each; and the roofline of a GPU.
+"""How the benchmarks time one call: the median of several rounds; and the roofline of a GPU.
 
 On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
 wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the
 GPU's, as in training, where the host runs ahead. Without that lead the call finds the GPU idle, and every launch that the GPU
-waits for counts. (triton.testing.do_bench has neither turns nor lead, and times no part of a call.)
+waits for counts. (triton.testing.do_bench has no lead, and times no part of a call.)
 """
 
 import gc
@@ -15,8 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-
-from ._bench import reason, require_healthy
 
 MIN_FLUSH = 2**28  # bytes
 LEAD_MS = 2.0
@@ -44,29 +42,27 @@ class Times(NamedTuple):
 
 
 Call = Callable[[], object] | tuple[Callable, ...]  # a chain of steps: each takes what the one before it returned
-Timer = Callable[[list[Call]], list[list[float]]]  # ms of every step of every call
+Timer = Callable[[Call], list[float]]  # ms of every step of a call
 
 
-def interleaved(
-    calls: dict, device: torch.device, *, rounds: int = 20, seconds: float = 1.0, lead_ms: float = LEAD_MS
-) -> dict[str, list[Times]]:
-    """Times of calls that ran before (`usable`), in turns: of each step of a chain, and last of all steps together.
+def measure(
+    call: Call, device: torch.device, *, rounds: int = 20, seconds: float = 1.0, lead_ms: float = LEAD_MS
+) -> list[Times]:
+    """Times of each step of a call, and last of all steps together, after two runs that compile and tune.
 
     Args:
-        rounds: turns of a fast candidate. seconds: what all turns of one candidate may take together; at least 3 are taken.
+        seconds: what all rounds may take together; at least 3 are taken.
         lead_ms: the host's head start; 0 to launch at an idle GPU, gaps included.
     """
+    for _ in range(2):
+        run_once(call)
     run = timer(device, lead_ms)
-    turns = {n: max(3, min(rounds, int(seconds / max(sum(run([call])[0]) / 1e3, 1e-9)))) for n, call in calls.items()}
-    total = max(turns.values(), default=0)
-    taken = {name: [] for name in calls}
-    for i in range(total):
-        # Evenly spread turns; a rotating start, so that nobody always follows the same neighbour.
-        now = [n for n in calls if (i + 1) * turns[n] // total > i * turns[n] // total]
-        now = now[i % len(now) :] + now[: i % len(now)]
-        for name, steps in zip(now, run([calls[n] for n in now]), strict=True):
-            taken[name].append([*steps, sum(steps)])
-    return {name: [summary(list(ms)) for ms in zip(*rows, strict=True)] for name, rows in taken.items()}
+    once = sum(run(call)) / 1e3
+    taken = []
+    for _ in range(max(3, min(rounds, int(seconds / max(once, 1e-9))))):
+        steps = run(call)
+        taken.append([*steps, sum(steps)])
+    return [summary(list(ms)) for ms in zip(*taken, strict=True)]
 
 
 def summary(ms: list[float]) -> Times:
@@ -89,41 +85,35 @@ def timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
     return cuda_timer(device, lead_ms) if device.type == "cuda" else wall_timer
 
 
-def wall_timer(calls: list[Call]) -> list[list[float]]:
-    ms = []
-    for call in calls:
-        at = []
-        run_once(call, lambda at=at: at.append(1e3 * time.perf_counter()))
-        ms.append([end - start for start, end in itertools.pairwise(at)])
-    return ms
+def wall_timer(call: Call) -> list[float]:
+    at = []
+    run_once(call, lambda: at.append(1e3 * time.perf_counter()))
+    return [end - start for start, end in itertools.pairwise(at)]
 
 
 def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
-    """A timer of one run each, with the L2 cache overwritten before it; without a lead, at a GPU that is done with that."""
+    """A timer that overwrites the L2 cache before a run; without a lead, it waits until the GPU is done with that."""
     size = max(MIN_FLUSH, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
     trash = torch.empty(size // 4, dtype=torch.int32, device=device)
 
-    def timed(calls: list[Call], writes: int) -> list[list[float]]:
-        marks = []
-        for call in calls:
-            events = []
+    def timed(call: Call, writes: int) -> list[float]:
+        events = []
 
-            def mark(events=events):
-                events.append(torch.cuda.Event(enable_timing=True))
-                events[-1].record()
+        def mark():
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
 
-            for _ in range(writes):
-                trash.zero_()
-            if not lead_ms:
-                torch.cuda.synchronize()
-            run_once(call, mark)
-            marks.append(events)
+        for _ in range(writes):
+            trash.zero_()
+        if not lead_ms:
+            torch.cuda.synchronize()
+        run_once(call, mark)
         torch.cuda.synchronize()
-        return [[start.elapsed_time(end) for start, end in itertools.pairwise(events)] for events in marks]
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
-    once = timed([trash.zero_], 1)[0][0]
+    once = timed(trash.zero_, 1)[0]
     writes = max(1, min(MAX_WRITES, math.ceil(lead_ms / max(once, 1e-3))))
-    return lambda calls: timed(calls, writes)
+    return lambda call: timed(call, writes)
 
 
 def peak_memory(call: Call, device: torch.device) -> float | None:
@@ -136,40 +126,6 @@ def peak_memory(call: Call, device: torch.device) -> float | None:
     run_once(call)
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def usable(calls: dict, device: torch.device) -> tuple[dict, dict]:
-    """Run every call twice (compilation, autotuning): (those that can run, why the others cannot).
-
-    Raises: RuntimeError if one leaves the GPU in an error state.
-    """
-    good, bad = {}, {}
-    for name, call in calls.items():
-        try:
-            for _ in range(2):
-                run_once(call)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            good[name] = call
-        except Exception as e:
-            bad[name] = reason(e)
-        if name in bad:  # outside of `except`, where the exception would keep the tensors alive
-            release(device)
-            require_healthy(device, str(name))
-    return good, bad
-
-
-def captured(call: Callable[[], object]) -> tuple[Callable[[], None], object]:
-    """(replay, what the call returned): the launches of a call in a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # nothing may be compiled while capturing
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph.replay, out
 
 
 def release(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from interdomain.model.initialize import initial_value
 
 from . import _bench
 from ._cli import argument_parser, user_errors
-from ._timing import interleaved, peak_memory, ratio, release, roofline_ms, timer, usable
+from ._timing import measure, peak_memory, ratio, release, roofline_ms, timer
 
 CONDITIONS = ("interdomain", "softmax")
 # bf16-products: the paper's, float32 weights that every product rounds.
@@ -155,11 +155,8 @@ def decode_figures(model: Transformer, graph: bool, batch: int, prefix: int, mod
             for _ in range(mode.steps):
                 step()
 
-        good, bad = usable({"": (prepare, run)}, device)
-        if bad:
-            return {"remark": bad[""]}
         # At an idle GPU: eager, the host's gaps count.
-        taken = interleaved(good, device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[""][1]
+        taken = measure((prepare, run), device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[1]
     except Exception as e:  # a cache that does not fit, as a rule
         return {"remark": _bench.reason(e)}
     ms = taken.median / mode.steps
@@ -229,10 +226,10 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
             prefill(model, tokens, chunk=chunk)
 
         read()
-        peak = peak_memory(lambda: ms.extend(run([read])[0]), device)
+        peak = peak_memory(lambda: ms.extend(run(read)), device)
         if peak is not None:
             found["GiB"] = peak / 2**10 + model_bytes(model) / 2**30
-        found["tokens/s"] = 1e3 * batch * length / sum(ms or run([read])[0])
+        found["tokens/s"] = 1e3 * batch * length / sum(ms or run(read))
     except Exception as e:
         found["remark"] = _bench.reason(e)
     release(device)

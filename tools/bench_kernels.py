@@ -1,12 +1,13 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
-Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages,
-flash-linear-attention or mamba_ssm where installed, on the same inputs, beside the roofline of the GPU's datasheet. On a GPU
-each has a process of its own. --passes times each Triton pass alone. Without a GPU: tiny and labelled.
+Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages and
+flash-linear-attention where installed, on the same inputs, beside the roofline of the GPU's datasheet. Without a GPU: tiny and
+labelled.
 """
 
 import argparse
 import functools
+import itertools
 import os
 import re
 import sys
@@ -16,9 +17,9 @@ import torch
 from . import _bench, _mixers
 from ._apart import Emit
 from ._cli import argument_parser, user_errors
-from ._mixers import ATTENTION, NAMES, SLOW, make_problem
-from ._problems import Shape, attention_flops, chunkwise_flops, io_bytes
-from ._timing import interleaved, peak_memory, ratio, release, roofline_ms, usable
+from ._mixers import ATTENTION, NAMES, SLOW
+from ._problems import Shape
+from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
 SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
 TINY = ("2x128x16", "1x256x24")
@@ -27,7 +28,6 @@ COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
     *("peak MiB", "remark"),
 ]
-IMPORTS = ("torch._dynamo", "interdomain.scan.triton_chunkwise")  # that take long, while another process measures
 
 
 def parse_shape(text: str, heads: int, basis: int) -> Shape:
@@ -39,30 +39,28 @@ def parse_shape(text: str, heads: int, basis: int) -> Shape:
     return Shape(B, T, heads, d, basis)
 
 
-def measure(name: str, shape: Shape, device: torch.device, rounds: int, seconds: float, emit: Emit) -> None:
-    """emit(row of the kernel table)."""
+def call_of(name: str, shape: Shape, device: torch.device) -> Call:
+    """Forward as in training, then the gradients of every leaf: two steps that are timed apart and together."""
+    forward, leaves, d_out = _mixers.candidate(name, shape, device)
+    return forward, lambda o: torch.autograd.grad(o, leaves, d_out)
+
+
+def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
+    """emit(row of the table)."""
+    name, shape = case[0], shapes[case[1]]
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what others' kernels chose is there for the next process
     row = {"mixer": name}
-    if name in _mixers.TUNED:
-        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what it chose is there for the next process
     try:
-        forward, leaves, d_out = _mixers.candidate(name, make_problem(shape, device))
+        call = call_of(name, shape, device)
+        times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
+        row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
         emit(row | {"remark": _bench.reason(e)})
         return
-    # Forward as in training, then the gradients of every leaf: two steps that are timed apart and together.
-    call = forward, lambda o: torch.autograd.grad(o, leaves, d_out)
-    good, bad = usable({name: call}, device)
-    if bad:
-        emit(row | {"remark": bad[name]})
-        return
-    row["peak MiB"] = peak_memory(call, device)
-    times = interleaved(good, device, rounds=rounds, seconds=seconds)[name]
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    flops = attention_flops if name in ATTENTION else chunkwise_flops if name in _mixers.OURS[:2] else None
-    row["roofline ms"] = roofline_ms(device, sum(io_bytes(shape, name)), sum(flops(shape)) if flops else 0)
-    row["of roofline"] = ratio(row["roofline ms"], row["both ms"])
-    emit(row)
+    row["roofline ms"] = roofline_ms(device, *_mixers.costs(name, shape))
+    emit(row | {"of roofline": ratio(row["roofline ms"], row["both ms"])})
 
 
 def parse(argv) -> argparse.Namespace:
@@ -76,15 +74,16 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument(
         "--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: those installed, but {', '.join(SLOW)}"
     )
-    p.add_argument("--rounds", type=int, help="turns of a candidate; default 20 (CPU: 3)")
-    p.add_argument("--passes", action="store_true", help="time each Triton pass alone, and nothing else")
-    p.add_argument("--once", nargs="+", metavar="PASS", help="launch these passes once, for a profiler or a sanitizer")
+    p.add_argument("--rounds", type=int, help="timed calls of a candidate; default 20 (CPU: 3)")
+    p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
+    if args.once:  # without PyTorch's pools a sanitizer sees an access beyond a tensor's end
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     device = _bench.choose_device(args.device)
     cuda = device.type == "cuda"
     deadline = _bench.Deadline(args.time_limit)
@@ -95,13 +94,15 @@ def main(argv=None) -> int:
     _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
     texts = args.shapes or list(SHAPES if cuda else TINY)
     shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
-    if args.passes or args.once:
-        from . import _passes
+    for name, shape in itertools.product(names if args.once else (), shapes.values()):
+        run_once(call_of(name, shape, device))
+        print(f"ran {name}, {shape}", flush=True)
+    if args.once:
+        return 0
 
-        return _passes.run(args, device, shapes, deadline)
-
-    options = {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
-    report = _bench.Report("kernels", args.output, device, options)
+    report = _bench.Report(
+        "kernels", args.output, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
+    )
     report.note("Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates.")
     if missing and not args.mixers:
         report.note(f"Not installed: {', '.join(sorted(set(missing.values())))}.")
@@ -109,31 +110,25 @@ def main(argv=None) -> int:
         report.table(str(shape), COLUMNS)
 
     def add(case, rows, problem):
-        name, text = case
-        row = {"mixer": name, **(rows[-1] if rows else {}), **_bench.ended(problem)}
-        everything = [*report.rows(str(shapes[text])), row]
+        name, shape = case[0], str(shapes[case[1]])
+        row = {"mixer": name, **(rows[0] if rows else {})}
+        if problem:
+            row["remark"] = _bench.without_paths(problem)[:300]
+        everything = [*report.rows(shape), row]
         best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
         for r in everything:
             r["of best attention"] = ratio(r.get("both ms"), best)
-        report.add(str(shapes[text]), row)
+        report.add(shape, row)
 
     for name in (name for name in names if name in missing):
         for text in texts:
             add((name, text), [], f"{missing[name]} is not installed")
-    jobs = [[(name, text) for text in texts] for name in names if name not in missing]
+    cases = [(name, text) for name in names if name not in missing for text in texts]
     handle = functools.partial(run_case, device=device, shapes=shapes, rounds=args.rounds)
-    _bench.work(device, jobs, add, handle, deadline, imports=IMPORTS)
+    _bench.work(device, [cases], add, handle, deadline)
     ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0
-
-
-def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
-    """A row of the table. Raises: RuntimeError if the GPU does not survive it."""
-    name, text = case
-    measure(name, shapes[text], device, rounds, 1.0 if device.type == "cuda" else 0.05, emit)
-    _bench.require_healthy(device, name)
-    release(device)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _apart, _bench, _torchrun, launch
+from . import _bench, _torchrun, launch
 from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
@@ -148,7 +148,8 @@ def run_case(case: Case, args: argparse.Namespace, config: Path, data: Path, out
         except subprocess.TimeoutExpired:
             problem = f"cut after {seconds:.0f} s by the time limit"
         finally:
-            _apart.stop(process)
+            process.kill()  # SIGKILL at once: the rank dies with torchrun, which after a SIGTERM it would not
+            process.wait()
     row |= figures(scalars(output), args)
     if problem:
         said = log.read_text(errors="replace")

@@ -1,60 +1,59 @@
 """python -m interdomain.tools.check_kernels --output benchmarks/results/today
 
-Run every backend of the scan and the one-token step on this machine's GPU (without one: on the CPU, tiny) and compare
-outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; then once more, for equal
-bits. Run it before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its
-bound or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
+Run the scan, the one-token step and the input features on this machine's GPU (without one: on the CPU, tiny) and compare
+outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal
+bits. Run it before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound
+or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
 import argparse
 import functools
+import math
+import os
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from interdomain import scan
+from interdomain.features import input_features_step
 
-from . import _bench, _features
+from . import _bench
 from ._apart import Emit
-from ._cases import BOUNDS, COLUMNS, STEPS, Case, bound, groups
+from ._cases import STEPS, Case, groups
 from ._cli import argument_parser, user_errors
-from ._problems import CPU, make_documents, make_inputs, move
-from ._timing import captured
+from ._problems import CONV_WIDTH, CPU, convert, make_documents, make_features, make_inputs, make_rope, run_features
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
 STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
 LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agrees with the loop to 1e-10 by the tests
+# run(exact) -> outputs and gradients by name; exact: in float64, by the form that judges.
+Run = Callable[[bool], dict[str, Tensor]]
 
 
 def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
-    """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason."""
-    row = _row(case)
+    """A row: errors by tensor, whether two runs were equal in every bit, and PASS, BEYOND, FAIL, or FAIL and the reason.
+
+    All numbers are drawn on the CPU: the same whatever the GPU.
+    """
+    row = {"case": str(case), "bit-equal": None}
     try:
-        run = {"step": _step, "features": _features.results, "features step": _features.step_results}
-        got, exact, again = run.get(case.kind, _scan)(case, device, seed)
-        row |= {name: relative_rms(got[name], exact[name]) for name in exact}
+        run = PROBLEMS[case.kind](case, device, seed)
+        got = run(False)
+        if case.repeat:
+            again = run(False)
+            row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
+        errors = {name: relative_rms(got[name], x) for name, x in run(True).items()}
     except Exception as e:
         return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
-    if again is not None:
-        row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-    return row | verdict({name: row[name] for name in exact}, case.arithmetic, row["bit-equal"])
-
-
-def _row(case: Case) -> dict:
-    """bound: of every tensor but, in bf16, dlog_decay (`bound`)."""
-    return {"case": str(case), "bound": BOUNDS[case.arithmetic], "bit-equal": None}
-
-
-def verdict(errors: dict[str, float], arithmetic: str, bit_equal: bool | None = None) -> dict:
-    """The result and the worst error of a row."""
-
-    def all_below(factor: float) -> bool:  # `<` and not `>`: a NaN must fail
-        return all(error < factor * bound(arithmetic, name) for name, error in errors.items())
-
-    failed = bit_equal is False or not all_below(FAILED)
-    return {"result": FAIL if failed else "PASS" if all_below(1) else BEYOND, "worst": max(errors.values())}
+    bounds = {name: error / case.bound(name) for name, error in errors.items()}
+    worst = max(bounds, key=lambda name: math.inf if math.isnan(bounds[name]) else bounds[name])
+    # `<` and not `>`: a NaN must fail.
+    result = "PASS" if bounds[worst] < 1 else BEYOND if bounds[worst] < FAILED else FAIL
+    row |= {"worst": errors[worst], "in": worst, "bound": case.bound(worst), "errors": errors}
+    return row | {"result": FAIL if row["bit-equal"] is False else result}
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
@@ -65,76 +64,137 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
     return ((got - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-300)).item()
 
 
-def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict | None]:
-    linear = case.kind == "linear scan"
-    what = dict(linear=linear, state=case.state, mixed=True, wider=case.wider)
-    # On the CPU: the same numbers whatever the GPU.
-    inputs, cotangents = move(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device)
-    options = {} if linear else {"recompute": case.recompute}
+def with_gradients(found: dict[str, Tensor], leaves: dict[str, Tensor], cotangents: tuple) -> dict[str, Tensor]:
+    """Results and the gradients of the leaves, as d and their name."""
+    grads = torch.autograd.grad(tuple(found.values()), list(leaves.values()), cotangents[: len(found)])
+    return found | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def scan_problem(case: Case, device: torch.device, seed: int) -> Run:
+    what = dict(linear=case.linear, state=case.state, mixed=True, wider=case.wider)
+    drawn = convert(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device=device)
     documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
+    how = {"backend": case.backend, "chunk_size": case.chunk_size}
+    how |= {} if case.linear else {"recompute": case.recompute}
+    judge = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
+    fn = scan.linear_scan if case.linear else scan.interdomain_scan
 
-    def run(inputs, cotangents, **options):
-        fn = scan.linear_scan if linear else scan.interdomain_scan
-        found = fn(**inputs, documents=documents, final_state=case.state, **options)
+    def run(exact: bool) -> dict[str, Tensor]:
+        inputs, cotangents = convert(drawn, dtype=torch.float64) if exact else drawn
+        found = fn(**inputs, documents=documents, final_state=case.state, **(judge if exact else how))
         found = {name: x for name, x in zip(("out", "state"), found, strict=True) if x is not None}
-        grads = torch.autograd.grad(tuple(found.values()), list(inputs.values()), cotangents[: len(found)])
-        return found | {f"d{n}": g for n, g in zip(inputs, grads, strict=True)}
+        return with_gradients(found, inputs, cotangents)
 
-    def candidate():
-        return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)
-
-    got = candidate()
-    again = candidate() if case.repeat else None
-    double = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    judge = "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"
-    return got, run(double, tuple(x.double() for x in cotangents), backend=judge), again
+    return run
 
 
-def _step(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, None]:
+def step_problem(case: Case, device: torch.device, seed: int) -> Run:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
     what = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
-    inputs, _ = move(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device)
-    inputs = {name: x.detach() for name, x in inputs.items()}
-    before = inputs.pop("initial_state")
-    names = ("z",) if case.linear else ("q", "k", "v")
-    tables = {name: x for name, x in inputs.items() if name not in names}
+    drawn, _ = convert(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device=device)
+    inputs = {name: x.detach() for name, x in drawn.items()}
+    tokens = {name: inputs[name] for name in ("q", "k", "v", "z") if name in inputs}
+    tables = {name: inputs[name] for name in ("log_decay", "mixing", "readout") if name in inputs}
     if case.half:
         tables |= {"mixing": tables["mixing"][:, : case.shape.M].contiguous()}
         tables |= {"decay": scan.decay_factor(tables["log_decay"])}
-    one_step = scan.linear_step if case.linear else scan.interdomain_step
-    tokens = [{name: inputs[name][:, t].contiguous() for name in names} for t in range(STEPS)]
-    state, outs = before.clone(), []
-    with torch.no_grad():
+    one_step, loop = (
+        (scan.linear_step, scan.linear_scan) if case.linear else (scan.interdomain_step, scan.interdomain_scan)
+    )
+
+    @torch.no_grad()
+    def run(exact: bool) -> dict[str, Tensor]:
+        if exact:
+            found = loop(**convert(inputs, dtype=torch.float64), backend="reference")
+            return dict(zip(("out", "state"), found, strict=True))
+        each = [{name: x[:, t].contiguous() for name, x in tokens.items()} for t in range(STEPS)]
+        state, outs = inputs["initial_state"].clone(), []
+        step = functools.partial(one_step, **tables, inplace=bool(case.mode))
         if case.mode == "graph":
-            static = {name: x.clone() for name, x in tokens[0].items()}
-            replay, out = captured(lambda: one_step(**static, **tables, state=state, inplace=True)[0])
-            state.copy_(before)
-            for token in tokens:
-                for name, x in token.items():
-                    static[name].copy_(x)
-                replay()
-                outs.append(out.clone())
-        for token in tokens if case.mode != "graph" else ():
-            kept = state.clone()
-            out, new = one_step(**token, **tables, state=state, inplace=bool(case.mode))
-            if not case.mode and not torch.equal(kept, state):
-                raise AssertionError("the step changed the state that it was given")
-            if case.mode and new.data_ptr() != state.data_ptr():
-                raise AssertionError("the step in place returned another state")
-            state = new
+            step = captured(step, each[0], state)
+        for token in each:
+            out, state = step(**token, state=state)
             outs.append(out)
-    run = scan.linear_scan if case.linear else scan.interdomain_scan
-    double = {name: x.double() for name, x in inputs.items()}
-    exact, final = run(**double, initial_state=before.double(), backend="reference")
-    return {"out": torch.stack(outs, dim=1), "state": state}, {"out": exact, "state": final}, None
+        return {"out": torch.stack(outs, dim=1), "state": state}
+
+    return run
+
+
+def captured(step: Callable, token: dict[str, Tensor], state: Tensor) -> Callable:
+    """A step in place on `state` as a CUDA graph, called as the step is."""
+    static, before = {name: x.clone() for name, x in token.items()}, state.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # nothing may be compiled while capturing
+        step(**static, state=state)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = step(**static, state=state)
+    state.copy_(before)
+
+    def replay(state: Tensor, **token: Tensor) -> tuple[Tensor, Tensor]:
+        for name, x in token.items():
+            static[name].copy_(x)
+        graph.replay()
+        return out.clone(), state
+
+    return replay
+
+
+def features_problem(case: Case, device: torch.device, seed: int) -> Run:
+    """Against the plain PyTorch form."""
+    drawn = make_features(case.mode, case.shape, case.dtype, CPU, past=case.state, seed=seed)
+    drawn = convert(drawn, device=device)
+    documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
+
+    def run(exact: bool) -> dict[str, Tensor]:
+        leaves, rope, d_out = convert(drawn, dtype=torch.float64) if exact else drawn
+        backend = "torch" if exact else case.backend
+        out = run_features(case.mode, leaves, rope, case.shape.d, backend, documents)
+        return with_gradients({"out": out}, leaves, (d_out,))
+
+    return run
+
+
+def features_step_problem(case: Case, device: torch.device, seed: int) -> Run:
+    """T tokens of a layer of interdomain heads one by one, and what remains of the past, against the plain PyTorch form.
+
+    q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed.
+    """
+    s, g = case.shape, torch.Generator().manual_seed(seed)
+    E = s.H * s.d
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=g).to(case.dtype)
+
+    drawn = dict(x=normal(s.B, s.T, 3 * E), past=normal(s.B, CONV_WIDTH - 1, 2 * E))
+    drawn |= dict(conv=(0.5 * normal(CONV_WIDTH, 2 * E), 0.5 * normal(2 * E)))
+    drawn |= dict(norm=(1 + 0.1 * normal(2 * s.H, s.d), 0.1 * normal(2 * s.H, s.d)), rope=make_rope(s, CPU))
+    drawn = convert(drawn, device=device)
+
+    def run(exact: bool) -> dict[str, Tensor]:
+        given = convert(drawn, dtype=torch.float64) if exact else dict(drawn)
+        x, (cos, sin), past = given.pop("x").clone(), given.pop("rope"), given.pop("past").clone()
+        given |= dict(past=past, rotated=2 * s.H, silu=2 * s.H, backend="torch" if exact else case.backend)
+        tokens = [input_features_step(x[:, t], s.d, rope=(cos[t : t + 1], sin[t : t + 1]), **given) for t in range(s.T)]
+        return {"out": torch.stack(tokens, dim=1), "past": past}
+
+    return run
+
+
+PROBLEMS = {
+    **dict.fromkeys(("scan", "linear scan"), scan_problem),
+    **dict.fromkeys(("step", "linear step"), step_problem),
+    "features": features_problem,
+    "features step": features_step_problem,
+}
 
 
 def check_one(which: tuple[str, int], emit: Emit, *, device: torch.device) -> None:
-    """A case by its group and number. Raises: RuntimeError if the GPU does not survive it: another process takes the rest."""
-    group, i = which
-    case = groups(device.type == "cuda")[group][i]
-    emit(run_case(case, device))
-    _bench.require_healthy(device, str(case))
+    """A case by its group and number."""
+    group, number = which
+    emit(run_case(groups(device.type == "cuda")[group][number], device))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -151,19 +211,17 @@ def main(argv=None) -> int:
     available = groups(device.type == "cuda")
     names = _bench.choose("--groups", args.groups, available)
     report, results = _bench.Report("check", args.output, device, {"groups": names}), []
-    for kind in COLUMNS:
-        report.table(kind, ["case", "bound", *COLUMNS[kind], "bit-equal", "result"])
+    report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
-    def add(case, rows, problem):
-        group, i = case
-        row = {"group": group, **(rows[0] if rows else _row(available[group][i]))}
+    def add(which, rows, problem):
+        row = rows[0] if rows else {"case": str(available[which[0]][which[1]])}
         if problem:
             row["result"] = f"{FAIL}: {_bench.without_paths(problem)[:200]}"
         results.append(row["result"])
-        report.add(available[group][i].kind, row)
+        report.add("cases", row)
 
     jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
-    workers = _bench.processes() if device.type == "cuda" else 1
+    workers = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # they mostly compile
     handle = functools.partial(check_one, device=device)
     _bench.work(device, jobs, add, handle, deadline, workers=workers, least=60)
     code = 1 if set(results) - {"PASS", BEYOND} else 3 if BEYOND in results else 0
