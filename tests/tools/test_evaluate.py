@@ -128,9 +128,10 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
     printed = capsys.readouterr().out
     contents = json.loads((out / "evaluation.json").read_text())
     assert (contents["status"], contents["tasks"]) == ("complete", {})
-    named = {name: (facts["size"], facts["condition"]) for name, facts in contents["folders"].items()}
+    facts = {row["folder"]: row for row in contents["tables"]["folders"]["rows"]}
+    named = {name: (row["size"], row["condition"]) for name, row in facts.items()}
     assert named == {condition: cell_of(small_config(condition, vocab_size=420), "debug") for condition in CONDITIONS}
-    assert contents["folders"]["softmax"]["step"] == 100
+    assert facts["softmax"]["step"] == 100
     found = {(row["folder"], row["corpus"], row["length"]): row["perplexity"] for row in contents["perplexity"]}
     page = (out / "evaluation.md").read_text()
     for folder in folders:
