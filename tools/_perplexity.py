@@ -109,9 +109,9 @@ def measure(model, spans: Spans, length: int, start: int, *, batch: int, name: s
             by_position += window_losses(model, part.to(device), start).double().sum(0).cpu()
             bar.update(part.numel())
     by_position /= len(windows)
-    nll, text = by_position.mean().item(), int(spans.sizes[:, :used].sum())
-    parts = by_position.tensor_split(min(BUCKETS, length))
-    starts = np.cumsum([0, *map(len, parts[:-1])])
+    nll, text = by_position.mean(), int(spans.sizes[:, :used].sum())
+    buckets = min(BUCKETS, length)
+    places = torch.arange(length, dtype=torch.float64).tensor_split(buckets)
     return {
         "length": length,
         "documents": spans.documents,
@@ -119,13 +119,9 @@ def measure(model, spans: Spans, length: int, start: int, *, batch: int, name: s
         "windows": len(windows),
         "tokens": windows.numel(),
         "bytes": text,
-        "nll": nll,
-        "perplexity": perplexity(nll),
-        "bits per byte": nll * windows.numel() / math.log(2) / text if text else None,
-        "positions": [float(start + len(part) / 2) for start, part in zip(starts, parts, strict=True)],
-        "perplexity by position": [perplexity(part.mean().item()) for part in parts],
+        "nll": nll.item(),
+        "perplexity": nll.exp().item(),
+        "bits per byte": nll.item() * windows.numel() / math.log(2) / text if text else None,
+        "positions": [place.mean().item() + 0.5 for place in places],
+        "perplexity by position": [part.mean().exp().item() for part in by_position.tensor_split(buckets)],
     }
-
-
-def perplexity(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf

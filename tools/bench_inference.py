@@ -9,7 +9,6 @@ and softmax's cache holds random keys and values.
 """
 
 import argparse
-import functools
 import itertools
 import sys
 from types import SimpleNamespace
@@ -127,7 +126,10 @@ def decode_figures(model: Transformer, graph: bool, batch: int, prefix: int, mod
 def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, device: torch.device) -> dict:
     """GiB at the peak, with the weights of this model alone, and tokens/s: the second time that [batch, length] are read."""
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
-    read = functools.partial(prefill, model, tokens, chunk=chunk)
+
+    def read():
+        prefill(model, tokens, chunk=chunk)
+
     read()
     run, ms, found = timer(device, lead_ms=0), [], {}
     if (peak := peak_memory(lambda: ms.extend(run(read)), device)) is not None:
@@ -136,12 +138,12 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
-def attempt(figures, device: torch.device, deadline: _bench.Deadline) -> dict:
-    """What figures() returns, or a "remark" why there is nothing: out of memory is a result."""
+def attempt(figures, *args, device: torch.device, deadline: _bench.Deadline) -> dict:
+    """What figures(*args, device) returns, or a "remark" why there is nothing: out of memory is a result."""
     if deadline.passed:
         return {"remark": _bench.NOT_RUN}
     try:
-        row = figures()
+        row = figures(*args, device)
     except Exception as e:
         row = {"remark": _bench.reason(e)}
     release(device)
@@ -157,8 +159,8 @@ def decode_batch(models, size: str, batch: int, mode, device, report: _bench.Rep
         for path in PATHS:
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            figures = functools.partial(decode_figures, models[condition], way == "graph", batch, prefix, mode, device)
-            row |= attempt(figures, device, deadline)
+            how = models[condition], way == "graph", batch, prefix, mode
+            row |= attempt(decode_figures, *how, device=device, deadline=deadline)
             if "ms a step" in row and condition == "softmax":
                 softmax.append(row["ms a step"])
             elif softmax:
@@ -176,8 +178,8 @@ def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
                 continue
             paper = PAPER_MEMORY.get((batch, length), {}).get(way)
             row = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
-            figures = functools.partial(prefill_figures, models[condition], batch, length, chunk, device)
-            report.add("reading a prompt", row | attempt(figures, device, deadline))
+            found = attempt(prefill_figures, models[condition], batch, length, chunk, device=device, deadline=deadline)
+            report.add("reading a prompt", row | found)
 
 
 def parse(argv) -> argparse.Namespace:

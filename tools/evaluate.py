@@ -32,7 +32,7 @@ from ._timing import release
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
 MARKDOWN, PLOT = "evaluation.md", "perplexity.png"
-RECORDED = ("batch_size", "dtype", "limit", "lengths", "packed")  # of the options
+RECORDED = ("batch_size", "dtype", "limit", "perplexity", "lengths", "packed")  # of the options
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
@@ -63,7 +63,6 @@ def parse(argv) -> argparse.Namespace:
 class Folder:
     """A standalone folder before its weights are read."""
 
-    label: str
     path: Path
     config: ModelConfig
     record: dict
@@ -85,21 +84,12 @@ class Folder:
         }
 
 
-def labels(paths: list) -> list[str]:
-    """Last names, or the paths as given where last names repeat. Raises: ValueError for the same twice."""
-    names = [Path(path).name or str(path) for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the same was given twice: {', '.join(names)}.")
-    return names
-
-
 def open_folders(paths: list[Path]) -> list[Folder]:
     """Raises: FileNotFoundError, ValueError for a folder that is none, not whole, or not as it was written."""
     folders = []
-    for label, path in zip(labels(paths), paths, strict=True):
+    for path in paths:
         config, record = read_config(path)
-        folders.append(Folder(label, path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
+        folders.append(Folder(path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
         check_weights(path, record)
     return folders
 
@@ -161,9 +151,9 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
     model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
     for (corpus, tokenizer), used in spans.items():
         for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
-            name = f"{folder.label}, {corpus}"
+            name = f"{folder.path}, {corpus}"
             row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
-            rows.append({"folder": folder.label, "corpus": corpus, **row})
+            rows.append({"folder": str(folder.path), "corpus": corpus, **row})
     return rows
 
 
@@ -184,7 +174,6 @@ def main(argv=None) -> int:
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
-    corpora = dict(zip(labels(args.perplexity), args.perplexity, strict=True))
     for file in list_files(args.perplexity) if args.perplexity else ():
         spans_of(file, args.text_field)  # raises for what can be seen without reading it all
     # What depends on the tokenizer, by its sha256.
@@ -194,9 +183,9 @@ def main(argv=None) -> int:
         if names:
             tasks[sha256] = _harness.load_tasks(args.tasks, args.include_path, tokenizer)
         how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-        for label, corpus in corpora.items():
-            spans[label, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
-    options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names, "corpora": list(corpora)}
+        for corpus in args.perplexity:
+            spans[corpus, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
+    options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     report = _bench.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
@@ -205,14 +194,14 @@ def main(argv=None) -> int:
     report.contents |= {"tasks": {}, "perplexity": []}
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
-        report.add("folders", {"folder": folder.label, **folder.facts()})
+        report.add("folders", {"folder": str(folder.path), **folder.facts()})
     for note in notes(options, len(tokenizers)):
         report.note(note)
     for folder in folders:
         if names:
             how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
             out = _harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
-            report.contents["tasks"][folder.label] = out
+            report.contents["tasks"][str(folder.path)] = out
             save(report)
         if spans:
             report.contents["perplexity"] += run_perplexity(args, folder, spans, device)
@@ -235,8 +224,8 @@ def notes(options: dict, tokenizers: int) -> Iterator[str]:
         yield f"A trial: only the first {options['limit']} samples of each task and spans of each corpus."
     if options["tasks"]:
         seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
-        yield f"Tasks: lm-evaluation-harness, {seen}, ± standard error. {_task_table.LAMBADA_NOTE}"
-    if options["corpora"]:
+        yield f"Tasks: lm-evaluation-harness, {seen}, ± standard error."
+    if options["perplexity"]:
         joined = "joined" if options["packed"] else "apart"
         yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (tools/_perplexity.py)."
         if tokenizers > 1:
