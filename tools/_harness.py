@@ -95,9 +95,8 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
             lm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, max_length=length, **options)
         out = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
         found["results"] |= {task: metrics(values) for task, values in out["results"].items()}
-        found["samples"] |= {task: n["effective"] for task, n in out["n-samples"].items()}
-        found["versions"] |= out["versions"]
-        found["shots"] |= out["n-shot"]
+        for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
+            found[kind] |= out[key]
     return found
 
 
