@@ -53,37 +53,28 @@ def error(capsys):
     return line
 
 
-def documents(tokenizer):
-    return [tokenizer.encode(text, add_eos=True) for text in TEXTS]
-
-
 # The protocol
 
 
-def test_spans_tile_each_document(corpus, tokenizer):
-    size = 60
-    spans = read_spans(str(corpus), tokenizer, size, text_field="body")
-    wanted = [ids[i : i + size] for ids in documents(tokenizer) for i in range(0, len(ids) - size + 1, size)]
-    assert spans.ids.tolist() == wanted
-    assert (spans.documents, spans.skipped) == (4, 1)
-    few = read_spans(str(corpus), tokenizer, size, text_field="body", limit=2)
-    assert few.ids.tolist() == wanted[:2]
-
-
-def test_packed_spans_are_the_training_stream(corpus, tokenizer):
-    stream = [token for ids in documents(tokenizer) for token in ids]
-    for limit, spans in ((None, len(stream) // 700), (1, 1)):
-        found = read_spans(str(corpus), tokenizer, 700, text_field="body", packed=True, limit=limit)
-        assert found.ids.tolist() == [stream[: spans * 700]]
-    assert len(stream) // 700 > 1
-
-
-def test_bytes_are_those_of_the_text(corpus, tmp_path):
+def test_spans_tile_each_document_or_the_training_stream(corpus, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer(tmp_path / "tokenizer.model", 500))
-    total = sum(len(ids) for ids in documents(tokenizer))
-    spans = read_spans(str(corpus), tokenizer, total, text_field="body", packed=True)
-    assert spans.sizes.sum() == sum(len(text.encode()) for text in TEXTS)
-    assert (spans.sizes[spans.ids == tokenizer.eos_id] == 0).all()
+    documents = [tokenizer.encode(text, add_eos=True) for text in TEXTS]
+    tiles = [ids[i : i + 60] for ids in documents for i in range(0, len(ids) - 59, 60)]
+    stream = [token for ids in documents for token in ids]
+    packed = [stream[: len(stream) // 700 * 700]]
+    for size, options, wanted in (
+        (60, {}, tiles),
+        (60, {"limit": 2}, tiles[:2]),
+        (700, {"packed": True}, packed),
+        (700, {"packed": True, "limit": 1}, [stream[:700]]),
+    ):
+        found = read_spans(str(corpus), tokenizer, size, text_field="body", **options)
+        assert found.ids.tolist() == wanted, options
+        if not options:
+            assert (found.documents, found.skipped) == (4, 1)
+    found = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
+    assert found.sizes.sum() == sum(len(text.encode()) for text in TEXTS)
+    assert (found.sizes[found.ids == tokenizer.eos_id] == 0).all()
 
 
 @torch.no_grad()
@@ -104,8 +95,7 @@ def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer, monkeyp
     for length in (150, 60):  # 60 does not divide the span; 16 divides neither
         wanted = direct(model, spans, length, tokenizer.eos_id)
         found = measure(model, spans, length, tokenizer.eos_id, batch=4)
-        assert found["windows"] == len(wanted) == len(spans.ids) * (150 // length)
-        assert found["tokens"] == wanted.numel()
+        assert (found["windows"], found["tokens"]) == (len(spans.ids) * (150 // length), wanted.numel())
         assert found["nll"] == pytest.approx(wanted.mean().item(), rel=1e-6)
         assert found["perplexity"] == pytest.approx(wanted.mean().exp().item(), rel=1e-5)
         used = spans.sizes[:, : 150 // length * length].sum()
@@ -113,9 +103,6 @@ def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer, monkeyp
         middles, places = found["positions"], wanted.mean(0).tensor_split(len(found["positions"]))
         assert [middles[0], middles[-1]] == [len(places[0]) / 2, length - len(places[-1]) / 2]
         assert found["perplexity by position"] == pytest.approx([x.mean().exp().item() for x in places], rel=1e-5)
-
-
-# The tool
 
 
 def test_results(folders, corpus, tokenizer, tmp_path, capsys):
@@ -164,9 +151,6 @@ def test_a_trial_and_a_plot_that_cannot_be(folders, corpus, tmp_path, capsys, mo
     assert not (tmp_path / "perplexity.png").exists()
 
 
-# What is refused, before anything is computed
-
-
 def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     out, model = tmp_path / "out", folders[0]
     text = ("--perplexity", corpus, "--text-field", "body", "--output", out)
@@ -191,20 +175,11 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     assert not out.exists()
 
 
-# The harness's results as a table (test_evaluate_harness.py runs it)
-
-
 def test_the_paper_s_averages_are_those_of_its_rows():
     assert [len(group) for group, _ in _task_table.AVERAGES.values()] == [8, 6, 14]
     for group, means in list(_task_table.AVERAGES.values())[:2]:
         for i, paper in enumerate(means):
             assert sum(figures[i] for figures in group.values()) / len(group) == pytest.approx(paper, abs=0.006)
-    for i in range(3):  # bytes per word of WikiText, from both of the paper's figures
-        word, byte = (_task_table.PAPER["wikitext", name][i] for name in ("word_perplexity", "bits_per_byte"))
-        assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
-
-
-CELLS = {("1.3B", condition) for condition in _task_table.CONDITIONS}
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
