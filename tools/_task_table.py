@@ -75,10 +75,9 @@ def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[st
     rows = [["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]]
 
     def add(name: str, metric: str, values: list[dict | None], paper: tuple | None) -> None:
+        unit = f"{metric} %" if metric in PERCENT else metric
         figures = [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
-        rows.append(
-            [name, f"{metric} %" if metric in PERCENT else metric, *(_cell(x, metric) for x in values), *figures]
-        )
+        rows.append([name, unit, *(_cell(x, metric) for x in values), *figures])
 
     for key in [*ours, *(key for key in found if key[0] not in tasks)]:
         task, metric = key

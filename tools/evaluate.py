@@ -203,6 +203,7 @@ def main(argv=None) -> int:
             out = _harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
             report.contents["tasks"][str(folder.path)] = out
             save(report)
+            release(device)
         if spans:
             report.contents["perplexity"] += run_perplexity(args, folder, spans, device)
         release(device)
