@@ -130,19 +130,15 @@ def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
 
 
 def panels(found: list[dict]) -> list[Panel]:
-    """Per corpus: perplexity by context length, and by position within the longest."""
-    lengths, drawn = sorted({row["length"] for row in found}), []
+    """Per corpus: perplexity by context length."""
+    drawn = []
     for corpus in dict.fromkeys(row["corpus"] for row in found):
-        rows = [row for row in found if row["corpus"] == corpus]
-        by_length = [
-            Curve(name, lengths, [row["perplexity"] for row in rows if row["folder"] == name])
-            for name in dict.fromkeys(row["folder"] for row in rows)
-        ]
-        longest = [row for row in rows if row["length"] == lengths[-1]]
-        by_position = [Curve(row["folder"], row["positions"], row["perplexity by position"]) for row in longest]
-        title = f"{corpus}, windows of {lengths[-1]:,}"
-        drawn.append(Panel(corpus, by_length, "context length (tokens)", "perplexity", log_x=True, log_y=True))
-        drawn.append(Panel(title, by_position, "position (tokens)", "perplexity", log_y=True))
+        points = {}
+        for row in found:
+            if row["corpus"] == corpus:
+                points.setdefault(row["folder"], []).append((row["length"], row["perplexity"]))
+        curves = [Curve(folder, *zip(*of, strict=True)) for folder, of in points.items()]
+        drawn.append(Panel(corpus, curves, "context length (tokens)", "perplexity", log_x=True, log_y=True))
     return drawn
 
 

@@ -69,18 +69,16 @@ def test_spans_tile_each_document_or_the_training_stream(corpus, tmp_path):
         (700, {"packed": True, "limit": 1}, [stream[:700]]),
     ):
         found = read_spans(str(corpus), tokenizer, size, text_field="body", **options)
-        assert found.ids.tolist() == wanted, options
-        if not options:
-            assert (found.documents, found.skipped) == (4, 1)
-    found = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
-    assert found.sizes.sum() == sum(len(text.encode()) for text in TEXTS)
-    assert (found.sizes[found.ids == tokenizer.eos_id] == 0).all()
+        assert found[0].tolist() == wanted, options
+    ids, sizes = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
+    assert sizes.sum() == sum(len(text.encode()) for text in TEXTS)
+    assert (sizes[ids == tokenizer.eos_id] == 0).all()
 
 
 @torch.no_grad()
 def direct(model, spans, length, start) -> torch.Tensor:
     """NLL [windows, length] without state or chunks: the windows as whole sequences."""
-    windows = [span[i : i + length] for span in spans.ids for i in range(0, len(span) - length + 1, length)]
+    windows = [span[i : i + length] for span in spans[0] for i in range(0, len(span) - length + 1, length)]
     inputs = [[start, *window[:-1]] for window in windows]
     logits = model(torch.tensor(inputs)).double().log_softmax(-1)
     return -logits.gather(-1, torch.tensor(np.array(windows)).long()[..., None])[..., 0]
@@ -91,18 +89,15 @@ def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer, monkeyp
     monkeypatch.setattr(_perplexity, "PREFILL_CHUNK", 16)
     model = small_model(condition)
     spans = read_spans(str(corpus), tokenizer, 150, text_field="body")
-    assert len(spans.ids) % 4
+    assert spans.shape[1] % 4
     for length in (150, 60):  # 60 does not divide the span; 16 divides neither
         wanted = direct(model, spans, length, tokenizer.eos_id)
         found = measure(model, spans, length, tokenizer.eos_id, batch=4)
-        assert (found["windows"], found["tokens"]) == (len(spans.ids) * (150 // length), wanted.numel())
+        assert (found["windows"], found["tokens"]) == (spans.shape[1] * (150 // length), wanted.numel())
         assert found["nll"] == pytest.approx(wanted.mean().item(), rel=1e-6)
         assert found["perplexity"] == pytest.approx(wanted.mean().exp().item(), rel=1e-5)
-        used = spans.sizes[:, : 150 // length * length].sum()
+        used = spans[1, :, : 150 // length * length].sum()
         assert found["bits per byte"] == pytest.approx(wanted.sum().item() / math.log(2) / used, rel=1e-6)
-        middles, places = found["positions"], wanted.mean(0).tensor_split(len(found["positions"]))
-        assert [middles[0], middles[-1]] == [len(places[0]) / 2, length - len(places[-1]) / 2]
-        assert found["perplexity by position"] == pytest.approx([x.mean().exp().item() for x in places], rel=1e-5)
 
 
 def test_results(folders, corpus, tokenizer, tmp_path, capsys):
