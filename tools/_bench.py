@@ -20,7 +20,6 @@ from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
 from . import _apart, _cli
-from ._tables import markdown_rows, show
 from ._timing import release
 from .launch import refuse_idle_gpus
 
@@ -28,7 +27,6 @@ CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
 PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3")
-SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
 NOT_RUN = _apart.LATE
 
 
@@ -160,6 +158,25 @@ class Report:
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
 
 
+def markdown_rows(cells: list[list[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
+
+
+def show(value: object) -> str:
+    """A figure in three or four digits; what does not exist is a dash."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, float):
+        size = abs(value)
+        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
+        return format(value, digits)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """What the figures depend on. No host name, no user, no path."""
     record = {}
@@ -182,14 +199,11 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 
 def commit() -> str:
-    """This clone's commit, with a word if its sources were changed since; INTERDOMAIN_COMMIT names it where git cannot."""
+    """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
     root = Path(__file__).resolve().parents[1]
-    git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
-    # An installed package may lie inside somebody else's clone.
-    if not (Path(_output(*git, "rev-parse", "--show-toplevel") or "/") / "kernels/scan").is_dir():
-        return os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
-    return _output(*git, "rev-parse", "HEAD") + (", changed since" if changed else "")
+    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
+    found = _output("git", "-C", str(root), "-c", f"safe.directory={root}", *describe)
+    return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
 
 
 def _output(*command: str) -> str:
@@ -212,19 +226,17 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
 
 
-def work(
-    device: torch.device, jobs: list[list], add: _apart.Add, handle: _apart.Handle, deadline: Deadline, **how
-) -> None:
-    """Every case of `jobs`, on a GPU in processes of their own. how: as `_apart.run` has it."""
+def work(device: torch.device, jobs: list[list], add: _apart.Add, handle: _apart.Handle, **how) -> None:
+    """handle(case, emit, device) for every case of `jobs`, on a GPU in processes of their own. how: as `_apart.run` has it."""
     run = _apart.inline if device.type == "cpu" else _apart.run
-    run(jobs, add, functools.partial(_on_device, device, handle), left=lambda: deadline.left, **how)
+    run(jobs, add, functools.partial(_on_device, device, handle), **how)
 
 
 def _on_device(device: torch.device, handle: _apart.Handle, case, emit) -> None:
     """Raises: RuntimeError if the GPU does not survive the case: another process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
-    handle(case, emit)
+    handle(case, emit, device)
     require_healthy(device, str(case))
     release(device)
 

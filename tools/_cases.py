@@ -1,11 +1,12 @@
-"""The cases of check_kernels, and the bound of each."""
+"""The cases of check_kernels, and the bound of each.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d), M basis functions.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-
-from ._problems import STAGES, Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs in Triton's interpreter
@@ -17,6 +18,27 @@ BOUNDS = {
     "bf16 decay": 1.5e-2,  # dlog_decay then: a few slow modes of one head outweigh all others, and nothing averages
 }
 STEPS = 4  # tokens of a case of a step
+STAGES = {  # of the input features, by projection; a and b are the single input's
+    "query": ("conv", "rope", "silu"),
+    "key": ("conv", "rope", "silu", "norm"),
+    "value": ("norm",),
+    "a": ("conv", "rope", "norm"),
+    "b": ("conv", "norm"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    B: int
+    T: int
+    H: int = 32
+    d: int = 64
+    M: int = 64
+    G: int = 1
+
+    def __str__(self) -> str:
+        grouped = f" G={self.G}" if self.G > 1 else ""
+        return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
 
 
 @dataclass(frozen=True)
