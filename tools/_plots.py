@@ -6,7 +6,6 @@ from pathlib import Path
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
-MARKERS = "os^Dv<>P"
 
 
 @dataclass(frozen=True)
@@ -26,41 +25,34 @@ class Panel:
     log_y: bool = False
 
 
-def draw(path: Path | str, panels: Sequence[Panel], columns: int = 2) -> Path | None:
-    """One image of all panels, `columns` side by side, a curve of the same label in the same colour everywhere.
+def draw(path: Path | str, panels: Sequence[Panel]) -> Path | None:
+    """One image of all panels, two side by side, a curve of the same label in the same colour everywhere.
 
-    Logarithmic axes carry their points' own numbers. Returns: the path, or None where matplotlib is not installed.
+    Returns: the path, or None where matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # Agg: draws without a display
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # not pyplot: draws without a display
         from matplotlib.ticker import LogFormatter
     except ImportError:
         return None
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
     figure = Figure(figsize=(5.2 * columns, 3.6 * rows), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     labels = list(dict.fromkeys(curve.label for panel in panels for curve in panel.curves))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis, panel in zip(axes, panels, strict=False):
+    for i, panel in enumerate(panels):
+        axis = figure.add_subplot(rows, columns, i + 1)
         for curve in panel.curves:
-            i = labels.index(curve.label)
-            y = [float("nan") if value is None else value for value in curve.y]
-            style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=4)
-            axis.plot(curve.x, y, label=curve.label, linewidth=1.5, **style)
+            colour = COLOURS[labels.index(curve.label) % len(COLOURS)]
+            axis.plot(curve.x, curve.y, label=curve.label, color=colour, marker="o", markersize=4, linewidth=1.5)
         axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         if panel.log_x:
             ticks = sorted({x for curve in panel.curves for x in curve.x})
             axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{x:,}" for x in ticks], rotation=45 if len(ticks) > 6 else 0)
+            axis.set_xticks(ticks, [f"{x:,}" for x in ticks])
         if panel.log_y:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter(LogFormatter())  # 20, where the default writes 2 x 10^1
             axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axis.grid(visible=True, which="both", alpha=0.3, linewidth=0.5)
         axis.legend(fontsize="small")
-    for axis in axes[len(panels) :]:  # what is left of the last row
-        axis.remove()
     figure.savefig(path)
     return Path(path)

@@ -56,43 +56,35 @@ class Made(ConfigurableTask):
 
 def make(name: str, tokenizer) -> ConfigurableTask:
     """One of NEEDLES, BOOKS or BASED. Raises: ImportError, and what `datasets` raises for data that cannot be had."""
-    if name in NEEDLES:
-        config = _config(name, lambda doc: find(doc["lines"], doc["key"]), contains, tokens=ANSWER)
-        return Made(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
-    if name in BOOKS:
-        return Made(_config(name, lookup, same, until=["\n"], tokens=32), books(BOOKS[name]))
-    config = _config(name, cloze, contains, until=["\n"], tokens=48)
-    return ConfigurableTask(config={"dataset_path": BASED[name], "validation_split": "validation", **config})
-
-
-def _config(name, text, score, *, tokens: int, until: tuple | list = (), **more) -> dict:
-    return {
+    text, score, until, tokens = PROMPTS[name.partition("_")[0]]
+    config = {
         "task": name,
         "output_type": "generate_until",
         "doc_to_text": text,
-        "doc_to_target": lambda doc: _answers(doc)[0],
+        "doc_to_target": lambda doc: answers(doc)[0],
         "process_results": score,
-        "metric_list": [{"metric": METRICS[score], "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": {"until": list(until), "max_gen_toks": tokens, "do_sample": False},
+        "metric_list": [{"metric": score.__name__, "aggregation": "mean", "higher_is_better": True}],
+        "generation_kwargs": {"until": until, "max_gen_toks": tokens, "do_sample": False},
         "metadata": {"version": 1.0},
-        **more,
     }
+    if name in NEEDLES:
+        return Made(config, needles(NEEDLES[name], tokenizer), NEEDLES[name])
+    if name in BOOKS:
+        return Made(config, books(BOOKS[name]))
+    return ConfigurableTask(config={"dataset_path": BASED[name], "validation_split": "validation", **config})
 
 
-def _answers(doc: dict) -> list[str]:
+def answers(doc: dict) -> list[str]:
     return list(doc["answers"]) or ["unanswerable"]
 
 
 def contains(doc: dict, results: list[str]) -> dict:
     """Whether an answer stands in what was written, whatever the case."""
-    return {"contains": float(any(answer.lower() in results[0].lower() for answer in _answers(doc)))}
+    return {"contains": float(any(answer.lower() in results[0].lower() for answer in answers(doc)))}
 
 
-def same(doc: dict, results: list[str]) -> dict:
-    return {"exact_match": float(results[0].strip() in _answers(doc))}
-
-
-METRICS = {contains: "contains", same: "exact_match"}
+def exact_match(doc: dict, results: list[str]) -> dict:
+    return {"exact_match": float(results[0].strip() in answers(doc))}
 
 
 def needles(length: int, tokenizer) -> list[dict]:
@@ -100,13 +92,16 @@ def needles(length: int, tokenizer) -> list[dict]:
     draw = random.Random(SEED)
 
     def fits(lines: list[str], key: str) -> bool:
-        return len(tokenizer.encode(find(lines, key))) + ANSWER <= length
+        return len(tokenizer.encode(find({"lines": lines, "key": key}))) + ANSWER <= length
 
     made, room = [], bisect.bisect(range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse"))
     if not room:
         raise ValueError(f"no haystack fits {length:,} tokens of this tokenizer.")
     for _ in range(SAMPLES):
-        key, number = f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}", str(draw.randrange(10**6, 10**7))
+        key, number = (
+            f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}",
+            str(draw.randrange(10**6, 10**7)),
+        )
         lines = [HAY] * room
         lines.insert(draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}.")
         while not fits(lines, key):
@@ -115,17 +110,11 @@ def needles(length: int, tokenizer) -> list[dict]:
     return made
 
 
-def find(lines: list[str], key: str) -> str:
+def find(doc: dict) -> str:
     """RULER's question about one number, and the beginning of its answer."""
-    return "\n".join(
-        [
-            "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-            "number afterwards.",
-            *lines,
-            f"What is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
-            "mentioned in the provided text is",
-        ]
-    )
+    number = f"special magic number for {doc['key']} mentioned in the provided text"
+    before = "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the"
+    return "\n".join([f"{before} number afterwards.", *doc["lines"], f"What is the {number}? The {number} is"])
 
 
 def books(entries: int) -> list[dict]:
@@ -154,3 +143,10 @@ def cloze(doc: dict) -> str:
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)]
     return f"{passage.strip().strip('.')}. {question}"
+
+
+PROMPTS = {  # by the first word of a name: text, score, where the answer ends, and its tokens
+    "niah": (find, contains, [], ANSWER),
+    "phonebook": (lookup, exact_match, ["\n"], 32),
+    "based": (cloze, contains, ["\n"], 48),
+}

@@ -4,8 +4,10 @@ import math
 
 SIZE, CONDITIONS = "1.3B", ("softmax", "interdomain", "s4d")
 # The paper's tables there: task, metric -> softmax, interdomain, s4d. Accuracies in percent. Its perplexity of WikiText is
-# the harness's per word: ln(perplexity) / bits per byte is the same in all its columns, the bytes of WikiText's words. Its
-# bits per byte of LAMBADA, of which the harness has none, are no figure of their own: see LAMBADA_BYTES.
+# the harness's per word: ln(perplexity) / bits per byte is the same in all its columns, the bytes of WikiText's words. Of
+# LAMBADA the harness has no bits per byte; in all the paper's columns they are log2(perplexity) / 3.908, whatever it counts.
+LAMBADA, LAMBADA_BYTES = "lambada_openai", 3.908
+LAMBADA_NOTE = f"LAMBADA's bits per byte are the paper's, log2(perplexity) / {LAMBADA_BYTES}."
 COMMONSENSE = {
     ("lambada_openai", "acc"): (39.43, 44.36, 25.64),
     ("piqa", "acc"): (69.42, 71.38, 71.00),
@@ -18,6 +20,7 @@ COMMONSENSE = {
 }
 MODELING = {
     ("lambada_openai", "perplexity"): (21.03, 14.76, 41.02),
+    ("lambada_openai", "bits_per_byte"): (1.1244, 0.9937, 1.3712),
     ("wikitext", "word_perplexity"): (20.55, 19.77, 25.27),
     ("wikitext", "bits_per_byte"): (0.8156, 0.8051, 0.8713),
 }
@@ -49,8 +52,6 @@ AVERAGES = {  # the paper's own, each below its group
     "average of Based's six": (BASED, (36.53, 24.63, 14.44)),
     "average of LongBench's 14": (LONGBENCH, (0.1240, 0.1229, 0.0857)),
 }
-# Of LAMBADA; log2(perplexity) over them is the same in all columns, whatever the paper counts there.
-LAMBADA_BITS, LAMBADA_BYTES = (1.1244, 0.9937, 1.3712), 3.908
 PERCENT = ("acc", "acc_norm", "exact_match", "contains")
 SUITES = {
     "commonsense": [task for task, _ in COMMONSENSE],
@@ -67,44 +68,43 @@ def task_names(asked: list[str]) -> list[str]:
     return list(dict.fromkeys(task for name in asked for task in SUITES.get(name, [name])))
 
 
+def add_lambada_bits(results: dict[str, dict]) -> None:
+    """To one folder's results what the paper calls bits per byte of LAMBADA."""
+    if LAMBADA in results:
+        bits = math.log2(results[LAMBADA]["perplexity"]["value"]) / LAMBADA_BYTES
+        results[LAMBADA]["bits_per_byte"] = {"value": bits, "stderr": None}
+
+
 def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[str]]:
     """Folders side by side, {label: {task: {metric: ...}}}, as rows of cells, the head first.
 
     cells: (size, condition) of the folders. The paper's figures of a condition stand beside them where one is exactly it.
     """
     theirs = [i for i, condition in enumerate(CONDITIONS) if (SIZE, condition) in cells]
-    found = dict.fromkeys((t, m) for by_task in results.values() for t, ms in by_task.items() for m in ms)
+    found = dict.fromkeys((t, m) for by_task in results.values() for t, metrics in by_task.items() for m in metrics)
     ours = [key for key in PAPER if key in found]
     tasks = {task for task, _ in ours}
-    rows = []
+    rows = [["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]]
+
+    def add(name: str, metric: str, values: list[dict | None], paper: tuple | None) -> None:
+        figures = [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
+        rows.append(
+            [name, f"{metric} %" if metric in PERCENT else metric, *(_cell(x, metric) for x in values), *figures]
+        )
+
     for key in [*ours, *(key for key in found if key[0] not in tasks)]:
-        rows.append((key, [by_task.get(key[0], {}).get(key[1]) for by_task in results.values()], PAPER.get(key)))
+        task, metric = key
+        add(task, metric, [by_task.get(task, {}).get(metric) for by_task in results.values()], PAPER.get(key))
         for name, (group, means) in AVERAGES.items():
             if key == list(group)[-1] and group.keys() <= found.keys():
-                rows.append(((name, key[1]), [average(by_task, group) for by_task in results.values()], means))
-    head = ["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]
-    return [head] + [
-        [task, f"{metric} %" if metric in PERCENT else metric, *(_cell(x, metric) for x in values)]
-        + [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
-        for (task, metric), values, paper in rows
-    ]
+                add(name, metric, [average(by_task, group) for by_task in results.values()], means)
+    return rows
 
 
 def average(by_task: dict, group: dict) -> dict | None:
     """Of a group of tasks; None unless all are there."""
     values = [by_task.get(task, {}).get(metric) for task, metric in group]
     return {"value": sum(x["value"] for x in values) / len(values), "stderr": None} if all(values) else None
-
-
-def lambada_bits(results: dict[str, dict], cells: set[tuple[str, str]]) -> str | None:
-    """What the paper calls bits per byte of LAMBADA, of every folder that has its perplexity."""
-    found = {label: by_task.get("lambada_openai", {}).get("perplexity") for label, by_task in results.items()}
-    bits = [f"{label} {math.log2(x['value']) / LAMBADA_BYTES:.4f}" for label, x in found.items() if x]
-    pairs = zip(CONDITIONS, LAMBADA_BITS, strict=True)
-    theirs = ", ".join(f"{condition} {bits:g}" for condition, bits in pairs if (SIZE, condition) in cells)
-    rule = f"LAMBADA in the paper's bits per byte, log2(perplexity) / {LAMBADA_BYTES}"
-    paper = f"; the paper's {SIZE}: {theirs}" if theirs else ""
-    return f"{rule}: {', '.join(bits)}{paper}." if bits else None
 
 
 def _cell(x: dict | None, metric: str) -> str:

@@ -9,96 +9,72 @@ and softmax's cache holds random keys and values.
 """
 
 import argparse
-import statistics
+import functools
+import itertools
 import sys
 from types import SimpleNamespace
 
 import torch
 
-from interdomain.model import SIZES, Execution, ModelConfig, ModelState, Transformer, build_config
-from interdomain.model.generation import PREFILL_CHUNK, Decoder, decode, prefill
-from interdomain.model.initialize import initial_value
+from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build_config
+from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
 
 from . import _bench
 from ._cli import argument_parser, user_errors
 from ._timing import measure, peak_memory, ratio, release, roofline_ms, timer
 
-CONDITIONS = ("interdomain", "softmax")
-# bf16-products: the paper's, float32 weights that every product rounds.
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "bf16-products": torch.float32}
-SIZE_BATCHES = (1, 8)  # of all sizes but the largest
-LARGE = 2**20  # numbers: tensors from this on are drawn on the device, not as training draws them
+PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
+SIZE_BATCHES = (1, 8)  # of all sizes but the first
 ROOM = 16  # slots beyond those that a timed call fills, for the steps that warm up
 
 # The paper's appendix "Inference Scaling", on an RTX 6000 Ada (48 GB), by autocast to bfloat16, softmax launched eagerly.
 # (batch, prompt) -> GB at the peak (Table 12), in chunks of 2,048; None: out of memory, or not run.
-PAPER_WAYS = ("softmax whole", "interdomain whole", "interdomain chunked")
 PAPER_MEMORY = {
-    (8, 4096): (14.65, 24.45, 17.58),
-    (8, 8192): (21.42, None, 19.90),
-    (8, 16_384): (None, None, 25.78),
-    (16, 4096): (21.21, None, 26.54),
-    (32, 2048): (21.16, 40.97, 36.62),
-    (64, 512): (14.59, 24.77, 21.39),
+    (8, 4096): {"softmax whole": 14.65, "interdomain whole": 24.45, "interdomain chunked": 17.58},
+    (8, 8192): {"softmax whole": 21.42, "interdomain whole": None, "interdomain chunked": 19.90},
+    (8, 16_384): {"softmax whole": None, "interdomain whole": None, "interdomain chunked": 25.78},
+    (16, 4096): {"softmax whole": 21.21, "interdomain whole": None, "interdomain chunked": 26.54},
+    (32, 2048): {"softmax whole": 21.16, "interdomain whole": 40.97, "interdomain chunked": 36.62},
+    (64, 512): {"softmax whole": 14.59, "interdomain whole": 24.77, "interdomain chunked": 21.39},
 }
-# (size, batch) -> ms of softmax and of interdomain in a graph, ranges over prefixes, and speedup (Tables 11, 13 and 14).
+LONG_PROMPT = (1, 131_072)  # read by interdomain in chunks alone
+# (size, batch) -> ms of a step over the prefixes, softmax eager and interdomain in a graph (Tables 11, 13 and 14).
+PAPER_PATHS = ("softmax, eager", "interdomain, graph")
 PAPER_DECODE = {
-    ("125M", 1): ("6.43 to 6.50", "2.45 to 2.46", 2.64),
-    ("350M", 1): ("13.11 to 13.19", "5.64 to 5.65", 2.33),
-    ("760M", 1): ("13.10 to 13.17", "8.61 to 8.64", 1.52),
-    ("1.3B", 1): ("13.39 to 13.99", "12.42 to 12.51", 1.08),
-    ("125M", 8): ("6.63 to 7.18", "2.93 to 3.06", 2.30),
-    ("350M", 8): ("13.18 to 17.13", "6.92 to 7.04", 2.17),
-    ("760M", 8): ("13.41 to 14.75", "10.77 to 10.88", 1.30),
-    ("1.3B", 8): ("13.81 to 21.60", "15.73 to 15.98", 0.88),
-    ("1.3B", 16): ("13.51 to 22.14", "19.51 to 19.60", 0.70),
-    ("1.3B", 32): ("13.18 to 22.75", "28.37 to 28.58", 0.48),
-    ("1.3B", 64): ("14.42 to 23.87", "59.08", 0.40),
+    ("125M", 1): ("6.43 to 6.50", "2.45 to 2.46"),
+    ("350M", 1): ("13.11 to 13.19", "5.64 to 5.65"),
+    ("760M", 1): ("13.10 to 13.17", "8.61 to 8.64"),
+    ("1.3B", 1): ("13.39 to 13.99", "12.42 to 12.51"),
+    ("125M", 8): ("6.63 to 7.18", "2.93 to 3.06"),
+    ("350M", 8): ("13.18 to 17.13", "6.92 to 7.04"),
+    ("760M", 8): ("13.41 to 14.75", "10.77 to 10.88"),
+    ("1.3B", 8): ("13.81 to 21.60", "15.73 to 15.98"),
+    ("1.3B", 16): ("13.51 to 22.14", "19.51 to 19.60"),
+    ("1.3B", 32): ("13.18 to 22.75", "28.37 to 28.58"),
+    ("1.3B", 64): ("14.42 to 23.87", "59.08"),
 }
 
 # What is measured where nothing else is asked for, in this order: what tells most comes first.
-GPU = dict(
-    sizes=("1.3B", "125M", "350M", "760M"),
-    batches=(1, 64, 8, 32, 16),
-    prefixes=(4096, 16_384, 512, 8192, 2048, 1024),
-    prompts=(*PAPER_MEMORY, (1, 131_072)),
-    chunk=PREFILL_CHUNK,
-    dtype="bfloat16",
-    steps=32,
-    rounds=20,
-    seconds=0.5,
-)
+GPU = dict(sizes=("1.3B", "125M", "350M", "760M"), batches=(1, 64, 8, 32, 16), prompts=(*PAPER_MEMORY, LONG_PROMPT))
+GPU |= dict(prefixes=(4096, 16_384, 512, 8192, 2048, 1024), chunk=PREFILL_CHUNK, dtype="bfloat16")
+GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and what all of them may take
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-TINY = dict(
-    **dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32, dtype="float32"),
-    **dict(steps=2, rounds=3, seconds=0.05),
-)
-DECODE = ["path", "B", "prefix", "ms a step", "tokens/s", "roofline ms", "of roofline", "speedup", "remark"]
-SUMMARY = [
-    *("model", "softmax eager ms", "fastest softmax ms", "interdomain ms", "speedup"),
-    *("paper: softmax eager ms", "paper: interdomain graph ms", "paper: speedup over eager"),
-]
+TINY = GPU | dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
+TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
+DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s"]
+DECODE += ["roofline ms", "of roofline", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 
 @torch.no_grad()
-def random_model(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, execution: Execution | None = None
-) -> Transformer:
-    """As a folder is loaded; small tensors, the dynamics among them, as training starts from them, large ones normal."""
+def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Transformer:
+    """As a folder is loaded, with normal numbers for weights."""
     with torch.device("meta"):
-        model = Transformer(config, execution)
+        model = Transformer(config)
     model.to_empty(device=device)
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if x.numel() < LARGE:
-            x.copy_(initial_value(name, x.shape, config, seed=0))
-        else:
-            x.normal_(0, 0.02)
-    return model.to(dtype).requires_grad_(False).eval()
-
-
-def model_bytes(model: Transformer) -> int:
-    return sum(x.numel() * x.element_size() for x in (*model.parameters(), *model.buffers()))
+    for x in (*model.parameters(), *model.buffers()):
+        x.normal_(0, 0.02)
+    return model.to(getattr(torch, dtype)).requires_grad_(False).eval()
 
 
 def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
@@ -107,19 +83,14 @@ def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
     Of the embedding only a row per sequence is read: none counts. Of the dynamics (in fp32), Lambda and half of W: the
     readout `complex` has the other half by symmetry.
     """
-    weights = sum(
-        p.numel() * p.element_size()
-        for name, p in model.named_parameters()
-        if not name.startswith("tok_embeddings.") and ".ssm." not in name
-    )
+    weights = 0
+    for name, p in model.named_parameters():
+        if not name.startswith("tok_embeddings.") and ".ssm." not in name:
+            weights += p.nbytes
     if state.capacity is not None:
         return weights + state.nbytes() // state.capacity * (prefix + 1)
     M = model.config.mixer.n_basis
     return weights + model.config.n_layers * model.config.n_kv_heads * 4 * (2 * M + 2 * M * M) + 2 * state.nbytes()
-
-
-def random_tokens(model: Transformer, *shape: int) -> torch.Tensor:
-    return torch.randint(model.config.vocab_size, shape, device=model.tok_embeddings.weight.device)
 
 
 def put(state: ModelState, prefix: int) -> ModelState:
@@ -132,134 +103,88 @@ def put(state: ModelState, prefix: int) -> ModelState:
 
 
 def decode_figures(model: Transformer, graph: bool, batch: int, prefix: int, mode, device: torch.device) -> dict:
-    """A row: ms of one of mode.steps steps in a row from `prefix`. What does not fit says so in "remark"."""
-    try:
-        tokens = random_tokens(model, batch)
-        state = model.init_state(batch, capacity=prefix + mode.steps + ROOM)
-        for layer in state.layers if state.capacity is not None else ():
-            layer.k.normal_()
-            layer.v.normal_()
-        put(state, prefix)
-        if graph:
-            decoder = Decoder(model, state, room=mode.steps)
-            state, step = decoder.state, lambda: decoder.step(tokens)
-        else:
-            step = lambda: decode(model, tokens, state)  # noqa: E731
+    """ms of one of mode.steps steps in a row from `prefix`."""
+    tokens = torch.randint(model.config.vocab_size, (batch,), device=device)
+    state = model.init_state(batch, capacity=prefix + mode.steps + ROOM)
+    for layer in state.layers if state.capacity is not None else ():
+        layer.k.normal_()
+        layer.v.normal_()
+    decoder = Decoder(model, put(state, prefix), room=mode.steps, graph=graph)
 
-        def prepare():
-            put(state, prefix)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+    def steps():
+        put(decoder.state, prefix)
+        for _ in range(mode.steps):
+            decoder.step(tokens)
 
-        def run(_):
-            for _ in range(mode.steps):
-                step()
-
-        # At an idle GPU: eager, the host's gaps count.
-        taken = measure((prepare, run), device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[1]
-    except Exception as e:  # a cache that does not fit, as a rule
-        return {"remark": _bench.reason(e)}
+    # At an idle GPU: eager, the host's gaps count.
+    taken = measure(steps, device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[-1]
     ms = taken.median / mode.steps
-    least = roofline_ms(device, step_bytes(model, state, prefix))
+    least = roofline_ms(device, step_bytes(model, decoder.state, prefix))
     row = {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "roofline ms": least, "of roofline": ratio(least, ms)}
     return row | {"times": taken._asdict()}
 
 
-def decode_model(models, size: str, batches, mode, device, report: _bench.Report, deadline: _bench.Deadline) -> None:
-    """The table of one size, a cell for each batch and prefix; and a row of the summary for each batch."""
-    report.table(f"decode, {size}", DECODE)
-    paths = [(condition, graph) for condition in ("softmax", "interdomain") for graph in (False, True)]
-    for batch in batches:
-        found = []
-        for prefix in mode.prefixes:
-            cell = []
-            for condition, graph in paths:
-                row = {"path": f"{condition}, {'graph' if graph else 'eager'}", "B": batch, "prefix": prefix}
-                if deadline.passed:
-                    row["remark"] = _bench.NOT_RUN
-                elif graph and device.type == "cpu":
-                    row["remark"] = "a CUDA graph needs a GPU"
-                else:
-                    row |= decode_figures(models[condition], graph, batch, prefix, mode, device)
-                    release(device)
-                    _bench.require_healthy(device, row["path"])
-                best = min(
-                    (r["ms a step"] for r in cell if r["path"].startswith("s") and "ms a step" in r), default=None
-                )
-                if condition == "interdomain":
-                    row["speedup"] = ratio(best, row.get("ms a step"))
-                cell.append(row)
-                report.add(f"decode, {size}", row)
-            found += cell
-        report.add("decode, summary", summary_row(found, size, batch))
-
-
-def summary_row(rows: list[dict], size: str, batch: int) -> dict:
-    """A row of the paper's decode tables: ranges over the prefixes that fitted, the ratio of medians where both did."""
-
-    def fastest(kind: str) -> dict[int, float]:
-        timed = [row for row in rows if row["path"].startswith(kind) and "ms a step" in row]
-        return {row["prefix"]: row["ms a step"] for row in sorted(timed, key=lambda row: -row["ms a step"])}
-
-    softmax, ours = fastest("softmax"), fastest("interdomain")
-    both = softmax.keys() & ours.keys()
-    medians = [statistics.median(kind[p] for p in both) if both else None for kind in (softmax, ours)]
-    figures = (span(fastest("softmax, eager")), span(softmax), span(ours), ratio(*medians))
-    return dict(zip(SUMMARY, (f"{size}, B={batch}", *figures, *PAPER_DECODE.get((size, batch), ())), strict=False))
-
-
-def span(ms: dict[int, float]) -> str | None:
-    """least to most, in the digits of `show`."""
-    return f"{_bench.show(min(ms.values()))} to {_bench.show(max(ms.values()))}" if ms else None
-
-
 def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, device: torch.device) -> dict:
-    """GiB at the peak, these weights included, and tokens/s, of the second time that random tokens [batch, length] are read.
+    """GiB at the peak, with the weights of this model alone, and tokens/s: the second time that [batch, length] are read."""
+    tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
+    read = functools.partial(prefill, model, tokens, chunk=chunk)
+    read()
+    run, ms, found = timer(device, lead_ms=0), [], {}
+    if (peak := peak_memory(lambda: ms.extend(run(read)), device)) is not None:
+        weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        found["GiB"] = peak / 2**10 + weights / 2**30
+    return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
-    What else lives on the device is left out. One that cannot be read says why in "remark": out of memory is a result.
-    """
-    run, found, ms = timer(device, lead_ms=0), {}, []
+
+def attempt(figures, device: torch.device, deadline: _bench.Deadline) -> dict:
+    """What figures() returns, or a "remark" why there is nothing: out of memory is a result."""
+    if deadline.passed:
+        return {"remark": _bench.NOT_RUN}
     try:
-        tokens = random_tokens(model, batch, length)
-
-        def read():
-            prefill(model, tokens, chunk=chunk)
-
-        read()
-        peak = peak_memory(lambda: ms.extend(run(read)), device)
-        if peak is not None:
-            found["GiB"] = peak / 2**10 + model_bytes(model) / 2**30
-        found["tokens/s"] = 1e3 * batch * length / sum(ms or run(read))
+        row = figures()
     except Exception as e:
-        found["remark"] = _bench.reason(e)
+        row = {"remark": _bench.reason(e)}
     release(device)
-    _bench.require_healthy(device, "reading a prompt")
-    return found
+    _bench.require_healthy(device, "this row")
+    return row
 
 
-def read_prompts(models, mode, device, report: _bench.Report, deadline: _bench.Deadline) -> None:
+def decode_batch(models, size: str, batch: int, mode, device, report: _bench.Report, deadline) -> None:
+    """Rows of every prefix and path at one batch."""
+    paper = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
+    for prefix in mode.prefixes:
+        softmax = []  # ms of its paths
+        for path in PATHS:
+            condition, way = path.split(", ")
+            row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
+            figures = functools.partial(decode_figures, models[condition], way == "graph", batch, prefix, mode, device)
+            row |= attempt(figures, device, deadline)
+            if "ms a step" in row and condition == "softmax":
+                softmax.append(row["ms a step"])
+            elif softmax:
+                row["speedup"] = ratio(min(softmax), row.get("ms a step"))
+            report.add(f"decode, {size}", row)
+
+
+def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
     """Every prompt read by both models, in chunks and in one piece; the last by interdomain in chunks alone."""
     report.table("reading a prompt", PROMPTS)
     for batch, length in mode.prompts:
-        ways = [(f"{c} {how}", c, n) for how, n in (("chunked", mode.chunk), ("whole", length)) for c in CONDITIONS]
-        for way, condition, chunk in ways[:1] if (batch, length) == mode.prompts[-1] else ways:
-            figures = {"remark": _bench.NOT_RUN}
-            if not deadline.passed:
-                figures = prefill_figures(models[condition], batch, length, chunk, device)
-            paper = dict(zip(PAPER_WAYS, PAPER_MEMORY.get((batch, length), ()), strict=False)).get(way)
-            how = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
-            report.add("reading a prompt", how | figures)
+        for how, condition in itertools.product(("chunked", "whole"), models):
+            way, chunk = f"{condition} {how}", mode.chunk if how == "chunked" else length
+            if (batch, length) == mode.prompts[-1] and way != "interdomain chunked":
+                continue
+            paper = PAPER_MEMORY.get((batch, length), {}).get(way)
+            row = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
+            figures = functools.partial(prefill_figures, models[condition], batch, length, chunk, device)
+            report.add("reading a prompt", row | attempt(figures, device, deadline))
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
     p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)}; the first has all batches and the prompts")
-    p.add_argument("--parts", nargs="+", help="of decode, prompts (of the first size), sizes (the others); default all")
-    p.add_argument("--batches", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['batches'])))}")
-    p.add_argument("--prefixes", nargs="+", type=int, help=f"default {' '.join(map(str, sorted(GPU['prefixes'])))}")
     p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 2)")
-    p.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache; default bfloat16 (CPU: float32)")
     p.add_argument("--quick", action="store_true", help="on a GPU, what fits into two minutes")
     return p.parse_args(argv)
 
@@ -269,36 +194,26 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
-    _bench.fill_in(args, device, **dict.fromkeys(("batches", "prefixes", "steps"), (None, None)))
-    parts = _bench.choose("--parts", args.parts, ("decode", "prompts", "sizes"))
+    _bench.fill_in(args, device, steps=(None, None))
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = SimpleNamespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
-    first, *others = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
-    report = _bench.Report(
-        "decode" if parts == ["decode"] else "inference", args.output, device, {"parts": parts} | vars(mode)
-    )
+    sizes = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
+    report = _bench.Report("inference", args.output, device, vars(mode))
     report.note(
         f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
         f"steps in a row. Random weights in {mode.dtype}, dynamics and interdomain's state in float32. Roofline: weights and "
-        "state (or cache) read and written once, at the datasheet's bandwidth. Speedup: the fastest softmax of the cell over "
-        "this path; the paper's: eager softmax over interdomain's graph, on an RTX 6000 Ada (48 GB)."
+        "state (or cache) read and written once, at the datasheet's bandwidth. Speedup: the fastest softmax of the prefix over "
+        "interdomain. The paper's figures are of an RTX 6000 Ada (48 GB), its ranges over prefixes."
     )
-    report.table("decode, summary", SUMMARY)
-    execution = Execution(bf16_products=mode.dtype == "bf16-products")
-    for size in (*([first] if {"decode", "prompts"} & {*parts} else []), *(others if "sizes" in parts else [])):
+    for size in sizes:
         if deadline.passed:
             break
-        try:
-            models = {c: random_model(build_config(size, c), device, DTYPES[mode.dtype], execution) for c in CONDITIONS}
-        except torch.OutOfMemoryError:
-            report.note(f"{size}: not run: no room for both models")
-            continue
-        if size != first or "decode" in parts:
-            batches = mode.batches if size == first else args.batches or SIZE_BATCHES
-            decode_model(models, size, batches, mode, device, report, deadline)
-        if size == first and "prompts" in parts:
+        models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
+        report.table(f"decode, {size}", DECODE)
+        for batch in mode.batches if size == sizes[0] else SIZE_BATCHES:
+            decode_batch(models, size, batch, mode, device, report, deadline)
+        if size == sizes[0]:
             read_prompts(models, mode, device, report, deadline)
-        del models
         release(device)
     report.finish("unfinished" if deadline.passed else "complete")
     return 0

@@ -8,34 +8,34 @@ with matplotlib a plot of perplexity too. The harness's data sets come from the 
 a machine without a network.
 """
 
+import argparse
 import datetime
-import gc
 import hashlib
 import importlib.metadata
 import json
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from interdomain.data.readers import list_files, spans_of
 from interdomain.folders import write_whole
-from interdomain.model import Cell, ModelConfig, cell_of, count_parameters, meta_model
-from interdomain.model.generation import PREFILL_CHUNK
+from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 
 from . import _bench, _harness, _perplexity, _task_table
 from ._cli import add_device, argument_parser, user_errors
 from ._plots import Curve, Panel, draw
+from ._timing import release
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
 JSON, MARKDOWN, PLOT = "evaluation.json", "evaluation.md", "perplexity.png"
-RECORDED = ("batch_size", "dtype", "limit", "lengths", "packed", "prefill_chunk")  # of the options
-PACKAGES, ABSENT = ("lm_eval", "transformers", "accelerate", "datasets"), "not installed"
+RECORDED = ("batch_size", "dtype", "limit", "lengths", "packed")  # of the options
+PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
-def parse(argv):
+def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="made by interdomain.tools.convert; first")
     p.add_argument("--output", type=Path, help="folder of the results (default: outputs/evaluations/<time>)")
@@ -50,12 +50,11 @@ def parse(argv):
     tasks.add_argument("--max-length", type=int, help="tokens that a model sees (default: as the folders were trained)")
     tasks.add_argument("--fetch", action="store_true", help="fetch the tasks' data and stop; needs no FOLDER")
     text = p.add_argument_group("perplexity against context length")
-    corpora = ".txt, .jsonl or .parquet files (file, folder or quoted glob), a prepared corpus, or .bin/.idx shards"
+    corpora = ".txt, .jsonl or .parquet files (file, folder or quoted glob)"
     text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=f"each a corpus: {corpora}")
     text.add_argument("--lengths", nargs="+", type=int, default=PAPER_LENGTHS, help="in tokens (default: the paper's)")
     text.add_argument("--packed", action="store_true", help="join a corpus's documents, which may be shorter than that")
     text.add_argument("--text-field", default="text", help="column or field with the text (default %(default)s)")
-    text.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens per pass (default %(default)s)")
     return p.parse_args(argv)
 
 
@@ -69,14 +68,10 @@ class Folder:
     record: dict
     tokenizer: object
 
-    @property
-    def cell(self) -> Cell:
-        return cell_of(self.config, self.record.get("facts", {}).get("size", "unknown"))
-
     def facts(self) -> dict:
         facts = self.record.get("facts", {})
         return {
-            **self.cell._asdict(),
+            **cell_of(self.config, facts.get("size", "unknown"))._asdict(),
             "parameters": count_parameters(meta_model(self.config)),
             "stored as": self.record.get("dtype"),
             "step": facts.get("step"),
@@ -94,7 +89,7 @@ def labels(paths: list) -> list[str]:
     names = [Path(path).name or str(path) for path in paths]
     names = names if len(set(names)) == len(names) else [str(path) for path in paths]
     if len(set(names)) < len(names):
-        raise ValueError(f"given twice: {', '.join(sorted({name for name in names if names.count(name) > 1}))}.")
+        raise ValueError(f"the same was given twice: {', '.join(names)}.")
     return names
 
 
@@ -108,97 +103,53 @@ def open_folders(paths: list[Path]) -> list[Folder]:
     return folders
 
 
-def check(args) -> None:
-    """What is wrong with the flags, whatever the folders are. Raises: ValueError."""
-    for name in ("batch_size", "limit", "max_length", "prefill_chunk"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
-    if min(args.lengths) < 1:
-        raise ValueError(f"--lengths must be positive numbers of tokens: got {min(args.lengths)}.")
-    args.lengths = sorted(set(args.lengths))
-    if args.tasks is None:
-        args.tasks = [] if args.perplexity else ["paper"]
-    if args.tasks:
-        _harness.require_harness()
-    if not args.folders and not args.fetch:
-        raise ValueError("no folder was given: name one or more that interdomain.tools.convert made.")
+def begin(output: Path | None, folders: list[Folder], device: torch.device, options: dict) -> tuple[Path, dict]:
+    """(folder of the results, their contents so far). Raises: FileExistsError; nothing is overwritten."""
+    now = datetime.datetime.now(datetime.UTC)
+    output = output or Path("outputs/evaluations") / f"{now:%Y-%m-%d-%H%M%S}"
+    if any((output / name).exists() for name in (JSON, MARKDOWN, PLOT)):
+        raise FileExistsError(f"{output} has results already, which are never overwritten. Give another --output.")
+    installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
+    contents = {
+        "status": "unfinished",
+        "started": now.isoformat(timespec="seconds"),
+        "environment": _bench.environment(device) | installed,
+        "options": options,
+        "folders": {folder.label: folder.facts() for folder in folders},
+        "tasks": {},
+        "perplexity": [],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    save(output, contents)
+    return output, contents
 
 
-class Results:
-    """evaluation.json and evaluation.md, whole after every `save`. Raises: FileExistsError; nothing is overwritten."""
-
-    def __init__(self, out: Path | None, folders: list[Folder], device, options: dict) -> None:
-        self.started = datetime.datetime.now(datetime.UTC)
-        self.folder = out or Path("outputs/evaluations") / f"{self.started:%Y-%m-%d-%H%M%S}"
-        for name in (JSON, MARKDOWN, PLOT):
-            if (self.folder / name).exists():
-                raise FileExistsError(
-                    f"{self.folder / name} is there already, and results are never overwritten. Give another --output."
-                )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        environment = _bench.environment(device) | {name: _version(name) for name in PACKAGES}
-        self.contents = {
-            "status": "unfinished",
-            "started": self.started.isoformat(timespec="seconds"),
-            "environment": {name: value for name, value in environment.items() if value != ABSENT},
-            "options": options,
-            "folders": {folder.label: folder.facts() for folder in folders},
-            "tasks": {},
-            "perplexity": [],
-        }
-        self.save()
-
-    def save(self) -> None:
-        seconds = (datetime.datetime.now(datetime.UTC) - self.started).total_seconds()
-        self.contents["seconds"] = round(seconds, 1)
-        write_whole(self.folder / JSON, (json.dumps(_finite(self.contents), indent=1) + "\n").encode())
-        write_whole(self.folder / MARKDOWN, markdown(self.contents).encode())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ABSENT
-
-
-def _finite(x):
-    """JSON has no NaN and no infinity: they become words."""
-    if isinstance(x, dict):
-        return {name: _finite(value) for name, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_finite(value) for value in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+def save(output: Path, contents: dict) -> None:
+    write_whole(output / JSON, (json.dumps(contents, indent=1) + "\n").encode())
+    write_whole(output / MARKDOWN, markdown(contents).encode())
 
 
 def markdown(contents: dict) -> str:
     """The results as a page."""
     folders, options = contents["folders"], contents["options"]
-    lines = ["# Evaluation", "", f"{contents['started']}, {contents['status']}, {contents['seconds']:,.0f} s.", ""]
+    lines = ["# Evaluation", "", f"{contents['started']}, {contents['status']}.", ""]
     lines += [f"- {name}: {value}" for name, value in contents["environment"].items()]
-    lines += ["", "## Folders", ""]
-    facts = list(next(iter(folders.values())))
-    lines += _bench.markdown_rows(
-        [["", *facts]] + [[label, *(_bench.show(f[name]) for name in facts)] for label, f in folders.items()]
-    )
+    rows = [[label, *map(_bench.show, facts.values())] for label, facts in folders.items()]
+    lines += ["", "## Folders", "", *_bench.markdown_rows([["", *next(iter(folders.values()))], *rows])]
     if options["limit"]:
         lines += ["", f"**A trial: only the first {options['limit']} samples of each task and spans of each corpus.**"]
     if contents["tasks"]:
-        lines += ["", "## Tasks", ""]
         found = {label: out["results"] for label, out in contents["tasks"].items()}
         cells = {(facts["size"], facts["condition"]) for facts in folders.values()}
-        lines += _bench.markdown_rows(_task_table.table(found, cells))
+        lines += ["", "## Tasks", "", *_bench.markdown_rows(_task_table.table(found, cells)), ""]
         seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
-        lines += ["", f"lm-evaluation-harness, {seen}, ± standard error."]
-        bits = _task_table.lambada_bits(found, cells)
-        lines += ["", bits] if bits else []
+        lines += [f"lm-evaluation-harness, {seen}, ± standard error. {_task_table.LAMBADA_NOTE}"]
     if contents["perplexity"]:
-        lines += ["", "## Perplexity by context length", ""]
-        lines += _bench.markdown_rows(perplexity_table(contents["perplexity"], list(folders)))
+        table = perplexity_table(contents["perplexity"], list(folders))
         joined = "documents joined" if options["packed"] else "documents apart"
-        lines += ["", f"Windows without overlap, {joined}, each from an empty state (protocol: tools/_perplexity.py)."]
-        if len({f["tokenizer"] for f in folders.values()}) > 1:
+        lines += ["", "## Perplexity by context length", "", *_bench.markdown_rows(table), ""]
+        lines += [f"Windows without overlap, {joined}, each from an empty state (protocol: tools/_perplexity.py)."]
+        if len({facts["tokenizer"] for facts in folders.values()}) > 1:
             lines += ["", "The folders have different tokenizers: compare bits per byte, not perplexities."]
     return "\n".join(lines) + "\n"
 
@@ -206,125 +157,98 @@ def markdown(contents: dict) -> str:
 def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
     """Corpora and lengths down, folders across; below, arithmetic means over corpora where there are several."""
     corpora, lengths = (list(dict.fromkeys(row[key] for row in found)) for key in ("corpus", "length"))
-    kinds = {"perplexity": ".2f", "bits per byte": ".4f"}
-    table = [
-        ["corpus", "length", *(name if kind == "perplexity" else f"{name}, {kind}" for kind in kinds for name in names)]
-    ]
-    means = [f"mean of {len(corpora)}"] if len(corpora) > 1 else []
-    for corpus in corpora + means:
+    groups = {corpus: [corpus] for corpus in corpora}
+    if len(corpora) > 1:
+        groups[f"mean of {len(corpora)}"] = corpora
+    columns = [(name, "perplexity", ".2f") for name in names] + [(name, "bits per byte", ".4f") for name in names]
+    table = [["corpus", "length", *(f"{name}, {kind}" for name, kind, _ in columns)]]
+    by = {(row["folder"], row["corpus"], row["length"]): row for row in found}
+    for title, group in groups.items():
         for length in lengths:
-            cells = [corpus, f"{length:,}"]
-            for kind, digits in kinds.items():
-                for name in names:
-                    rows = [row for row in found if (row["length"], row["folder"]) == (length, name)]
-                    values = [row[kind] for row in rows if corpus in (row["corpus"], *means)]
-                    whole = len(values) == (len(corpora) if corpus in means else 1) and None not in values
-                    cells.append(f"{sum(values) / len(values):{digits}}" if whole else "-")
-            table.append(cells)
+            cells = []
+            for name, kind, digits in columns:
+                values = [by.get((name, corpus, length), {}).get(kind) for corpus in group]
+                cells.append("-" if None in values else f"{sum(values) / len(values):{digits}}")
+            table.append([title, f"{length:,}", *cells])
     return table
 
 
 def panels(found: list[dict]) -> list[Panel]:
-    """Per corpus: perplexity by context length, where there are several, and by position within the longest."""
-    lengths = sorted({row["length"] for row in found})
-    names = list(dict.fromkeys(row["folder"] for row in found))
-    drawn = []
+    """Per corpus: perplexity by context length, and by position within the longest."""
+    lengths, drawn = sorted({row["length"] for row in found}), []
     for corpus in dict.fromkeys(row["corpus"] for row in found):
         rows = [row for row in found if row["corpus"] == corpus]
-        if len(lengths) > 1:
-            curves = [[row for row in rows if row["folder"] == name] for name in names]
-            curves = [Curve(c[0]["folder"], [r["length"] for r in c], [r["perplexity"] for r in c]) for c in curves]
-            drawn.append(Panel(corpus, curves, "context length (tokens)", "perplexity", log_x=True, log_y=True))
-        curves = []
-        for row in rows:
-            if row["length"] == lengths[-1]:
-                x = [(part["from"] + part["to"]) / 2 for part in row["positions"]]
-                y = [_perplexity.perplexity(part["nll"]) for part in row["positions"]]
-                curves.append(Curve(row["folder"], x, y))
+        by_length = [
+            Curve(name, lengths, [row["perplexity"] for row in rows if row["folder"] == name])
+            for name in dict.fromkeys(row["folder"] for row in rows)
+        ]
+        longest = [row for row in rows if row["length"] == lengths[-1]]
+        by_position = [Curve(row["folder"], row["positions"], row["perplexity by position"]) for row in longest]
         title = f"{corpus}, windows of {lengths[-1]:,}"
-        drawn.append(Panel(title, curves, "position (tokens)", "perplexity", log_y=True))
+        drawn.append(Panel(corpus, by_length, "context length (tokens)", "perplexity", log_x=True, log_y=True))
+        drawn.append(Panel(title, by_position, "position (tokens)", "perplexity", log_y=True))
     return drawn
 
 
-def run_tasks(args, folders: list[Folder], tasks: dict[str, dict], device, results: Results) -> None:
-    """tasks: as every tokenizer has them, by its sha256."""
-    for folder in folders:
-        mine = tasks[folder.tokenizer.sha256]
-        _bench.say(f"{folder.label}: {', '.join(mine['tasks'])}")
-        results.contents["tasks"][folder.label] = _harness.evaluate_folder(
-            folder.path,
-            mine,
-            start=folder.tokenizer.eos_id,
-            max_length=results.contents["options"]["max_length"],
-            batch_size=args.batch_size,
-            device=str(device),
-            dtype=args.dtype,
-            limit=args.limit,
-        )
-        results.save()
-
-
-def run_perplexity(args, folders: list[Folder], spans: dict, device, results: Results) -> None:
-    for folder in folders:
-        model = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False)
-        for corpus in labels(args.perplexity):
-            used = spans[corpus, folder.tokenizer.sha256]
-            for length in args.lengths:
-                how = dict(batch=args.batch_size, chunk=args.prefill_chunk, name=f"{folder.label}, {corpus}")
-                row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, **how)
-                row |= {"documents": used.documents, "too short": used.skipped}
-                results.contents["perplexity"].append({"folder": folder.label, "corpus": corpus, **row})
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        results.save()
-
-
-def read_all(args, folders: list[Folder]) -> dict:
-    """Every corpus as every tokenizer has it: {(corpus, sha256 of the tokenizer): Spans}."""
-    spans = {}
-    for label, corpus in zip(labels(args.perplexity), args.perplexity, strict=True):
-        for folder in folders:
-            key = label, folder.tokenizer.sha256
-            if key not in spans:
-                options = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-                spans[key] = _perplexity.read_spans(corpus, folder.tokenizer, max(args.lengths), **options)
-    return spans
+def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> list[dict]:
+    """Rows of one folder: every corpus at every length."""
+    model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
+    for (corpus, tokenizer), used in spans.items():
+        for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
+            name = f"{folder.label}, {corpus}"
+            row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
+            rows.append({"folder": folder.label, "corpus": corpus, **row})
+    return rows
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    check(args)
+    if args.tasks is None:
+        args.tasks = [] if args.perplexity else ["paper"]
     names = _task_table.task_names(args.tasks)
+    if names:
+        _harness.require_harness()
     if args.fetch:
         _harness.load_tasks(args.tasks, args.include_path)
         print(f"the data of {', '.join(names)} are on this machine")
         return 0
+    if not args.folders:
+        raise ValueError("no folder was given: name one or more that interdomain.tools.convert made.")
     device = _bench.choose_device(args.device)
+    _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
-    for corpus in args.perplexity:
-        _perplexity.check_corpus(corpus, args.text_field)
-    for folder in folders if names else ():
-        _harness.check_folder(folder.path)
-    tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders if names}
-    tasks = {sha256: _harness.load_tasks(args.tasks, args.include_path, x) for sha256, x in tokenizers.items()}
-    spans = read_all(args, folders)
-    options = {name: getattr(args, name) for name in RECORDED}
-    options["tasks"] = names
+    corpora = dict(zip(labels(args.perplexity), args.perplexity, strict=True))
+    for file in list_files(args.perplexity) if args.perplexity else ():
+        spans_of(file, args.text_field)  # raises for what can be seen without reading it all
+    # What depends on the tokenizer, by its sha256.
+    tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
+    tasks, spans = {}, {}
+    for sha256, tokenizer in tokenizers.items():
+        if names:
+            tasks[sha256] = _harness.load_tasks(args.tasks, args.include_path, tokenizer)
+        how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
+        for label, corpus in corpora.items():
+            spans[label, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
+    options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
-    results = Results(args.output, folders, device, options)
-    if tasks:
-        run_tasks(args, folders, tasks, device, results)
+    output, contents = begin(args.output, folders, device, options)
+    for folder in folders:
+        if names:
+            how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
+            out = _harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
+            contents["tasks"][folder.label] = out
+            save(output, contents)
+        if spans:
+            contents["perplexity"] += run_perplexity(args, folder, spans, device)
+        release(device)
+        save(output, contents)
+    contents["status"] = "complete"
+    save(output, contents)
+    print((output / MARKDOWN).read_text())
+    written = f"wrote {output / JSON} and {MARKDOWN}"
     if spans:
-        run_perplexity(args, folders, spans, device, results)
-    results.contents["status"] = "complete"
-    results.save()
-    print((results.folder / MARKDOWN).read_text())
-    written = f"wrote {results.folder / JSON} and {MARKDOWN}"
-    if spans:
-        drawn = draw(results.folder / PLOT, panels(results.contents["perplexity"]))
+        drawn = draw(output / PLOT, panels(contents["perplexity"]))
         written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {_harness.INSTALL}"
     print(written)
     return 0

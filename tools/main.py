@@ -17,8 +17,6 @@ COMMANDS = {  # name: (module, what it does)
     "evaluate": ("evaluate", "tasks of lm-evaluation-harness, and perplexity by context length"),
     "study": ("study", "one table and one plot of many runs, beside the paper's figures"),
     "compare": ("compare_runs", "find the first step at which two runs differ"),
-    "compare-precision": ("compare_precision", "compare the gradients of each precision with float32's"),
-    "count-memory": ("count_memory", "count the memory of reading a prompt, without a GPU"),
     "check-kernels": ("check_kernels", "compare every kernel with float64 on this machine"),
     "bench kernels": ("bench_kernels", "time the mixer core, beside PyTorch's attention"),
     "bench training": ("bench_training", "time whole training steps"),

@@ -60,7 +60,6 @@ def memory_estimate(
         Without `recompute` also the scan's scores. Of bf16-products without checkpointing, also the weights in bf16.
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
         logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
-    `tools.count_memory --training` counts activations and loss in the real step.
     """
     dim, ffn, V = config.dim, config.ffn_hidden, config.vocab_size
     kept = mixer_class(config).kept(config)

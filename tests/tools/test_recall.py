@@ -60,7 +60,7 @@ def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
 
 def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
     near, far = (_recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
-    parts = _harness._by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
+    parts = _harness.by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
     assert {length: list(part["tasks"]) for length, part in parts.items()} == {1500: ["near", "other"], 2048: ["far"]}
     assert parts[1500]["groups"] == {"g": 1}
     assert not parts[2048]["groups"]
