@@ -23,20 +23,27 @@ from . import _apart, _cli
 from ._timing import release
 from .launch import refuse_idle_gpus
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
-PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3")
+PACKAGES = ("triton", "torchtitan")
 NOT_RUN = _apart.LATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--device, --output and --time-limit, the same in every part."""
     _cli.add_device(parser)
-    parser.add_argument(
-        "--output", type=Path, help="folder of the results (default: benchmarks/results/<date>-<device>)"
-    )
+    add_output(parser)
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC time>)")
+
+
+def results_folder() -> Path:
+    return Path("benchmarks/results", time.strftime("%Y-%m-%d-%H%M%S", time.gmtime()))
 
 
 def choose_device(name: str) -> torch.device:
@@ -74,8 +81,6 @@ class Deadline:
     """Seconds left of a time limit that began when this was made."""
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"--time-limit must be a positive number of seconds: got {seconds:g}.")
         self.ends = time.monotonic() + seconds
 
     @property
@@ -91,18 +96,14 @@ class Report:
     """One part's results, folder/part.json, rewritten after every row: a part that is cut keeps them.
 
     Args:
-        folder: made if it is not there. None: benchmarks/results/<date>-<device>.
+        folder: made if it is not there. None: `results_folder`.
         options: the settings that the figures depend on, as they were used.
-        label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(
-        self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
-    ) -> None:
+    def __init__(self, part: str, folder: Path | None, device: torch.device, options: dict) -> None:
         record = environment(device)
-        slug = re.sub(r"[^a-z0-9]+", "-", str(record.get("GPU", "cpu")).lower()).strip("-")
-        self.folder = Path(folder or f"benchmarks/results/{datetime.date.today().isoformat()}-{slug}")
+        self.folder = folder or results_folder()
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
             raise FileExistsError(f"{self.json} is there, and results are never overwritten. Give another --output.")
@@ -111,7 +112,7 @@ class Report:
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
+            "label": CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}",
             "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
@@ -184,25 +185,21 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         p = torch.cuda.get_device_properties(device)
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
-        # Triton's own of that version, where nobody named another.
-        record["ptxas"] = (
-            _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2] or "Triton's"
-        )
+        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
+        record["ptxas"] = ptxas or "Triton's own"
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    record |= {name: installed.get(name, "not installed") for name in PACKAGES}
-    return record | {"commit": commit()}
+    return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
 
 
 def commit() -> str:
     """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
-    root = Path(__file__).resolve().parents[1]
     describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
-    found = _output("git", "-C", str(root), "-c", f"safe.directory={root}", *describe)
+    found = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
     return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
 
 

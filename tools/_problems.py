@@ -1,7 +1,6 @@
-"""Inputs of the scan and of the input features for the benchmarks, at the initialisation that training starts from.
+"""Inputs of the scan for the benchmarks, at the initialisation that training starts from.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions,
-E = H d channels of a projection.
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions.
 """
 
 import math
@@ -11,13 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from interdomain import scan
-from interdomain.features import input_features
-from interdomain.model.feature_map import rope_frequencies, rope_tables
 
-from ._cases import STAGES, Case, Shape
+from ._cases import Case, Shape
 
 CPU = torch.device("cpu")
-CONV_WIDTH, ROPE_THETA = 4, 10_000.0
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -89,33 +85,3 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
     starts = torch.rand(shape.B, shape.T, generator=generator(device, seed), device=device) < 1 / mean
     starts[0, 0] = False
     return starts.cumsum(1)
-
-
-def make_features(case: Case, device: torch.device, seed: int = 0) -> tuple[dict, tuple[Tensor]]:
-    """Arguments of `run_features` and the cotangent of its result: x [B, T, E], what this projection has, rotary tables."""
-    s, stages, E, g = case.shape, STAGES[case.mode], case.shape.H * case.shape.d, generator(device, seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, device=device).to(case.dtype)
-
-    leaves = {"x": normal(s.B, s.T, E)}
-    if "conv" in stages:
-        leaves |= {"weight": 0.5 * normal(E, 1, CONV_WIDTH), "bias": 0.5 * normal(E)}
-        if case.state:
-            leaves["past"] = normal(s.B, CONV_WIDTH - 1, E)
-    if "norm" in stages:
-        leaves |= {"scale": 1 + 0.1 * normal(s.d), "shift": 0.1 * normal(s.H, s.d)}
-    rope = {"rope": make_rope(s, device)} if "rope" in stages else {}
-    return {name: x.requires_grad_() for name, x in leaves.items()} | rope, (normal(s.B, s.T, s.H, s.d),)
-
-
-def make_rope(s: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    return rope_tables(torch.arange(s.T, device=device), rope_frequencies(s.d, ROPE_THETA, device))
-
-
-def run_features(case: Case, given: dict, backend: str, documents: Tensor | None = None) -> Tensor:
-    """`input_features` with the stages of this projection: [B, T, H, d]."""
-    stages = {name: given.get(name) for name in ("past", "rope")} | {"silu": "silu" in STAGES[case.mode]}
-    for stage, names in {"conv": ("weight", "bias"), "norm": ("scale", "shift")}.items():
-        stages[stage] = tuple(given[name] for name in names) if stage in STAGES[case.mode] else None
-    return input_features(given["x"], case.shape.d, **stages, documents=documents, backend=backend)

@@ -1,15 +1,13 @@
 """python -m interdomain.tools.bench_gpu --output benchmarks/results/today
 
 Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part is a
-process with a share of the time; after it, summary.md has what is known so far. With a part named, only that one runs, with its
-tool's flags behind it. Without a GPU: tiny and labelled.
+process with a share of the time; after it, summary.md has what is known so far. Without a GPU: tiny and labelled.
 """
 
 import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -21,10 +19,9 @@ import torch
 
 from interdomain.folders import write_whole
 
-from ._bench import Deadline, markdown_rows, show
+from ._bench import ROOT, Deadline, add_output, markdown_rows, results_folder, show
 from ._cli import argument_parser, user_errors
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540.0
 EARLY = 4.0  # a tool is told to end so long before its share does
 LEAST = 8.0  # seconds under which a part is not started
@@ -42,14 +39,14 @@ PROFILED = (
     *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint)_kernel$"),
     *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
     *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
-    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", *ONCE, "chunkwise", "--shapes", "8x4096x64"),
+    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", *ONCE, "chunkwise", "--shapes", "8x4096x32x64"),
 )
 # Small: a ragged one, and one that is cut into segments.
-SANITIZED = (*ONCE, "chunkwise", "linear", "features", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")
+SANITIZED = (*ONCE, "chunkwise", "linear", "layer", "--shapes", "1x130x2x64", "1x1030x2x64")
 # Only files that have such a test: others may need what this machine lacks.
 TESTS = f"grep -rl mark.gpu --include='test_*.py' tests | xargs -r {sys.executable} -m pytest -q -m gpu --tb=short"
 # The parts in the order in which `all` runs them: seconds at most; a tool of this package (its results have the part's name) or
-# a program; its flags. A tool takes them on a GPU, if the user gives none. A program runs on a GPU only.
+# a program; its flags, a tool's on a GPU only. A program runs on a GPU only.
 PARTS = {
     "machine": (10, "nvidia-smi", ("-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE")),
     "check": (120, "interdomain.tools.check_kernels", ()),
@@ -63,22 +60,22 @@ PARTS = {
 }
 
 
-def command(name: str, out: Path, seconds: float, flags: list[str]) -> list[str] | str:
+def command(name: str, out: Path, seconds: float) -> list[str] | str:
     """The command of a part, or why it is skipped."""
-    _, program, default = PARTS[name]
+    _, program, flags = PARTS[name]
     gpu = torch.cuda.is_available()
     if program.startswith("interdomain."):
         limits = ["--output", str(out), "--time-limit", f"{max(1.0, seconds - EARLY):.0f}"]
-        return [sys.executable, "-m", program, *limits, *(flags or (default if gpu else ()))]
+        return [sys.executable, "-m", program, *limits, *(flags if gpu else ())]
     found = shutil.which(program) or next(Path("/usr/local").glob(f"cuda*/bin/{program}"), None)
     if not gpu or not found:
         return f"{program} is not installed" if gpu else "there is no GPU here"
-    return [str(found), *default, *flags]
+    return [str(found), *flags]
 
 
 def run_part(name: str, out: Path, seconds: float) -> tuple[str, int]:
     """(how a part ended, its exit status or 0 for one that did not run). What it prints goes to the log."""
-    words = command(name, out, seconds, [])
+    words = command(name, out, seconds)
     if isinstance(words, str):
         return f"skipped: {words}", 0
     if seconds < LEAST:
@@ -147,28 +144,14 @@ def run_all(out: Path, deadline: Deadline) -> int:
 @user_errors
 def main(argv=None) -> int:
     p = argument_parser(__doc__)
-    p.add_argument(
-        "part", nargs="?", default="all", help=f"all (default), or one of {', '.join(PARTS)}, with its flags"
-    )
-    p.add_argument(
-        "--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC date and time>)"
-    )
-    args, flags = p.parse_known_args(argv)
-    if args.part not in ("all", *PARTS):
-        raise ValueError(f"there is no part '{args.part}'; allowed: all, {', '.join(PARTS)}.")
-    if flags and args.part == "all":
-        raise ValueError(f"'{shlex.join(flags)}': flags are for one part: benchmarks/gpu.sh kernels --rounds 50")
-    deadline = Deadline(float(os.environ.get("INTERDOMAIN_SECONDS") or SECONDS))
-    out = (args.output or ROOT / "benchmarks/results" / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())).absolute()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the part ends, too
-    if args.part != "all":
-        words = command(args.part, out, deadline.left, flags)
-        if isinstance(words, str):
-            raise ValueError(f"{args.part}: {words}.")
-        return subprocess.run(words).returncode
+    add_output(p)
+    p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help=f"default {SECONDS:.0f}")
+    args = p.parse_args(argv)
+    out, deadline = (args.output or results_folder()).absolute(), Deadline(args.time_limit)
     if (out / LOG).exists():
         raise FileExistsError(f"{out / LOG} is there, and results are never overwritten. Give another --output.")
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the part ends, too
     code = run_all(out, deadline)
     print(f"\nwrote {out}", flush=True)
     return code

@@ -1,7 +1,7 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
-Time the mixer core alone, forward and backward: this package's backends and PyTorch's attention on the same q, k and v, and the
-input features that stand before it, beside the roofline of the GPU's datasheet. Without a GPU: tiny and labelled.
+Time the mixer core alone, forward and backward: this package's backends and PyTorch's attention on the same q, k and v, beside
+the roofline of the GPU's datasheet; and a whole layer, with projections and input features. Without a GPU: tiny and labelled.
 """
 
 import argparse
@@ -17,17 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from interdomain import scan
+from interdomain import InterdomainAttention, scan
 
 from . import _bench
 from ._apart import Emit
 from ._cases import Case, Shape
 from ._cli import argument_parser, user_errors
-from ._problems import make_features, make_inputs, run_features
+from ._problems import make_inputs
 from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
-FEATURES = {"features": "triton", "features-torch": "torch"}  # of q, k and v
 ATTENTION = {
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -35,10 +34,10 @@ ATTENTION = {
 }
 SLOW = ("parallel", "chunkwise-torch", "fft")  # on a GPU only if named
 # In the order in which they run: those that a short time limit should not lose come first.
-NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", *FEATURES, *SLOW)
-ON_CPU = ("chunkwise", "linear", "parallel", "fft", "sdpa-flash", "features-torch")
-SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
-TINY = ("2x128x16", "1x256x24")
+NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *SLOW)
+ON_CPU = ("chunkwise", "linear", "parallel", "fft", "sdpa-flash", "layer")
+SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
+TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
@@ -47,24 +46,20 @@ COLUMNS = [
 CHUNK = 64  # tokens
 
 
-def parse_shape(text: str, heads: int, basis: int) -> Shape:
-    """BxTxd. Raises: ValueError."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if not found:
-        raise ValueError(f"--shapes {text}: expected BATCHxTOKENSxHEAD_DIM, such as {SHAPES[0]}.")
-    B, T, d = map(int, found.groups())
-    return Shape(B, T, heads, d, basis)
+def parse_shape(text: str) -> Shape:
+    """BxTxHxd. Raises: ValueError."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
+        raise ValueError(f"--shapes {text}: expected BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}.")
+    return Shape(*map(int, text.split("x")))
 
 
 def candidate(name: str, shape: Shape, device: torch.device) -> Call:
     """Forward as in training, from q, k, v [B, T, H, d] to o, then the gradients of all that it reads: two steps."""
-    if name in FEATURES:
-        cases = [Case("features", shape, mode=projection, state=False) for projection in ("query", "key", "value")]
-        made = [(case, *make_features(case, device)) for case in cases]
-        leaves = [x for _, given, _ in made for name, x in given.items() if name != "rope"]
-        d_out = [d for *_, (d,) in made]
-        forward = lambda: [run_features(case, given, FEATURES[name]) for case, given, _ in made]  # noqa: E731
-        return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
+    if name == "layer":
+        layer = InterdomainAttention(shape.H * shape.d, shape.H, n_basis=shape.M).to(device, torch.bfloat16)
+        x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=torch.bfloat16)
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
     inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
     if name in ATTENTION:
         inputs = {x: inputs[x] for x in ("q", "k", "v")}
@@ -87,10 +82,9 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     """(bytes, FLOPs) of forward and backward: inputs read and outputs written once, products as MFU counts them.
 
     Per token and head, in rows of d bf16 numbers: q, k, v in and o out, then q, k, v, do in and dq, dk, dv out. `linear` has z
-    of two rows in place of q, k, v and o, the features have three projections.
+    of two rows in place of q, k, v and o.
     """
-    rows = {"linear": 10, **dict.fromkeys(FEATURES, 15)}.get(name, 11)
-    macs = 0
+    rows, macs = 10 if name == "linear" else 11, 0
     if name in ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
         macs = 7 * (s.T + 1) * s.d // 2
     if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
@@ -113,18 +107,14 @@ def run_case(case: tuple[str, str], emit: Emit, device: torch.device, *, shapes:
         return
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    row["roofline ms"] = roofline_ms(device, *costs(name, shape))
+    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" else None
     emit(row | {"of roofline": ratio(row["roofline ms"], row["both ms"])})
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument(
-        "--shapes", nargs="+", metavar="BxTxD", help=f"batch, tokens, head width; default {' '.join(SHAPES)}"
-    )
-    p.add_argument("--heads", type=int, help="default 32 (CPU: 2)")
-    p.add_argument("--basis", type=int, help="M, basis functions per head; default 64 (CPU: 16)")
+    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=f"default {' '.join(SHAPES)}")
     p.add_argument("--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: all but {', '.join(SLOW)}")
     p.add_argument("--rounds", type=int, help="timed calls of a candidate; default 20 (CPU: 3)")
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
@@ -140,8 +130,8 @@ def main(argv=None) -> int:
     cuda = device.type == "cuda"
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
     names = _bench.choose("--mixers", args.mixers or default, NAMES)
-    _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3), shapes=(SHAPES, TINY))
-    shapes = {text: parse_shape(text, args.heads, args.basis) for text in args.shapes}
+    _bench.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
+    shapes = {text: parse_shape(text) for text in args.shapes}
     cases = list(itertools.product(names, shapes))
     if args.once:
         for name, text in cases:

@@ -1,12 +1,13 @@
 """python -m interdomain.tools.check_kernels --output benchmarks/results/today
 
-Run the scan, the one-token step and the input features on this machine's GPU (without one: on the CPU, tiny) and compare
-outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal
-bits. Run it before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound
-or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
+Run the scan, the one-token step and whole layers on this machine's GPU (without one: on the CPU, tiny) and compare outputs,
+states and gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal bits. Run it
+before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound or more, NaN,
+an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
 import argparse
+import copy
 import functools
 import math
 import os
@@ -16,14 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from interdomain import scan
-from interdomain.features import input_features_step
+from interdomain import InterdomainAttention, scan
+from interdomain.model import Execution
 
 from . import _bench
 from ._apart import Emit
-from ._cases import STEPS, Case, groups
+from ._cases import LAYERS, STEPS, Case, groups
 from ._cli import argument_parser, user_errors
-from ._problems import CONV_WIDTH, CPU, convert, make_documents, make_features, make_inputs, make_rope, run_features
+from ._problems import CPU, convert, make_documents, make_inputs
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
@@ -102,9 +103,6 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
         if exact:
             return dict(zip(("out", "state"), loop(**given, backend="reference"), strict=True))
         tables = {name: given[name] for name in ("log_decay", "mixing", "readout") if name in given}
-        if case.half:
-            tables["mixing"] = tables["mixing"][:, : case.shape.M].contiguous()
-            tables["decay"] = scan.decay_factor(tables["log_decay"])
         step = functools.partial(one_step, **tables, inplace=bool(case.mode))
         tokens = [{n: given[n][:, t].contiguous() for n in ("q", "k", "v", "z") if n in given} for t in range(STEPS)]
         state, outs = given["initial_state"].clone(), []
@@ -140,53 +138,43 @@ def captured(step: Callable, token: dict[str, Tensor], state: Tensor) -> Callabl
     return replay
 
 
-def features_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """Against the plain PyTorch form."""
-    documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
-
-    def function(exact: bool, given: dict) -> dict[str, Tensor]:
-        return {"out": run_features(case, given, "torch" if exact else case.backend, documents)}
-
-    return *make_features(case, CPU, seed), function
-
-
-def features_step_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    """T tokens of a layer of interdomain heads one by one, and what remains of the past, against the plain PyTorch form.
-
-    q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed.
-    """
+def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
+    """A layer with its projections and input features: a sequence and all gradients, or the same token by token."""
     s, g = case.shape, torch.Generator().manual_seed(seed)
-    E = s.H * s.d
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g).to(case.dtype)
+    torch.manual_seed(seed)
+    layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode]).to(case.dtype)
+    judge = copy.deepcopy(layer).double().to(device)
+    judge.mixer.execution = Execution("chunkwise-torch", features="torch")
+    layer.mixer.execution = Execution("chunkwise", features=case.backend)
+    x, d_out = (torch.randn(s.B, s.T, s.H * s.d, generator=g).to(case.dtype) for _ in range(2))
+    positions = (torch.arange(s.T, device=device) % 20).expand(s.B, s.T) if case.documents else None
+    # The scan's cases judge the gradients of the dynamics: of log_dt there are few numbers, and nothing averages.
+    given = {"x": x.requires_grad_()} | {name: p for name, p in layer.named_parameters() if ".ssm." not in name}
+    layer = layer.to(device)
 
     def function(exact: bool, given: dict) -> dict[str, Tensor]:
-        (cos, sin), past = given["rope"], given["past"].clone()
-        how = dict(conv=given["conv"], norm=given["norm"], rotated=2 * s.H, silu=2 * s.H)
-        how |= dict(past=past, backend="torch" if exact else case.backend)
-        tokens = [(given["x"][:, t].clone(), (cos[t : t + 1], sin[t : t + 1])) for t in range(s.T)]
-        outs = [input_features_step(x, s.d, rope=rope, **how) for x, rope in tokens]
-        return {"out": torch.stack(outs, dim=1), "past": past}
+        x, *_ = given.values()
+        if case.kind == "layer" or exact:
+            parameters = {name: p for name, p in given.items() if name != "x"}
+            how = {"positions": positions}
+            return {"out": torch.func.functional_call(judge if exact else layer, parameters, (x,), how)}
+        state = layer.init_state(s.B)
+        return {"out": torch.cat([layer(x[:, t : t + 1], state) for t in range(s.T)], dim=1)}
 
-    given = dict(x=normal(s.B, s.T, 3 * E), past=normal(s.B, CONV_WIDTH - 1, 2 * E))
-    given |= dict(conv=(0.5 * normal(CONV_WIDTH, 2 * E), 0.5 * normal(2 * E)))
-    given |= dict(norm=(1 + 0.1 * normal(2 * s.H, s.d), 0.1 * normal(2 * s.H, s.d)), rope=make_rope(s, CPU))
-    return given, (), function
+    if case.kind == "layer step":
+        given, function = {"x": x.detach()}, torch.no_grad()(function)
+    return given, (d_out,), function
 
 
 PROBLEMS = {
     **dict.fromkeys(("scan", "linear scan"), scan_problem),
     **dict.fromkeys(("step", "linear step"), step_problem),
-    "features": features_problem,
-    "features step": features_step_problem,
+    **dict.fromkeys(("layer", "layer step"), layer_problem),
 }
 
 
-def check_one(which: tuple[str, int], emit: Emit, device: torch.device) -> None:
-    """A case by its group and number."""
-    group, number = which
-    emit(run_case(groups(device.type == "cuda")[group][number], device))
+def check_one(case: Case, emit: Emit, device: torch.device) -> None:
+    emit(run_case(case, device))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -205,16 +193,17 @@ def main(argv=None) -> int:
     report, results = _bench.Report("check", args.output, device, {"groups": names}), []
     report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
-    def add(which, rows, problem):
-        row = rows[0] if rows else {"case": str(available[which[0]][which[1]])}
+    def add(case, rows, problem):
+        row = rows[0] if rows else {"case": str(case)}
         if problem:
             row["result"] = f"{FAIL}: {_bench.without_paths(problem)[:200]}"
         results.append(row["result"])
         report.add("cases", row)
 
-    jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
     workers = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # they mostly compile
-    _bench.work(device, jobs, add, check_one, deadline=deadline, workers=workers, least=60)
+    _bench.work(
+        device, [available[name] for name in names], add, check_one, deadline=deadline, workers=workers, least=60
+    )
     code = 1 if set(results) - {"PASS", BEYOND} else 3 if BEYOND in results else 0
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
