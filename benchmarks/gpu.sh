@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# benchmarks/gpu.sh                       everything in ten minutes, most telling first; results.tar.gz, summary.md and log.txt
-# benchmarks/gpu.sh kernels [TOOL FLAGS]  one part; benchmarks/gpu.sh --help lists them
-# benchmarks/gpu.sh all --output DIR      results go to DIR (default: benchmarks/results/<UTC date and time>)
+# benchmarks/gpu.sh [--output DIR] [--time-limit S]    everything in ten minutes, most telling first (default: 540 s)
+# benchmarks/gpu.sh check|kernels|training|inference [TOOL FLAGS]    one tool
 #
 # Needs PyTorch and Triton, and no network: nothing is installed. INTERDOMAIN_PYTHON names the interpreter (default: .venv's,
 # else python3); a clone that is not installed there is imported as it lies. INTERDOMAIN_COMMIT names the commit of a tree
-# without its .git. INTERDOMAIN_SECONDS changes the 540 seconds. Without a GPU everything runs tiny and says so.
+# without its .git. Without a GPU everything runs tiny and says so.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() { printf 'error: %s\n' "$1" >&2; exit 2; }
+
+case "${1:-all}" in
+  all) tool=bench_gpu; shift $(($# > 0)) ;;
+  check) tool=check_kernels; shift ;;
+  kernels|training|inference) tool=bench_$1; shift ;;
+  -*) tool=bench_gpu ;;
+  *) fail "there is no tool '$1'; allowed: all (the default), check, kernels, training, inference." ;;
+esac
 
 python=${INTERDOMAIN_PYTHON:-}
 if [ -z "$python" ]; then
@@ -48,7 +55,7 @@ PY
 fi
 
 # Not by exec, which would leave the links behind. A signal goes on to the benchmarks, which end by themselves.
-"$python" -m interdomain.tools.bench_gpu "$@" &
+"$python" -m "interdomain.tools.$tool" "$@" &
 trap 'kill "$!" 2>/dev/null' TERM INT
 wait "$!"
 code=$?

@@ -66,29 +66,27 @@ def _serve(pipe, handle: Handle, cases: list) -> None:
         pipe.send((None, None))
 
 
-def run(
-    jobs: list[list], add: Add, handle: Handle, *, left: Callable[[], float], workers: int = 1, least: float = 20.0
-) -> None:
+def run(jobs: list[list], add: Add, handle: Handle, *, deadline, workers: int = 1, least: float = 20.0) -> None:
     """Work through `jobs`, each a list of cases for a process of its own. Where one dies, another takes the rest.
 
     Args:
         add: called with the case, its rows, and why it was not finished (None if it was).
         handle: what a process does with a case; goes there by pickle.
-        left: seconds until nothing may run any more. workers: processes that work at a time.
+        deadline: deadline.left are the seconds until nothing may run any more. workers: processes that work at a time.
         least: seconds; a case may take this, or a third of what is left if that is more.
     """
     jobs, busy = [list(job) for job in jobs if job], []
     try:
         while jobs or busy:
-            while jobs and left() > 0 and len(busy) < workers:
-                busy.append(Worker(handle, jobs.pop(0), max(least, left() / 3)))
-            if left() <= 0:
+            while jobs and deadline.left > 0 and len(busy) < workers:
+                busy.append(Worker(handle, jobs.pop(0), max(least, deadline.left / 3)))
+            if deadline.left <= 0:
                 for case in itertools.chain.from_iterable(jobs):
                     add(case, [], LATE)
                 jobs = []
             multiprocessing.connection.wait([worker.pipe for worker in busy], timeout=0.1)
             for worker in [*busy]:
-                if not worker.follow(add, left()):
+                if not worker.follow(add, deadline.left):
                     worker.stop()
                     busy.remove(worker)
                     jobs[:0] = [worker.cases] if worker.cases else []
@@ -97,10 +95,10 @@ def run(
             worker.stop()
 
 
-def inline(jobs: list[list], add: Add, handle: Handle, *, left: Callable[[], float], **_) -> None:
+def inline(jobs: list[list], add: Add, handle: Handle, *, deadline, **_) -> None:
     """The same in this process, for a CPU, where nothing is expected to crash."""
     for case in itertools.chain.from_iterable(jobs):
-        rows, late = [], left() <= 0
+        rows, late = [], deadline.left <= 0
         if not late:
             handle(case, rows.append)
         add(case, rows, LATE if late else None)

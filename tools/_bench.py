@@ -20,25 +20,30 @@ from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
 from . import _apart, _cli
-from ._tables import markdown_rows, show
 from ._timing import release
 from .launch import refuse_idle_gpus
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
-PACKAGES = ("triton", "torchtitan", "flash-linear-attention", "fla-core", "flash-attn", "flash-attn-3")
-SOURCES = ("plugin", "kernels", "tools", "train_configs")  # what a figure depends on
+PACKAGES = ("triton", "torchtitan")
 NOT_RUN = _apart.LATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--device, --output and --time-limit, the same in every part."""
     _cli.add_device(parser)
-    parser.add_argument(
-        "--output", type=Path, help="folder of the results (default: benchmarks/results/<date>-<device>)"
-    )
+    add_output(parser)
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC time>)")
+
+
+def results_folder() -> Path:
+    return Path("benchmarks/results", time.strftime("%Y-%m-%d-%H%M%S", time.gmtime()))
 
 
 def choose_device(name: str) -> torch.device:
@@ -76,8 +81,6 @@ class Deadline:
     """Seconds left of a time limit that began when this was made."""
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise ValueError(f"--time-limit must be a positive number of seconds: got {seconds:g}.")
         self.ends = time.monotonic() + seconds
 
     @property
@@ -93,18 +96,14 @@ class Report:
     """One part's results, folder/part.json, rewritten after every row: a part that is cut keeps them.
 
     Args:
-        folder: made if it is not there. None: benchmarks/results/<date>-<device>.
+        folder: made if it is not there. None: `results_folder`.
         options: the settings that the figures depend on, as they were used.
-        label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(
-        self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
-    ) -> None:
+    def __init__(self, part: str, folder: Path | None, device: torch.device, options: dict) -> None:
         record = environment(device)
-        slug = re.sub(r"[^a-z0-9]+", "-", str(record.get("GPU", "cpu")).lower()).strip("-")
-        self.folder = Path(folder or f"benchmarks/results/{datetime.date.today().isoformat()}-{slug}")
+        self.folder = folder or results_folder()
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
             raise FileExistsError(f"{self.json} is there, and results are never overwritten. Give another --output.")
@@ -113,7 +112,7 @@ class Report:
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
+            "label": CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}",
             "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
@@ -160,6 +159,25 @@ class Report:
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
 
 
+def markdown_rows(cells: list[list[str]]) -> list[str]:
+    """Lines of a table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
+
+
+def show(value: object) -> str:
+    """A figure in three or four digits; what does not exist is a dash."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, float):
+        size = abs(value)
+        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
+        return format(value, digits)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def environment(device: torch.device) -> dict[str, str | int | None]:
     """What the figures depend on. No host name, no user, no path."""
     record = {}
@@ -167,29 +185,22 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         p = torch.cuda.get_device_properties(device)
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
-        # Triton's own of that version, where nobody named another.
-        record["ptxas"] = (
-            _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2] or "Triton's"
-        )
+        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
+        record["ptxas"] = ptxas or "Triton's own"
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    record |= {name: installed.get(name, "not installed") for name in PACKAGES}
-    return record | {"commit": commit()}
+    return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
 
 
 def commit() -> str:
-    """This clone's commit, with a word if its sources were changed since; INTERDOMAIN_COMMIT names it where git cannot."""
-    root = Path(__file__).resolve().parents[1]
-    git = ["git", "-C", str(root), "-c", f"safe.directory={root}"]
-    # An installed package may lie inside somebody else's clone.
-    if not (Path(_output(*git, "rev-parse", "--show-toplevel") or "/") / "kernels/scan").is_dir():
-        return os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
-    return _output(*git, "rev-parse", "HEAD") + (", changed since" if changed else "")
+    """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
+    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
+    found = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
+    return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
 
 
 def _output(*command: str) -> str:
@@ -212,19 +223,17 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
 
 
-def work(
-    device: torch.device, jobs: list[list], add: _apart.Add, handle: _apart.Handle, deadline: Deadline, **how
-) -> None:
-    """Every case of `jobs`, on a GPU in processes of their own. how: as `_apart.run` has it."""
+def work(device: torch.device, jobs: list[list], add: _apart.Add, handle: _apart.Handle, **how) -> None:
+    """handle(case, emit, device) for every case of `jobs`, on a GPU in processes of their own. how: as `_apart.run` has it."""
     run = _apart.inline if device.type == "cpu" else _apart.run
-    run(jobs, add, functools.partial(_on_device, device, handle), left=lambda: deadline.left, **how)
+    run(jobs, add, functools.partial(_on_device, device, handle), **how)
 
 
 def _on_device(device: torch.device, handle: _apart.Handle, case, emit) -> None:
     """Raises: RuntimeError if the GPU does not survive the case: another process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
-    handle(case, emit)
+    handle(case, emit, device)
     require_healthy(device, str(case))
     release(device)
 

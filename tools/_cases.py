@@ -1,11 +1,12 @@
-"""The cases of check_kernels, and the bound of each."""
+"""The cases of check_kernels, and the bound of each.
+
+Shapes: B batch, T time, H state heads, G query heads per state head, d head width (R = D = d), M basis functions.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-
-from ._problems import STAGES, Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs in Triton's interpreter
@@ -14,25 +15,43 @@ BOUNDS = {
     "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
     "rounded": 4e-3,  # computed in fp32, the result rounded to bf16 (1.7e-3)
     "bf16": 1e-2,  # operands rounded to bf16 (1.7e-3 each) at eight places in a row; fp16 is rounded to bf16 first
+    "layer": 2e-2,  # the same with projections and input features before and after, each rounded
     "bf16 decay": 1.5e-2,  # dlog_decay then: a few slow modes of one head outweigh all others, and nothing averages
 }
 STEPS = 4  # tokens of a case of a step
+LAYERS = {  # settings of the layer; their projections differ in convolution, RoPE, feature map and norm
+    "interdomain": {},
+    "single-query": {"dual_input": False},
+    "s4d": {"dual_input": False, "query_readout": False, "rope": False},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    B: int
+    T: int
+    H: int = 32
+    d: int = 64
+    M: int = 64
+    G: int = 1
+
+    def __str__(self) -> str:
+        grouped = f" G={self.G}" if self.G > 1 else ""
+        return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
 
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # scan, step, or linear and one of them (the linear readout); features, features step
+    kind: str  # scan, step, or linear and one of them (the linear readout); layer, layer step
     shape: Shape
     dtype: torch.dtype = BF16
-    backend: str = ""
-    # Start from a state and return one, with their gradients, or neither, as training does; features: from past inputs.
-    state: bool = True
+    backend: str = ""  # of the scan; of a layer's input features
+    state: bool = True  # start from a state and return one, with their gradients; or neither, as training does
     recompute: bool = True
     chunk_size: int | None = None
     documents: bool = False  # several packed into each sequence
     repeat: bool = False  # run twice and compare bits
-    mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
-    half: bool = False  # of the steps: W by its upper half and Lambda made beforehand, as a model has them
+    mode: str = ""  # of the steps: "", "in place", "graph"; of a layer: which of LAYERS
     wider: int = 0  # channels that v has beyond q and k: the ones of the normalised form
 
     @property
@@ -41,7 +60,9 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        return "fp32" if self.dtype == FP32 else "bf16" if self.backend in ("chunkwise", "parallel") else "rounded"
+        if self.dtype == FP32 or self.kind.startswith("layer"):
+            return "fp32" if self.dtype == FP32 else "layer"
+        return "bf16" if self.backend in ("chunkwise", "parallel") else "rounded"
 
     def bound(self, tensor: str) -> float:
         return BOUNDS["bf16 decay" if (self.arithmetic, tensor) == ("bf16", "dlog_decay") else self.arithmetic]
@@ -52,7 +73,6 @@ class Case:
             "kept": not self.recompute,
             f"chunk {self.chunk_size}": self.chunk_size,
             "documents": self.documents,
-            "half of W": self.half,
             f"v wider by {self.wider}": self.wider,
         }
         first = [f"{self.kind}:", self.backend, str(self.shape), str(self.dtype).removeprefix("torch."), self.mode]
@@ -69,9 +89,9 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 
     On the CPU the same, at sizes for seconds, without what only a GPU has.
     """
-    q, lin, features = _case, partial(_case, kind="linear scan"), partial(_case, kind="features")
-    features_step = partial(_case, kind="features step", T=STEPS)
+    q, lin = _case, partial(_case, kind="linear scan")
     step, lin_step = (partial(_case, "", kind, T=STEPS) for kind in ("step", "linear step"))
+    layer, layer_step = (partial(_case, "triton", kind, T=130) for kind in ("layer", "layer step"))
     every = {
         "documents": [
             *(q(documents=True, repeat=True, T=130), q(documents=True, dtype=FP32, H=2, G=2, T=70)),
@@ -112,30 +132,25 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
             *(lin("chunkwise-torch", T=130), lin("chunkwise-torch", dtype=FP32, T=65)),
             *(q("reference", dtype=FP32, T=63), lin("reference", dtype=FP32, T=63)),
         ],
-        "features": [
-            *(features("triton", mode=mode, repeat=True) for mode in STAGES),
-            *(features("triton", mode=mode, dtype=FP32, d=96, T=65) for mode in ("query", "key", "value")),
-            *(features("triton", mode="key", state=False, T=1, B=16), features("triton", mode="key", B=1, T=70_001)),
-            *(features("triton", mode=mode, documents=True) for mode in ("query", "key")),
-            *(features("torch", mode="key", documents=True), features("torch", mode="a", dtype=FP32)),
+        "layer": [
+            *(layer(mode=mode, repeat=True) for mode in LAYERS),
+            *(layer(mode=mode, dtype=FP32, d=96, T=65, H=2) for mode in LAYERS),
+            *(layer(mode="interdomain", documents=True), layer(mode="interdomain", T=1, B=16)),
+            *(layer_step(mode=mode, T=STEPS) for mode in LAYERS),
+            layer_step(mode="interdomain", dtype=FP32, T=STEPS, d=96, B=19, H=5),
         ],
         "step": [
-            *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2), step(d=96, B=3, H=5)),
-            *(step(half=True, mode=mode) for mode in ("", "in place", "graph")),
-            *(step(half=True, dtype=FP32, G=4, H=2, B=40), step(half=True, d=96, wider=1)),
+            *(step(), step(mode="in place"), step(mode="graph"), step(dtype=FP32, G=4, H=2, B=40), step(d=96, wider=1)),
             *(lin_step(), lin_step(mode="in place"), lin_step(mode="graph", dtype=FP32, d=96)),
-            *(features_step("triton"), features_step("triton", B=1), features_step("torch")),
-            features_step("triton", dtype=FP32, d=96, B=19, H=5),
         ],
     }
     if cuda:
         return every
-    return {
-        name: [_tiny(c) for c in cases if c.mode != "graph" and c.backend != "triton"] for name, cases in every.items()
-    }
+    return {name: [_tiny(case) for case in cases if case.mode != "graph"] for name, cases in every.items()}
 
 
 def _tiny(case: Case) -> Case:
     s = case.shape
     small = Shape(B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2))
-    return replace(case, shape=small, chunk_size=case.chunk_size and 8)
+    backend = "torch" if case.backend == "triton" else case.backend
+    return replace(case, shape=small, backend=backend, chunk_size=case.chunk_size and 8)

@@ -1,44 +1,19 @@
-"""Inputs of the scan and of the input features for the benchmarks, at the initialisation that training starts from.
+"""Inputs of the scan for the benchmarks, at the initialisation that training starts from.
 
-Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions,
-E = H d channels of a projection.
+Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, d head width (R = D = d), M basis functions.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from interdomain import scan
-from interdomain.features import input_features
-from interdomain.model.feature_map import rope_frequencies, rope_tables
+
+from ._cases import Case, Shape
 
 CPU = torch.device("cpu")
-# Stages that each projection of the mixers goes through; a and b are the single input's.
-STAGES = {
-    "query": ("conv", "rope", "silu"),
-    "key": ("conv", "rope", "silu", "norm"),
-    "value": ("norm",),
-    "a": ("conv", "rope", "norm"),
-    "b": ("conv", "norm"),
-}
-CONV_WIDTH, ROPE_THETA = 4, 10_000.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    B: int
-    T: int
-    H: int = 32
-    d: int = 64
-    M: int = 64
-    G: int = 1
-
-    def __str__(self) -> str:
-        grouped = f" G={self.G}" if self.G > 1 else ""
-        return f"B={self.B} T={self.T} H={self.H} d={self.d} M={self.M}{grouped}"
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -76,43 +51,33 @@ def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Ten
 
 
 def make_inputs(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    linear: bool = False,
-    state: bool = False,
-    mixed: bool = False,
-    wider: int = 0,
-    seed: int = 0,
+    case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-    """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v], if `linear`), and cotangents of its results.
+    """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v]), and cotangents of its results.
 
     device: on which the numbers are drawn, too: on the CPU they are the same on every x86 machine with AVX2.
-    wider: by how many channels v is wider than q and k (z than 2 d).
 
     Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that
     records gradients.
     """
-    B, T, H, d, M = shape.B, shape.T, shape.H, shape.d, shape.M
-    P = 2 * d + wider
+    s, dtype, P = case.shape, case.dtype, 2 * case.shape.d + case.wider
     g = generator(device, seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device=device)
 
-    theta, W, w = (x.float().to(device) for x in dynamics(H, M, mixed=mixed, seed=seed))
-    if linear:
-        inputs = {"z": normal(B, T, H, P).to(dtype), "log_decay": theta, "readout": w}
-        d_out = normal(B, T, H, P).to(dtype)
+    theta, W, w = (x.float().to(device) for x in dynamics(s.H, s.M, mixed=mixed, seed=seed))
+    if case.linear:
+        inputs = {"z": normal(s.B, s.T, s.H, P).to(dtype), "log_decay": theta, "readout": w}
+        d_out = normal(s.B, s.T, s.H, P).to(dtype)
     else:
-        q = torch.nn.functional.normalize(normal(B, T, H * shape.G, d), dim=-1).to(dtype)
-        inputs = {"q": q, "k": normal(B, T, H, d).to(dtype), "v": normal(B, T, H, P - d).to(dtype)}
+        q = torch.nn.functional.normalize(normal(s.B, s.T, s.H * s.G, s.d), dim=-1).to(dtype)
+        inputs = {"q": q, "k": normal(s.B, s.T, s.H, s.d).to(dtype), "v": normal(s.B, s.T, s.H, P - s.d).to(dtype)}
         inputs |= {"log_decay": theta, "mixing": W}
-        d_out = normal(*q.shape[:3], P - d).to(dtype)
-    if state:
-        inputs["initial_state"] = normal(B, H, M, P, 2)
-    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(B, H, M, P, 2))
+        d_out = normal(*q.shape[:3], P - s.d).to(dtype)
+    if case.state:
+        inputs["initial_state"] = normal(s.B, s.H, s.M, P, 2)
+    return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(s.B, s.H, s.M, P, 2))
 
 
 def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int = 0) -> Tensor:
@@ -120,34 +85,3 @@ def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int
     starts = torch.rand(shape.B, shape.T, generator=generator(device, seed), device=device) < 1 / mean
     starts[0, 0] = False
     return starts.cumsum(1)
-
-
-def make_features(kind: str, s: Shape, dtype: torch.dtype, device: torch.device, *, past: bool = False, seed: int = 0):
-    """(leaves by name, rotary tables or None, d_out): x [B, T, E] and the parameters that this projection has, in dtype."""
-    g = generator(device, seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g, device=device).to(dtype)
-
-    E, stages = s.H * s.d, STAGES[kind]
-    leaves = {"x": normal(s.B, s.T, E)}
-    if "conv" in stages:
-        leaves |= {"weight": 0.5 * normal(E, 1, CONV_WIDTH), "bias": 0.5 * normal(E)}
-        if past:
-            leaves["past"] = normal(s.B, CONV_WIDTH - 1, E)
-    if "norm" in stages:
-        leaves |= {"scale": 1 + 0.1 * normal(s.d), "shift": 0.1 * normal(s.H, s.d)}
-    rope = make_rope(s, device) if "rope" in stages else None
-    return {name: x.requires_grad_() for name, x in leaves.items()}, rope, normal(s.B, s.T, s.H, s.d)
-
-
-def make_rope(s: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    return rope_tables(torch.arange(s.T, device=device), rope_frequencies(s.d, ROPE_THETA, device))
-
-
-def run_features(kind: str, leaves: dict[str, Tensor], rope, head_dim: int, backend: str, documents=None) -> Tensor:
-    """`input_features` with the stages of this projection: [B, T, H, d]."""
-    pairs = {"conv": ("weight", "bias"), "norm": ("scale", "shift")}
-    given = {name: tuple(leaves[n] for n in pair) for name, pair in pairs.items() if name in STAGES[kind]}
-    given |= {"past": leaves.get("past"), "rope": rope, "silu": "silu" in STAGES[kind], "documents": documents}
-    return input_features(leaves["x"], head_dim, **given, backend=backend)

@@ -62,12 +62,8 @@ def measure(
     for _ in range(max(3, min(rounds, int(seconds / max(once, 1e-9))))):
         steps = run(call)
         taken.append([*steps, sum(steps)])
-    return [summary(list(ms)) for ms in zip(*taken, strict=True)]
-
-
-def summary(ms: list[float]) -> Times:
-    ordered, last = sorted(ms), len(ms) - 1
-    return Times(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+    last, columns = len(taken) - 1, [sorted(ms) for ms in zip(*taken, strict=True)]
+    return [Times(statistics.median(ms), ms[round(0.1 * last)], ms[round(0.9 * last)], len(ms)) for ms in columns]
 
 
 def run_once(call: Call, mark: Callable[[], object] = lambda: None) -> None:
@@ -82,17 +78,9 @@ def run_once(call: Call, mark: Callable[[], object] = lambda: None) -> None:
 
 
 def timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
-    return cuda_timer(device, lead_ms) if device.type == "cuda" else wall_timer
-
-
-def wall_timer(call: Call) -> list[float]:
-    at = []
-    run_once(call, lambda: at.append(1e3 * time.perf_counter()))
-    return [end - start for start, end in itertools.pairwise(at)]
-
-
-def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
-    """A timer that overwrites the L2 cache before a run; without a lead, it waits until the GPU is done with that."""
+    """A timer of one run. On a GPU it overwrites the L2 cache before; without a lead, it waits until that is done."""
+    if device.type != "cuda":
+        return wall_timer
     size = max(MIN_FLUSH, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
     trash = torch.empty(size // 4, dtype=torch.int32, device=device)
 
@@ -114,6 +102,12 @@ def cuda_timer(device: torch.device, lead_ms: float = LEAD_MS) -> Timer:
     once = timed(trash.zero_, 1)[0]
     writes = max(1, min(MAX_WRITES, math.ceil(lead_ms / max(once, 1e-3))))
     return lambda call: timed(call, writes)
+
+
+def wall_timer(call: Call) -> list[float]:
+    at = []
+    run_once(call, lambda: at.append(1e3 * time.perf_counter()))
+    return [end - start for start, end in itertools.pairwise(at)]
 
 
 def peak_memory(call: Call, device: torch.device) -> float | None:

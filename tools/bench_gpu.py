@@ -1,105 +1,87 @@
 """python -m interdomain.tools.bench_gpu --output benchmarks/results/today
 
 Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part is a
-process with a share of the time; after it, summary.md has what is known so far. With a part named, only that one runs, with its
-tool's flags behind it. Without a GPU: tiny and labelled.
+process with a share of the time; after it, summary.md has what is known so far. Without a GPU: tiny and labelled.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+
+import torch
 
 from interdomain.folders import write_whole
 
+from ._bench import ROOT, Deadline, add_output, markdown_rows, results_folder, show
 from ._cli import argument_parser, user_errors
-from ._tables import markdown_rows, page
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540.0
 EARLY = 4.0  # a tool is told to end so long before its share does
 LEAST = 8.0  # seconds under which a part is not started
 GONE = 5.0  # seconds to wait after SIGKILL: a process inside a driver may take longer, and is left behind
 SUMMARY, LOG = "summary.md", "log.txt"
 FAILED = "THE CORRECTNESS CHECK DID NOT PASS. What follows is measured all the same and marked. Do not use it."
+BEYOND = "Some errors are beyond their bound, none by far."
 
-
-class Part(NamedTuple):
-    """A part of the benchmarks: the seconds that it may take, a tool of this package or a program, and its flags.
-
-    A tool has these flags on a GPU, where the user gives none. A program always has them, and runs on a GPU only.
-    """
-
-    seconds: float
-    program: str
-    flags: tuple[str, ...] = ()
-
-    @property
-    def is_tool(self) -> bool:
-        return self.program.startswith(("bench_", "check_"))
-
-
-ONCE = (sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", "cuda", "--once", "--mixers")
-NCU = (
-    *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint)_kernel$"),
-    *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
-    *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
-    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum"),
-)
-# Small: a ragged one, and one that is cut into segments.
-SANITIZED = (*ONCE, "chunkwise", "linear", "features", "--heads", "2", "--shapes", "1x130x64", "1x1030x64")
 TRAINED = (
     *("--sizes", "350M", "--seq-len", "4096", "65536", "--tokens", "32768", "--trace"),
     *("--cases", "softmax:compile:selective", "interdomain:compile:selective"),
 )
+ONCE = (sys.executable, "-m", "interdomain.tools.bench_kernels", "--device", "cuda", "--once", "--mixers")
+PROFILED = (
+    *("--clock-control", "none", "--kernel-name", r"regex:^(contract|mix|expand|adjoint)_kernel$"),
+    *("--section", "SpeedOfLight", "--section", "ComputeWorkloadAnalysis", "--section", "MemoryWorkloadAnalysis"),
+    *("--section", "Occupancy", "--section", "LaunchStats", "--section", "WarpStateStats"),
+    *("--metrics", "dram__bytes_read.sum,dram__bytes_write.sum", *ONCE, "chunkwise", "--shapes", "8x4096x32x64"),
+)
+# Small: a ragged one, and one that is cut into segments.
+SANITIZED = (*ONCE, "chunkwise", "linear", "layer", "--shapes", "1x130x2x64", "1x1030x2x64")
 # Only files that have such a test: others may need what this machine lacks.
 TESTS = f"grep -rl mark.gpu --include='test_*.py' tests | xargs -r {sys.executable} -m pytest -q -m gpu --tb=short"
-PARTS = {  # in the order in which `all` runs them; a tool's file has the name of its part
-    "machine": Part(10, "nvidia-smi", ("-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE")),
-    "check": Part(120, "check_kernels"),
-    "kernels": Part(100, "bench_kernels"),
-    "training": Part(150, "bench_training", TRAINED),
-    "profile": Part(60, "ncu", (*NCU, *ONCE, "chunkwise", "--shapes", "8x4096x64")),
-    "memcheck": Part(30, "compute-sanitizer", ("--error-exitcode", "9", "--tool", "memcheck", *SANITIZED)),
-    "racecheck": Part(30, "compute-sanitizer", ("--error-exitcode", "9", "--tool", "racecheck", *SANITIZED)),
-    "tests": Part(120, "bash", ("-c", TESTS)),
-    "inference": Part(150, "bench_inference", ("--quick",)),
+# The parts in the order in which `all` runs them: seconds at most; a tool of this package (its results have the part's name) or
+# a program; its flags, a tool's on a GPU only. A program runs on a GPU only.
+PARTS = {
+    "machine": (10, "nvidia-smi", ("-q", "-d", "CLOCK,POWER,TEMPERATURE,PERFORMANCE")),
+    "check": (120, "interdomain.tools.check_kernels", ()),
+    "kernels": (100, "interdomain.tools.bench_kernels", ()),
+    "training": (150, "interdomain.tools.bench_training", TRAINED),
+    "profile": (60, "ncu", PROFILED),
+    "memcheck": (30, "compute-sanitizer", ("--error-exitcode", "9", "--tool", "memcheck", *SANITIZED)),
+    "racecheck": (30, "compute-sanitizer", ("--error-exitcode", "9", "--tool", "racecheck", *SANITIZED)),
+    "tests": (120, "bash", ("-c", TESTS)),
+    "inference": (150, "interdomain.tools.bench_inference", ("--quick",)),
 }
 
 
-def command(part: Part, out: Path, seconds: float, flags: list[str]) -> list[str] | str:
+def command(name: str, out: Path, seconds: float) -> list[str] | str:
     """The command of a part, or why it is skipped."""
-    import torch  # late: --help needs none
-
+    _, program, flags = PARTS[name]
     gpu = torch.cuda.is_available()
-    if part.is_tool:
+    if program.startswith("interdomain."):
         limits = ["--output", str(out), "--time-limit", f"{max(1.0, seconds - EARLY):.0f}"]
-        flags = flags or list(part.flags if gpu else ())
-        return [sys.executable, "-m", f"interdomain.tools.{part.program}", *limits, *flags]
-    found = shutil.which(part.program) or next(Path("/usr/local").glob(f"cuda*/bin/{part.program}"), None)
+        return [sys.executable, "-m", program, *limits, *(flags if gpu else ())]
+    found = shutil.which(program) or next(Path("/usr/local").glob(f"cuda*/bin/{program}"), None)
     if not gpu or not found:
-        return f"{part.program} is not installed" if gpu else "there is no GPU here"
-    return [str(found), *part.flags, *flags]
+        return f"{program} is not installed" if gpu else "there is no GPU here"
+    return [str(found), *flags]
 
 
 def run_part(name: str, out: Path, seconds: float) -> tuple[str, int]:
     """(how a part ended, its exit status or 0 for one that did not run). What it prints goes to the log."""
-    words = command(PARTS[name], out, seconds, [])
+    words = command(name, out, seconds)
     if isinstance(words, str):
         return f"skipped: {words}", 0
     if seconds < LEAST:
         return "not run: no time left", 0
     print(f"{name}, at most {seconds:.0f} s ...", flush=True)
-    with open(out / LOG, "ab") as log:
+    with open(out / LOG, "a+b") as log:
         log.write(f"\n== {name} ==\n".encode())
         log.flush()
         began = log.tell()
@@ -115,9 +97,10 @@ def run_part(name: str, out: Path, seconds: float) -> tuple[str, int]:
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GONE)
+        log.seek(began)
+        lines = log.read().decode(errors="replace").splitlines()
     if status := results(out, name).get("status"):
-        return (f"{status}, {ended}" if status == "unfinished" and code else status), code
-    lines = (out / LOG).read_bytes()[began:].decode(errors="replace").splitlines()
+        return (f"{status}, {ended}" if status == "unfinished" else status), code
     last = next((line for line in reversed(lines) if re.search(r"\w{3}", line)), "")
     return f"{ended}: {last.strip(' =')[:200]}", code
 
@@ -128,59 +111,49 @@ def results(out: Path, name: str) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def run_all(out: Path, seconds: float) -> int:
+def page(contents: dict) -> list[str]:
+    """Lines of one tool's results, as `_bench.Report` has them: label, machine, tables, notes."""
+    lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
+    facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
+    lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
+    for name, table in contents["tables"].items():
+        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
+        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
+    return [*lines, "", *(f"- {note}" for note in contents["notes"])]
+
+
+def run_all(out: Path, deadline: Deadline) -> int:
     """All parts in order; 1 if one failed, 2 if the check refused to run."""
-    ends, worst = time.monotonic() + seconds, 0
-    rows, loud, pages = [["part", "status", "seconds"]], [], []
-    for name, part in PARTS.items():
+    failed, rows, loud, pages = False, [["part", "status", "seconds"]], [], []
+    for name, (seconds, *_) in PARTS.items():
         began = time.monotonic()
-        status, code = run_part(name, out, min(part.seconds, ends - began))
+        status, code = run_part(name, out, min(seconds, deadline.left))
         print(f"{name}: {status}", flush=True)
         if name == "check" and code == 2:  # there is no GPU that can be used, for one: the tool has said so
             print((out / LOG).read_text(), file=sys.stderr)
             return 2
         if name == "check" and code:
-            loud = ["**Some errors are beyond their bound, none by far.**" if code == 3 else f"**{FAILED}**", ""]
-        worst = max(worst, 0 if code in (0, 3) else 1)
+            loud = [f"**{BEYOND if code == 3 else FAILED}**", ""]
+        failed |= code not in (0, 3)
         rows.append([name, status.replace("|", "/"), f"{time.monotonic() - began:.0f}"])
         pages += page(contents) if (contents := results(out, name)) else []
         write_whole(out / SUMMARY, "\n".join(["# Summary", "", *loud, *markdown_rows(rows), *pages, ""]).encode())
-    return worst
-
-
-def parse(argv) -> tuple[argparse.Namespace, list[str]]:
-    p = argument_parser(__doc__)
-    names = ", ".join(PARTS)
-    p.add_argument("part", nargs="?", default="all", help=f"all (default), or one of {names}, with its flags")
-    p.add_argument(
-        "--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC date and time>)"
-    )
-    args, flags = p.parse_known_args(argv)
-    if args.part not in ("all", *PARTS):
-        raise ValueError(f"there is no part '{args.part}'; allowed: all, {names}.")
-    if flags and args.part == "all":
-        raise ValueError(
-            f"'{shlex.join(flags)}': flags are for one part, such as: benchmarks/gpu.sh kernels --rounds 50"
-        )
-    return args, flags
+    return int(failed)
 
 
 @user_errors
 def main(argv=None) -> int:
-    args, flags = parse(argv)
-    began, seconds = time.monotonic(), float(os.environ.get("INTERDOMAIN_SECONDS") or SECONDS)
-    out = (args.output or ROOT / "benchmarks/results" / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())).absolute()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the part ends, too
-    if args.part != "all":
-        words = command(PARTS[args.part], out, seconds, flags)
-        if isinstance(words, str):
-            raise ValueError(f"{args.part}: {words}.")
-        return subprocess.run(words).returncode
+    p = argument_parser(__doc__)
+    add_output(p)
+    p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help=f"default {SECONDS:.0f}")
+    args = p.parse_args(argv)
+    out, deadline = (args.output or results_folder()).absolute(), Deadline(args.time_limit)
     if (out / LOG).exists():
         raise FileExistsError(f"{out / LOG} is there, and results are never overwritten. Give another --output.")
     out.mkdir(parents=True, exist_ok=True)
-    code = run_all(out, seconds)
-    print(f"\nwrote {out} in {time.monotonic() - began:.0f} s", flush=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the part ends, too
+    code = run_all(out, deadline)
+    print(f"\nwrote {out}", flush=True)
     return code
 
 

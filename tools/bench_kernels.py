@@ -1,11 +1,11 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
-Time the mixer core alone, forward and backward: ours by backend, PyTorch's attention, and FlashAttention's packages and
-flash-linear-attention where installed, on the same inputs, beside the roofline of the GPU's datasheet. Without a GPU: tiny and
-labelled.
+Time the mixer core alone, forward and backward: this package's backends and PyTorch's attention on the same q, k and v, beside
+the roofline of the GPU's datasheet; and a whole layer, with projections and input features. Without a GPU: tiny and labelled.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -13,45 +13,93 @@ import re
 import sys
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import _bench, _mixers
+from interdomain import InterdomainAttention, scan
+
+from . import _bench
 from ._apart import Emit
+from ._cases import Case, Shape
 from ._cli import argument_parser, user_errors
-from ._mixers import ATTENTION, NAMES, SLOW
-from ._problems import Shape
+from ._problems import make_inputs
 from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
-SHAPES = ("8x4096x64", "2x16384x64", "1x32768x64", "8x4096x96")
-TINY = ("2x128x16", "1x256x24")
+CHUNKWISE = ("chunkwise", "chunkwise-kept")
+ATTENTION = {
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-default": None,  # the one that PyTorch picks by itself
+}
+SLOW = ("parallel", "chunkwise-torch", "fft")  # on a GPU only if named
+# In the order in which they run: those that a short time limit should not lose come first.
+NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *SLOW)
+ON_CPU = ("chunkwise", "linear", "parallel", "fft", "sdpa-flash", "layer")
+SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
+TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")
 COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
     *("peak MiB", "remark"),
 ]
+CHUNK = 64  # tokens
 
 
-def parse_shape(text: str, heads: int, basis: int) -> Shape:
-    """BxTxd. Raises: ValueError."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", text)
-    if not found:
-        raise ValueError(f"--shapes {text}: expected BATCHxTOKENSxHEAD_DIM, such as {SHAPES[0]}.")
-    B, T, d = map(int, found.groups())
-    return Shape(B, T, heads, d, basis)
+def parse_shape(text: str) -> Shape:
+    """BxTxHxd. Raises: ValueError."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
+        raise ValueError(f"--shapes {text}: expected BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}.")
+    return Shape(*map(int, text.split("x")))
 
 
-def call_of(name: str, shape: Shape, device: torch.device) -> Call:
-    """Forward as in training, then the gradients of every leaf: two steps that are timed apart and together."""
-    forward, leaves, d_out = _mixers.candidate(name, shape, device)
-    return forward, lambda o: torch.autograd.grad(o, leaves, d_out)
+def candidate(name: str, shape: Shape, device: torch.device) -> Call:
+    """Forward as in training, from q, k, v [B, T, H, d] to o, then the gradients of all that it reads: two steps."""
+    if name == "layer":
+        layer = InterdomainAttention(shape.H * shape.d, shape.H, n_basis=shape.M).to(device, torch.bfloat16)
+        x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=torch.bfloat16)
+        leaves = [x.requires_grad_(), *layer.parameters()]
+        return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
+    inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
+    if name in ATTENTION:
+        inputs = {x: inputs[x] for x in ("q", "k", "v")}
+        forward = functools.partial(attention, **inputs, backend=ATTENTION[name])
+    elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
+        forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
+    else:
+        how = dict(backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False)
+        forward = lambda: scan.interdomain_scan(**inputs, **how)[0]  # noqa: E731
+    return forward, lambda out: torch.autograd.grad(out, list(inputs.values()), d_out)
 
 
-def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes: dict[str, Shape], rounds: int) -> None:
+def attention(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def costs(name: str, s: Shape) -> tuple[int, int]:
+    """(bytes, FLOPs) of forward and backward: inputs read and outputs written once, products as MFU counts them.
+
+    Per token and head, in rows of d bf16 numbers: q, k, v in and o out, then q, k, v, do in and dq, dk, dv out. `linear` has z
+    of two rows in place of q, k, v and o.
+    """
+    rows, macs = 10 if name == "linear" else 11, 0
+    if name in ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
+        macs = 7 * (s.T + 1) * s.d // 2
+    if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
+        N = 2 * s.M
+        macs = 3 * (2 * (CHUNK * s.d + CHUNK * N + 2 * N * s.d) + N * N)
+    tokens = s.B * s.T * s.H
+    return 2 * tokens * rows * s.d, 2 * tokens * macs
+
+
+def run_case(case: tuple[str, str], emit: Emit, device: torch.device, *, shapes: dict[str, Shape], rounds: int) -> None:
     """emit(row of the table)."""
     name, shape = case[0], shapes[case[1]]
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what others' kernels chose is there for the next process
     row = {"mixer": name}
     try:
-        call = call_of(name, shape, device)
+        call = candidate(name, shape, device)
         times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
         row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
@@ -59,21 +107,15 @@ def run_case(case: tuple[str, str], emit: Emit, *, device: torch.device, shapes:
         return
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    row["roofline ms"] = roofline_ms(device, *_mixers.costs(name, shape))
+    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" else None
     emit(row | {"of roofline": ratio(row["roofline ms"], row["both ms"])})
 
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument(
-        "--shapes", nargs="+", metavar="BxTxD", help=f"batch, tokens, head width; default {' '.join(SHAPES)}"
-    )
-    p.add_argument("--heads", type=int, help="default 32 (CPU: 2)")
-    p.add_argument("--basis", type=int, help="M, basis functions per head; default 64 (CPU: 16)")
-    p.add_argument(
-        "--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: those installed, but {', '.join(SLOW)}"
-    )
+    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=f"default {' '.join(SHAPES)}")
+    p.add_argument("--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: all but {', '.join(SLOW)}")
     p.add_argument("--rounds", type=int, help="timed calls of a candidate; default 20 (CPU: 3)")
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
@@ -84,48 +126,37 @@ def main(argv=None) -> int:
     args = parse(argv)
     if args.once:  # without PyTorch's pools a sanitizer sees an access beyond a tensor's end
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    device = _bench.choose_device(args.device)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     cuda = device.type == "cuda"
-    deadline = _bench.Deadline(args.time_limit)
-    names = _bench.choose("--mixers", args.mixers, NAMES)
-    missing = {name: package for name in names if (package := _mixers.absent(name))}
-    if not args.mixers:
-        names = [name for name in names if name not in (*SLOW, *missing)] if cuda else list(_mixers.ON_CPU)
-    _bench.fill_in(args, device, heads=(32, 2), basis=(64, 16), rounds=(20, 3))
-    texts = args.shapes or list(SHAPES if cuda else TINY)
-    shapes = {text: parse_shape(text, args.heads, args.basis) for text in texts}
-    for name, shape in itertools.product(names if args.once else (), shapes.values()):
-        run_once(call_of(name, shape, device))
-        print(f"ran {name}, {shape}", flush=True)
+    default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
+    names = _bench.choose("--mixers", args.mixers or default, NAMES)
+    _bench.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
+    shapes = {text: parse_shape(text) for text in args.shapes}
+    cases = list(itertools.product(names, shapes))
     if args.once:
+        for name, text in cases:
+            run_once(candidate(name, shapes[text], device))
+            print(f"ran {name}, {shapes[text]}", flush=True)
         return 0
 
     report = _bench.Report(
         "kernels", args.output, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
     )
     report.note("Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates.")
-    if missing and not args.mixers:
-        report.note(f"Not installed: {', '.join(sorted(set(missing.values())))}.")
     for shape in shapes.values():
         report.table(str(shape), COLUMNS)
 
     def add(case, rows, problem):
-        name, shape = case[0], str(shapes[case[1]])
-        row = {"mixer": name, **(rows[0] if rows else {})}
-        if problem:
-            row["remark"] = _bench.without_paths(problem)[:300]
-        everything = [*report.rows(shape), row]
+        name, table = case[0], str(shapes[case[1]])
+        row = {"mixer": name, **(rows[0] if rows else {}), **({"remark": problem} if problem else {})}
+        everything = [*report.rows(table), row]
         best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
         for r in everything:
             r["of best attention"] = ratio(r.get("both ms"), best)
-        report.add(shape, row)
+        report.add(table, row)
 
-    for name in (name for name in names if name in missing):
-        for text in texts:
-            add((name, text), [], f"{missing[name]} is not installed")
-    cases = [(name, text) for name in names if name not in missing for text in texts]
-    handle = functools.partial(run_case, device=device, shapes=shapes, rounds=args.rounds)
-    _bench.work(device, [cases], add, handle, deadline)
+    handle = functools.partial(run_case, shapes=shapes, rounds=args.rounds)
+    _bench.work(device, [cases], add, handle, deadline=deadline)
     ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0

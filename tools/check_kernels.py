@@ -1,12 +1,13 @@
 """python -m interdomain.tools.check_kernels --output benchmarks/results/today
 
-Run the scan, the one-token step and the input features on this machine's GPU (without one: on the CPU, tiny) and compare
-outputs, states and all gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal
-bits. Run it before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound
-or more, NaN, an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
+Run the scan, the one-token step and whole layers on this machine's GPU (without one: on the CPU, tiny) and compare outputs,
+states and gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal bits. Run it
+before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound or more, NaN,
+an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
 """
 
 import argparse
+import copy
 import functools
 import math
 import os
@@ -16,21 +17,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from interdomain import scan
-from interdomain.features import input_features_step
+from interdomain import InterdomainAttention, scan
+from interdomain.model import Execution
 
 from . import _bench
 from ._apart import Emit
-from ._cases import STEPS, Case, groups
+from ._cases import LAYERS, STEPS, Case, groups
 from ._cli import argument_parser, user_errors
-from ._problems import CONV_WIDTH, CPU, convert, make_documents, make_features, make_inputs, make_rope, run_features
+from ._problems import CPU, convert, make_documents, make_inputs
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
 STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
 LOOP_LIMIT = 512  # tokens: beyond, the float64 chunkwise form judges, which agrees with the loop to 1e-10 by the tests
-# run(exact) -> outputs and gradients by name; exact: in float64, by the form that judges.
-Run = Callable[[bool], dict[str, Tensor]]
+# (arguments, cotangents of the results, function(exact, arguments) -> results by name). exact: by the form that judges.
+Problem = tuple[dict, tuple[Tensor, ...], Callable[[bool, dict], dict[str, Tensor]]]
 
 
 def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
@@ -40,12 +41,14 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     """
     row = {"case": str(case), "bit-equal": None}
     try:
-        run = PROBLEMS[case.kind](case, device, seed)
-        got = run(False)
+        given, cotangents, function = PROBLEMS[case.kind](case, device, seed)
+        given, cotangents = convert((given, cotangents), device=device)
+        got = with_gradients(given, cotangents, functools.partial(function, False))
         if case.repeat:
-            again = run(False)
+            again = with_gradients(given, cotangents, functools.partial(function, False))
             row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-        errors = {name: relative_rms(got[name], x) for name, x in run(True).items()}
+        exact = with_gradients(*convert((given, cotangents), dtype=torch.float64), functools.partial(function, True))
+        errors = {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
         return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
     bounds = {name: error / case.bound(name) for name, error in errors.items()}
@@ -56,6 +59,16 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     return row | {"result": FAIL if row["bit-equal"] is False else result}
 
 
+def with_gradients(given: dict, cotangents: tuple[Tensor, ...], function: Callable) -> dict[str, Tensor]:
+    """Results, and the gradients of the leaves among the arguments as d and their name."""
+    found = function(given)
+    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    if leaves:
+        grads = torch.autograd.grad(tuple(found.values()), list(leaves.values()), cotangents[: len(found)])
+        found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return found
+
+
 def relative_rms(got: Tensor, exact: Tensor) -> float:
     """RMS of the error over RMS of the value; both in float64."""
     if got.shape != exact.shape:
@@ -64,60 +77,43 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
     return ((got - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-300)).item()
 
 
-def with_gradients(found: dict[str, Tensor], leaves: dict[str, Tensor], cotangents: tuple) -> dict[str, Tensor]:
-    """Results and the gradients of the leaves, as d and their name."""
-    grads = torch.autograd.grad(tuple(found.values()), list(leaves.values()), cotangents[: len(found)])
-    return found | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-
-
-def scan_problem(case: Case, device: torch.device, seed: int) -> Run:
-    what = dict(linear=case.linear, state=case.state, mixed=True, wider=case.wider)
-    drawn = convert(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device=device)
+def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
     documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
     how = {"backend": case.backend, "chunk_size": case.chunk_size}
     how |= {} if case.linear else {"recompute": case.recompute}
     judge = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
     fn = scan.linear_scan if case.linear else scan.interdomain_scan
 
-    def run(exact: bool) -> dict[str, Tensor]:
-        inputs, cotangents = convert(drawn, dtype=torch.float64) if exact else drawn
-        found = fn(**inputs, documents=documents, final_state=case.state, **(judge if exact else how))
-        found = {name: x for name, x in zip(("out", "state"), found, strict=True) if x is not None}
-        return with_gradients(found, inputs, cotangents)
+    def function(exact: bool, given: dict) -> dict[str, Tensor]:
+        found = fn(**given, documents=documents, final_state=case.state, **(judge if exact else how))
+        return {name: x for name, x in zip(("out", "state"), found, strict=True) if x is not None}
 
-    return run
+    return *make_inputs(case, CPU, mixed=True, seed=seed), function
 
 
-def step_problem(case: Case, device: torch.device, seed: int) -> Run:
+def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
-    what = dict(linear=case.linear, state=True, mixed=True, wider=case.wider)
-    drawn, _ = convert(make_inputs(case.shape, case.dtype, CPU, seed=seed, **what), device=device)
-    inputs = {name: x.detach() for name, x in drawn.items()}
-    tokens = {name: inputs[name] for name in ("q", "k", "v", "z") if name in inputs}
-    tables = {name: inputs[name] for name in ("log_decay", "mixing", "readout") if name in inputs}
-    if case.half:
-        tables |= {"mixing": tables["mixing"][:, : case.shape.M].contiguous()}
-        tables |= {"decay": scan.decay_factor(tables["log_decay"])}
-    one_step, loop = (
-        (scan.linear_step, scan.linear_scan) if case.linear else (scan.interdomain_step, scan.interdomain_scan)
-    )
+    given = {name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()}
+    loop, one_step = scan.interdomain_scan, scan.interdomain_step
+    if case.linear:
+        loop, one_step = scan.linear_scan, scan.linear_step
 
     @torch.no_grad()
-    def run(exact: bool) -> dict[str, Tensor]:
+    def function(exact: bool, given: dict) -> dict[str, Tensor]:
         if exact:
-            found = loop(**convert(inputs, dtype=torch.float64), backend="reference")
-            return dict(zip(("out", "state"), found, strict=True))
-        each = [{name: x[:, t].contiguous() for name, x in tokens.items()} for t in range(STEPS)]
-        state, outs = inputs["initial_state"].clone(), []
+            return dict(zip(("out", "state"), loop(**given, backend="reference"), strict=True))
+        tables = {name: given[name] for name in ("log_decay", "mixing", "readout") if name in given}
         step = functools.partial(one_step, **tables, inplace=bool(case.mode))
+        tokens = [{n: given[n][:, t].contiguous() for n in ("q", "k", "v", "z") if n in given} for t in range(STEPS)]
+        state, outs = given["initial_state"].clone(), []
         if case.mode == "graph":
-            step = captured(step, each[0], state)
-        for token in each:
+            step = captured(step, tokens[0], state)
+        for token in tokens:
             out, state = step(**token, state=state)
             outs.append(out)
         return {"out": torch.stack(outs, dim=1), "state": state}
 
-    return run
+    return given, (), function
 
 
 def captured(step: Callable, token: dict[str, Tensor], state: Tensor) -> Callable:
@@ -142,59 +138,43 @@ def captured(step: Callable, token: dict[str, Tensor], state: Tensor) -> Callabl
     return replay
 
 
-def features_problem(case: Case, device: torch.device, seed: int) -> Run:
-    """Against the plain PyTorch form."""
-    drawn = make_features(case.mode, case.shape, case.dtype, CPU, past=case.state, seed=seed)
-    drawn = convert(drawn, device=device)
-    documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
-
-    def run(exact: bool) -> dict[str, Tensor]:
-        leaves, rope, d_out = convert(drawn, dtype=torch.float64) if exact else drawn
-        backend = "torch" if exact else case.backend
-        out = run_features(case.mode, leaves, rope, case.shape.d, backend, documents)
-        return with_gradients({"out": out}, leaves, (d_out,))
-
-    return run
-
-
-def features_step_problem(case: Case, device: torch.device, seed: int) -> Run:
-    """T tokens of a layer of interdomain heads one by one, and what remains of the past, against the plain PyTorch form.
-
-    q, k and v lie side by side: the first two are convolved, turned and mapped, the last two normed.
-    """
+def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
+    """A layer with its projections and input features: a sequence and all gradients, or the same token by token."""
     s, g = case.shape, torch.Generator().manual_seed(seed)
-    E = s.H * s.d
+    torch.manual_seed(seed)
+    layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode]).to(case.dtype)
+    judge = copy.deepcopy(layer).double().to(device)
+    judge.mixer.execution = Execution("chunkwise-torch", features="torch")
+    layer.mixer.execution = Execution("chunkwise", features=case.backend)
+    x, d_out = (torch.randn(s.B, s.T, s.H * s.d, generator=g).to(case.dtype) for _ in range(2))
+    positions = (torch.arange(s.T, device=device) % 20).expand(s.B, s.T) if case.documents else None
+    # The scan's cases judge the gradients of the dynamics: of log_dt there are few numbers, and nothing averages.
+    given = {"x": x.requires_grad_()} | {name: p for name, p in layer.named_parameters() if ".ssm." not in name}
+    layer = layer.to(device)
 
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=g).to(case.dtype)
+    def function(exact: bool, given: dict) -> dict[str, Tensor]:
+        x, *_ = given.values()
+        if case.kind == "layer" or exact:
+            parameters = {name: p for name, p in given.items() if name != "x"}
+            how = {"positions": positions}
+            return {"out": torch.func.functional_call(judge if exact else layer, parameters, (x,), how)}
+        state = layer.init_state(s.B)
+        return {"out": torch.cat([layer(x[:, t : t + 1], state) for t in range(s.T)], dim=1)}
 
-    drawn = dict(x=normal(s.B, s.T, 3 * E), past=normal(s.B, CONV_WIDTH - 1, 2 * E))
-    drawn |= dict(conv=(0.5 * normal(CONV_WIDTH, 2 * E), 0.5 * normal(2 * E)))
-    drawn |= dict(norm=(1 + 0.1 * normal(2 * s.H, s.d), 0.1 * normal(2 * s.H, s.d)), rope=make_rope(s, CPU))
-    drawn = convert(drawn, device=device)
-
-    def run(exact: bool) -> dict[str, Tensor]:
-        given = convert(drawn, dtype=torch.float64) if exact else dict(drawn)
-        x, (cos, sin), past = given.pop("x").clone(), given.pop("rope"), given.pop("past").clone()
-        given |= dict(past=past, rotated=2 * s.H, silu=2 * s.H, backend="torch" if exact else case.backend)
-        tokens = [input_features_step(x[:, t], s.d, rope=(cos[t : t + 1], sin[t : t + 1]), **given) for t in range(s.T)]
-        return {"out": torch.stack(tokens, dim=1), "past": past}
-
-    return run
+    if case.kind == "layer step":
+        given, function = {"x": x.detach()}, torch.no_grad()(function)
+    return given, (d_out,), function
 
 
 PROBLEMS = {
     **dict.fromkeys(("scan", "linear scan"), scan_problem),
     **dict.fromkeys(("step", "linear step"), step_problem),
-    "features": features_problem,
-    "features step": features_step_problem,
+    **dict.fromkeys(("layer", "layer step"), layer_problem),
 }
 
 
-def check_one(which: tuple[str, int], emit: Emit, *, device: torch.device) -> None:
-    """A case by its group and number."""
-    group, number = which
-    emit(run_case(groups(device.type == "cuda")[group][number], device))
+def check_one(case: Case, emit: Emit, device: torch.device) -> None:
+    emit(run_case(case, device))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -213,17 +193,17 @@ def main(argv=None) -> int:
     report, results = _bench.Report("check", args.output, device, {"groups": names}), []
     report.table("cases", ["case", "worst", "in", "bound", "bit-equal", "result"])
 
-    def add(which, rows, problem):
-        row = rows[0] if rows else {"case": str(available[which[0]][which[1]])}
+    def add(case, rows, problem):
+        row = rows[0] if rows else {"case": str(case)}
         if problem:
             row["result"] = f"{FAIL}: {_bench.without_paths(problem)[:200]}"
         results.append(row["result"])
         report.add("cases", row)
 
-    jobs = [[(name, i) for i in range(len(available[name]))] for name in names]
     workers = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # they mostly compile
-    handle = functools.partial(check_one, device=device)
-    _bench.work(device, jobs, add, handle, deadline, workers=workers, least=60)
+    _bench.work(
+        device, [available[name] for name in names], add, check_one, deadline=deadline, workers=workers, least=60
+    )
     code = 1 if set(results) - {"PASS", BEYOND} else 3 if BEYOND in results else 0
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
