@@ -27,7 +27,6 @@ from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_che
 from . import _bench, _harness, _perplexity, _task_table
 from ._cli import add_device, argument_parser, user_errors
 from ._plots import Curve, Panel, draw
-from ._tables import page
 from ._timing import release
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
@@ -107,7 +106,7 @@ def save(report: _bench.Report) -> None:
         report.table(name, head)
         report.rows(name).extend(dict(zip(head, row, strict=True)) for row in rows)
     report.write()
-    write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
+    write_whole(report.folder / MARKDOWN, "\n".join([*_bench.page(contents), ""]).encode())
 
 
 def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
