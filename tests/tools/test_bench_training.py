@@ -167,7 +167,7 @@ def test_one_part_from_a_clone_that_is_not_installed(tmp_path):
         "--mixers",
         "sdpa-flash",
         "--shapes",
-        "1x8x8",
+        "1x8x2x8",
     ]
     env = {"OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_COMMIT": "the commit"}
     how = dict(capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | env)
