@@ -5,6 +5,8 @@ tensors of the capture, nothing has run when the capture ends, and an op that ne
 """
 
 import contextlib
+import time
+import types
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -117,6 +119,21 @@ class Stream:
         pass
 
 
+class Event:
+    """torch.cuda.Event, on a clock of ms."""
+
+    clock = staticmethod(lambda: 1e3 * time.perf_counter())
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.at = self.clock()
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
 def streams() -> dict:
     """Attributes of torch.cuda for streams and graphs."""
     return dict(
@@ -126,4 +143,19 @@ def streams() -> dict:
         device=lambda d: contextlib.nullcontext(),
         CUDAGraph=Graph,
         graph=capture,
+    )
+
+
+def gpu(name) -> dict:
+    """Attributes of torch.cuda on a machine with this GPU."""
+    sizes = dict(total_memory=2**37, L2_cache_size=2**16, multi_processor_count=132, major=9, minor=0)
+    return streams() | dict(
+        is_available=lambda: True,
+        get_device_properties=lambda device: types.SimpleNamespace(name=name, **sizes),
+        synchronize=lambda: None,
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        memory_allocated=lambda: 2**20,
+        max_memory_allocated=lambda: 6 * 2**20,
+        Event=Event,
     )

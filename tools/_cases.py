@@ -15,7 +15,7 @@ BOUNDS = {
     "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
     "rounded": 4e-3,  # computed in fp32, the result rounded to bf16 (1.7e-3)
     "bf16": 1e-2,  # operands rounded to bf16 (1.7e-3 each) at eight places in a row; fp16 is rounded to bf16 first
-    "layer": 2e-2,  # the same with projections and input features before and after, each rounded
+    "layer": 1.5e-2,  # the same with projections and input features before and after, each rounded
     "bf16 decay": 1.5e-2,  # dlog_decay then: a few slow modes of one head outweigh all others, and nothing averages
 }
 STEPS = 4  # tokens of a case of a step

@@ -102,7 +102,7 @@ def run_part(name: str, out: Path, seconds: float) -> tuple[str, int]:
     if status := results(out, name).get("status"):
         return (f"{status}, {ended}" if status == "unfinished" else status), code
     last = next((line for line in reversed(lines) if re.search(r"\w{3}", line)), "")
-    return f"{ended}: {last.strip(' =')[:200]}", code
+    return f"{ended}: {last.strip(' =')[:200] or 'no word'}", code
 
 
 def results(out: Path, name: str) -> dict:

@@ -142,7 +142,11 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """A layer with its projections and input features: a sequence and all gradients, or the same token by token."""
     s, g = case.shape, torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode]).to(case.dtype)
+    layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode])
+    for norm in layer.mixer.k_norm, layer.mixer.v_norm:  # which start as 1 and 0, where losing them would not show
+        norm.weight.data += 0.1 * torch.randn(norm.weight.shape)
+        norm.bias.data += 0.1 * torch.randn(norm.bias.shape)
+    layer = layer.to(case.dtype)
     judge = copy.deepcopy(layer).double().to(device)
     judge.mixer.execution = Execution("chunkwise-torch", features="torch")
     layer.mixer.execution = Execution("chunkwise", features=case.backend)

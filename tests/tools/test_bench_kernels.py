@@ -1,145 +1,214 @@
-"""bench_kernels in CPU tiny mode: what it writes, which peers it calls, what it refuses."""
+"""What the benchmarks share, and bench_kernels: timing, rooflines, results on the disk; and on a stand-in for a GPU."""
 
 import json
-import os
-import subprocess
-import sys
+import types
 
 import pytest
 import torch
 
-from interdomain.tools import _bench, _mixers, bench_inference, bench_kernels, check_kernels
+from interdomain.model import SIZES, Transformer, build_config
+from interdomain.model.flops import forward_flops_per_token
+from interdomain.tools import _apart, _bench, _cases, _timing, bench_inference, bench_kernels, check_kernels, launch
+from interdomain.tools._cases import Shape
 
-from ..common import REPOSITORY, TIMEOUT
+from .. import cuda_stand_in
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
+CPU = torch.device("cpu")
 
 
-def results(folder, part):
+def results(folder, part, label=_bench.CPU_LABEL):
     contents = json.loads((folder / f"{part}.json").read_text())
-    assert contents["label"] == _bench.CPU_LABEL
+    assert contents["label"] == label
     return contents
 
 
+def test_bytes_and_flops_by_hand():
+    """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in plugin/model/flops.py."""
+    one = Shape(B=1, T=4096)
+    for name, condition in ("chunkwise", "interdomain"), ("sdpa-flash", "softmax"):
+        nbytes, flops = bench_kernels.costs(name, one)
+        assert nbytes == 4096 * 32 * 11 * 128
+        config = build_config("1.3B", condition)
+        forward = forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
+        assert flops / 4096 == pytest.approx(forward * (3 if name == "chunkwise" else 3.5))
+    assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
+
+
+def test_roofline_is_the_larger_of_two_times(monkeypatch):
+    gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    device = torch.device("cuda")
+    assert _timing.roofline_ms(device, 3.35e9) == pytest.approx(1.0)
+    assert _timing.roofline_ms(device, 3.35e9, 2 * 989e9) == pytest.approx(2.0)
+    gpu.name = "a GPU of tomorrow"
+    assert _timing.roofline_ms(device, 1) is _timing.roofline_ms(CPU, 1) is None
+
+
+def test_a_chain_is_timed_by_steps_and_a_slow_one_less_often():
+    seen = []
+    times = _timing.measure((lambda: 5, lambda x: seen.append(x) or 7, seen.append), CPU, rounds=5)
+    assert [t.count for t in times] == [5] * 4  # three steps, and together
+    assert seen[:2] == [5, 7]
+    (_, slow) = _timing.measure(lambda: _timing.time.sleep(0.02), CPU, rounds=12, seconds=0.07)
+    assert slow.count == 3
+    assert slow.high >= slow.median >= slow.low >= 20
+
+
+def test_a_gpu_is_timed_by_events_behind_writes_that_give_the_host_its_lead(monkeypatch):
+    """On a clock that the calls move: 2 ms of writes at 0.1 ms each come before every call and are in no time; where launches
+    count, one write for the cache, and it is over."""
+    now, seen = [0.0], []
+
+    class Event(cuda_stand_in.Event):
+        clock = staticmethod(lambda: now[0])
+
+    def takes(ms, what):
+        def call(*_):
+            now[0] += ms
+            seen.append(what)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("done"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(L2_cache_size=1024))
+    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+    monkeypatch.setattr(torch.Tensor, "zero_", takes(0.1, "write"))
+    gpu = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device, empty=torch.empty: empty(*size, dtype=dtype))
+    for lead, writes in ((_timing.LEAD_MS, 20), (0, 1)):
+        run = _timing.timer(gpu, lead)
+        seen.clear()
+        assert run((takes(1, "call"), takes(2, "backward"))) == pytest.approx([1, 2])
+        before = seen[: seen.index("call")]
+        assert abs(before.count("write") - writes) <= 1
+        assert before.count("done") == (lead == 0)
+
+
+def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
+    report = _bench.Report("kernels", tmp_path / "new", CPU, {"rounds": 3})
+    report.table("times", ["name", "ms"])
+    report.add("times", {"name": "a|b", "ms": 1.5, "hidden": [1]})
+    contents = json.loads(report.json.read_text())
+    assert (contents["status"], contents["check"]) == ("unfinished", "not run")
+    assert contents["tables"]["times"]["rows"] == [{"name": "a|b", "ms": 1.5, "hidden": [1]}]
+    assert {"PyTorch", "triton", "Python", "CPU", "commit"} <= contents["environment"].keys()
+    assert "/" not in " ".join(map(str, contents["environment"].values())).replace("CPU/", "")  # no place of a machine
+    assert _bench.without_paths("at /a/b/c.py:3, see https://a.b/c, 3/4") == "at c.py:3, see https://a.b/c, 3/4"
+    report.finish()
+    assert json.loads(report.json.read_text())["status"] == "complete"
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        _bench.Report("kernels", report.folder, CPU, {})
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("INTERDOMAIN_COMMIT", "abc")
+    assert _bench.commit() == "abc"
+
+
 def test_kernel_table(tmp_path):
-    few = [
-        "--mixers",
-        "chunkwise",
-        "linear",
-        "features-torch",
-        "sdpa-flash",
-        "sdpa-cudnn",
-        "sequential",
-        "--rounds",
-        "1",
-    ]
-    assert bench_kernels.main(["--output", str(tmp_path), *few, "--shapes", "1x32x8", "--basis", "8"]) == 0
+    mixers = ["chunkwise", "linear", "layer", "sdpa-flash", "sdpa-cudnn"]
+    argv = ["--output", str(tmp_path), "--mixers", *mixers, "--rounds", "1", "--shapes", "1x32x2x8"]
+    assert bench_kernels.main(argv) == 0
     (table,) = results(tmp_path, "kernels")["tables"].values()
     rows = {row["mixer"]: row for row in table["rows"]}
-    for mixer in ("chunkwise", "linear", "features-torch", "sdpa-flash"):
+    for mixer in mixers[:-1]:
         row = rows[mixer]
-        assert min(row["forward ms"], row["backward ms"]) > 0
-        assert row["both ms"] >= max(row["forward ms"], row["backward ms"])
+        assert row["both ms"] >= max(row["forward ms"], row["backward ms"]) > 0
         assert row["of best attention"] == pytest.approx(row["both ms"] / rows["sdpa-flash"]["both ms"])
-    for mixer in ("sdpa-cudnn", "sequential"):  # on a GPU only: said, and no obstacle
-        assert "both ms" not in rows[mixer]
-        assert rows[mixer]["remark"]
-
-
-FAKES = {
-    "flash_attn.py": "def flash_attn_func(q, k, v, *, causal): assert causal; return q * k * v",
-    "flash_attn_interface.py": "def flash_attn_func(q, k, v, *, causal): assert causal; return q * k * v, None",
-    "fla/__init__.py": "",
-    "fla/ops/__init__.py": "",
-    "fla/ops/gla.py": "def chunk_gla(*, q, k, v, g): assert g.shape == k.shape; return q * k * v * g, None",
-    "fla/ops/simple_gla.py": "def chunk_simple_gla(*, q, k, v, g): return q * k * v * g[..., None], None",
-    "fla/ops/gated_delta_rule.py": "def chunk_gated_delta_rule(*, q, k, v, g, beta):\n"
-    "    assert g.shape == beta.shape == q.shape[:3]\n"
-    "    return q * k * v * (g * beta)[..., None], None",
-    "mamba_ssm/__init__.py": "import selective_scan_cuda",  # compiled, and not there
-    "mamba_ssm/ops/__init__.py": "",
-    "mamba_ssm/ops/triton/__init__.py": "",
-    "mamba_ssm/ops/triton/ssd_combined.py": "def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size):\n"
-    "    return x * (dt * A)[..., None] * (B * C).sum(-1, keepdim=True)",
-}
-
-
-def test_peers_are_called_where_they_are_installed(tmp_path, monkeypatch):
-    """Stand-ins for the packages: the wiring, not the packages, is what this can test."""
-    for name, source in FAKES.items():
-        path = tmp_path / "packages" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    packages = {package for package, *_ in _mixers.PEERS.values()}
-    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
-        monkeypatch.delitem(sys.modules, name)
-    few = ["--shapes", "1x16x8", "--basis", "8", "--rounds", "1"]
-    assert bench_kernels.main(["--output", str(tmp_path / "out"), *few, "--mixers", *_mixers.PEERS]) == 0
-    table = results(tmp_path / "out", "kernels")["tables"]["B=1 T=16 H=2 d=8 M=8"]
-    assert not any(row.get("remark") for row in table["rows"])
-    assert all(row["both ms"] > 0 for row in table["rows"])
-    assert [row["mixer"] for row in table["rows"]] == list(_mixers.PEERS)
-    for name in [n for n in sys.modules if n.split(".")[0] in packages]:
-        del sys.modules[name]
-
-
-INTERPRETED = """
-import sys
-import pytest
-sys.path.insert(0, {repository!r})
-from tests.scan import triton_interpreter
-triton_interpreter.repair(pytest.MonkeyPatch())
-from interdomain.scan import triton_plan
-from interdomain.tools import bench_kernels
-triton_plan._MIN_SEGMENT = 1  # cut time where a GPU would: two chunks are two segments
-flags = ["--output", sys.argv[1], "--basis", "16", "--heads", "1", "--rounds", "1", "--shapes", "1x70x16"]
-sys.exit(bench_kernels.main(["--once", "all", *flags]) or bench_kernels.main(["--passes", *flags]))
-"""
-
-
-def test_passes_in_the_interpreter(tmp_path):
-    """Every pass is launched as on a GPU, the sweeps over segments included."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED.format(repository=str(REPOSITORY)), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (table,) = results(tmp_path, "passes")["tables"].values()
-    rows = {row["pass"]: row for row in table["rows"]}
-    passes = {"contract": 3, "mix_expand": 1, "mix": 0, "mix_backward": 1, "expand": 1}
-    passes |= {"adjoint_decay": 2, "adjoint": 0, "decay": 0, "tables": 2, "states": 2, "costates": 1, "chain": 3}
-    assert passes == {name: row["times a step"] for name, row in rows.items() if name != "all of a step"}
-    assert "launched adjoint_decay, B=1 T=70 H=1 d=16 M=16" in done.stdout
-    assert all(
-        (row.get("remark") == "no part of this plan") == (not passes[name])
-        for name, row in rows.items()
-        if name in passes
-    )
-    total = sum(rows[name]["ms"] * count for name, count in passes.items() if count)
-    assert rows["all of a step"]["ms"] == pytest.approx(total)
+    assert rows["sdpa-cudnn"]["remark"]  # on a GPU only: said, and no obstacle
+    assert "both ms" not in rows["sdpa-cudnn"]
 
 
 @pytest.mark.parametrize(
     ("tool", "argv", "said"),
     [
-        (bench_kernels, ["--mixers", "chunkwise", "flash4"], ["--mixers flash4: unknown", "sdpa-flash", "fla-gla"]),
-        (bench_kernels, ["--shapes", "8x4096"], ["--shapes 8x4096", "BATCHxTOKENSxHEAD_DIM"]),
-        (bench_kernels, ["--once", "contract"], ["need a GPU"]),
+        (bench_kernels, ["--mixers", "chunkwise", "flash4"], ["--mixers flash4: unknown", "sdpa-flash"]),
+        (bench_kernels, ["--shapes", "8x4096"], ["--shapes 8x4096", "BATCHxTOKENSxHEADSxHEAD_DIM"]),
+        (bench_kernels, ["--rounds", "0"], ["--rounds must be at least 1: got 0"]),
         (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
         (check_kernels, ["--groups", "magic"], ["--groups magic: unknown", "chunkwise-fp32"]),
-        (bench_inference, ["--parts", "speed"], ["--parts speed: unknown", "decode, prompts, sizes"]),
-        (bench_inference, ["--prefixes", "8", "-1"], ["--prefixes must be at least 1: got -1"]),
     ],
 )
 def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):
     assert tool.main(["--output", str(tmp_path / "out"), *argv]) == 2
     message = capsys.readouterr().err
     assert (message.startswith("error: "), message.count("\n")) == (True, 1)
-    for words in said:
-        assert words in message
+    assert all(words in message for words in said)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatch):
+    """With a driver too old for this PyTorch, gpu.sh would pass its check on the CPU."""
+    monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ValueError, match=r"this machine has GPUs \(/dev/nvidia0\)"):
+        _bench.choose_device("auto")
+    assert _bench.choose_device("cpu").type == "cpu"
+
+
+# What only a GPU would run: events, graphs, peak memory, workers. Tensors stay on the CPU, and the figures mean nothing.
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    for name, value in cuda_stand_in.gpu("Stand-in 9000").items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    make = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": make())
+    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
+    monkeypatch.setattr(_timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
+    monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
+    monkeypatch.setattr(_apart, "run", _apart.inline)
+    with cuda_stand_in.OnTheCPU():
+        yield "measured on Stand-in 9000"
+
+
+def test_kernels_on_a_gpu(gpu, tmp_path):
+    """What cannot run on a CPU says so."""
+    mixers = ["--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn"]
+    assert bench_kernels.main(["--output", str(tmp_path), "--shapes", "1x32x1x64", "--rounds", "1", *mixers]) == 0
+    (table,) = results(tmp_path, "kernels", gpu)["tables"].values()
+    rows = {row["mixer"]: row for row in table["rows"]}
+    assert rows["chunkwise"]["peak MiB"] == 5.0
+    row = rows["chunkwise"]
+    assert row["of roofline"] == pytest.approx(row["roofline ms"] / row["both ms"])
+    assert rows["sdpa-cudnn"]["remark"]
+
+
+def test_inference_on_a_gpu(gpu, tmp_path, monkeypatch):
+    """Graphs that replay, and states that are on CUDA."""
+    for place, name in ((Transformer, "init_state"), (bench_inference, "put")):
+        make = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, make=make, **k: cuda_stand_in.on_cuda(make(*a, **k)))
+    few = dict(
+        sizes=("debug",), batches=(1, 2), prefixes=(8, 12), prompts=((2, 16), (1, 24)), chunk=8, rounds=1, steps=2
+    )
+    monkeypatch.setattr(bench_inference, "GPU", bench_inference.GPU | few)
+    monkeypatch.setitem(SIZES, "debug", dict(dim=16, n_layers=1, n_heads=2, head_dim=8, n_basis=4, vocab_size=64))
+    assert bench_inference.main(["--output", str(tmp_path)]) == 0
+    tables = results(tmp_path, "inference", gpu)["tables"]
+    rows = tables["decode, debug"]["rows"]
+    assert [row.get("remark") for row in rows] == [None] * 16
+    assert all(row["tokens/s"] == pytest.approx(1e3 * row["B"] / row["ms a step"]) for row in rows)
+    prompt = {row["read"]: row for row in tables["reading a prompt"]["rows"][:-1]}
+    assert prompt["interdomain whole"]["GiB"] == prompt["interdomain chunked"]["GiB"] > prompt["softmax whole"]["GiB"]
+
+
+def test_a_gpu_that_nothing_can_be_compiled_for_is_refused(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(_bench, "cannot_launch", lambda: "there is no C compiler")
+    assert check_kernels.main(["--output", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == "error: there is no C compiler.\n"
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_check_on_a_gpu(gpu, tmp_path, monkeypatch):
+    """Its groups go to workers, each row is judged there; a graph that replays nothing must not pass."""
+    (case, *_) = (c for c in check_kernels.groups(True)["step"] if c.mode == "graph")
+    monkeypatch.setattr(check_kernels, "groups", lambda cuda: {"step": [_cases._tiny(case)]})
+    assert check_kernels.main(["--output", str(tmp_path / "good")]) == 0
+    assert results(tmp_path / "good", "check", gpu)["status"] == "passed"
+    monkeypatch.setattr(cuda_stand_in.Graph, "replay", lambda self: None)
+    assert check_kernels.main(["--output", str(tmp_path / "bad")]) == 1
+    (row,) = results(tmp_path / "bad", "check", gpu)["tables"]["cases"]["rows"]
+    assert row["result"] == "FAIL"

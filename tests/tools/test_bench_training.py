@@ -1,7 +1,10 @@
-"""bench_training: a real run of the trainer, what is read from it, and runs that fail."""
+"""bench_training: a real run of the trainer, what is read from it, and runs that fail; benchmarks/gpu.sh from a bare clone."""
 
 import argparse
 import json
+import os
+import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +13,7 @@ import torch
 
 from interdomain.tools import _bench, bench_training, launch
 
-from ..common import REPOSITORY
+from ..common import REPOSITORY, TIMEOUT
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -136,3 +139,22 @@ def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
     message = capsys.readouterr().err
     assert (message.startswith("error: "), message.count("\n"), said in message) == (True, 1, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.e2e
+def test_gpu_sh_from_a_clone_that_is_not_installed(tmp_path):
+    """The interpreter knows another `interdomain`, if any: what runs is what lies in the clone."""
+    for name in ("plugin", "kernels", "tools", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(REPOSITORY / name, tmp_path / "clone" / name, ignore=ignored)
+    shutil.copyfile(REPOSITORY / "pyproject.toml", tmp_path / "clone/pyproject.toml")
+    shared = tmp_path / "clone/tools/_bench.py"
+    shared.write_text(shared.read_text().replace("CPU tiny mode:", "CPU tiny mode of the clone:"))
+    flags = f"kernels --mixers sdpa-flash --shapes 1x8x2x8 --output {tmp_path / 'out'}".split()
+    env = {"OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_COMMIT": "the commit"}
+    command = ["bash", str(tmp_path / "clone/benchmarks/gpu.sh"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | env)
+    assert done.returncode == 0, done.stderr
+    contents = json.loads((tmp_path / "out/kernels.json").read_text())
+    assert contents["label"].startswith("CPU tiny mode of the clone")
+    assert (contents["environment"]["commit"], contents["status"]) == ("the commit", "complete")
