@@ -98,10 +98,13 @@ class Report:
     Args:
         folder: made if it is not there. None: `results_folder`.
         options: the settings that the figures depend on, as they were used.
+        label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(self, part: str, folder: Path | None, device: torch.device, options: dict) -> None:
+    def __init__(
+        self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
+    ) -> None:
         record = environment(device)
         self.folder = folder or results_folder()
         self.json = self.folder / f"{part}.json"
@@ -112,7 +115,7 @@ class Report:
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}",
+            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
             "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
@@ -176,6 +179,17 @@ def show(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def page(contents: dict) -> list[str]:
+    """Lines of one tool's results: label, machine, tables, notes."""
+    lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
+    facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
+    lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
+    for name, table in contents["tables"].items():
+        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
+        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
+    return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:

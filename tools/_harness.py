@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ._task_table import SUITES, add_lambada_bits, task_names
+from ._task_table import SUITES, task_names
 
 INSTALL = ".venv/bin/python -m pip install -c constraints.txt -e '.[eval]'"
 NEEDED = ("lm_eval", "accelerate", "transformers")
@@ -52,9 +52,8 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
         manager = TaskManager(include_path=include)
     if unknown := [name for name in theirs if name not in manager.all_tasks]:
         raise ValueError(
-            f"unknown tasks: {', '.join(unknown)}. Suites are {', '.join(SUITES)}; else give a task or group of "
-            "lm-evaluation-harness, or --include-path with the folder of your task files. Model folders come first, before "
-            "--tasks."
+            f"unknown tasks: {', '.join(unknown)}. Give suites ({', '.join(SUITES)}), names of lm-evaluation-harness, or "
+            "--include-path with the folder of your task files. Model folders come first, before --tasks."
         )
     found = {"tasks": {}, "groups": {}}
     for name in names:
@@ -64,9 +63,8 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
             loaded = {"tasks": {name: _recall.make(name, tokenizer)}} if name in _recall.NAMES else manager.load([name])
         except (OSError, ValueError) as e:
             raise FileNotFoundError(
-                f"the data of {name} cannot be read ({e}). Data sets need a network once: where there is one, run `python -m "
-                f"interdomain.tools.evaluate --fetch --tasks {' '.join(asked)}` and copy the folder ~/.cache/huggingface "
-                "(HF_HOME) here; or give tasks on local files by --include-path."
+                f"the data of {name} cannot be read ({e}). They need a network once: run `python -m interdomain.tools.evaluate "
+                f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:
             raise ValueError(f"{name} needs a package that is not here: {e} It comes with: {INSTALL}") from e
@@ -97,10 +95,8 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
             lm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, max_length=length, **options)
         out = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
         found["results"] |= {task: metrics(values) for task, values in out["results"].items()}
-        found["samples"] |= {task: n["effective"] for task, n in out["n-samples"].items()}
-        found["versions"] |= out["versions"]
-        found["shots"] |= out["n-shot"]
-    add_lambada_bits(found["results"])
+        for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
+            found[kind] |= out[key]
     return found
 
 

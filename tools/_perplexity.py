@@ -20,7 +20,6 @@ other, and beside the paper's only in their shape.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -35,37 +34,24 @@ from interdomain.model.generation import PREFILL_CHUNK
 
 # Shapes: B windows at once, L tokens of a window, N spans, S tokens of a span.
 
-BUCKETS = 32  # equal parts of a length, for perplexity by position
 
-
-@dataclass(frozen=True)
-class Spans:
-    """A corpus as one tokenizer has it. ids, sizes: tokens and the bytes of text that each completes, int32 [N, S]."""
-
-    ids: np.ndarray
-    sizes: np.ndarray
-    documents: int  # that were read
-    skipped: int  # of them shorter than a span
-
-
-def text_sizes(tokenizer, ids: np.ndarray) -> list[int]:
+def text_sizes(tokenizer, ids: list[int]) -> list[int]:
     """UTF-8 bytes of text that each token of a document completes."""
     decoder = StreamDecoder(tokenizer)
     return [len(decoder.push(token).encode()) for token in ids]
 
 
-def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None) -> Spans:
+def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=False, limit=None) -> np.ndarray:
     """Cut a corpus into spans of `size` tokens (see above), at most `limit` of them; packed: one span of as many tokens.
 
-    Raises: ValueError if there is none.
+    Returns: tokens and the bytes of text that each completes, int32 [2, N, S]. Raises: ValueError if there is no span.
     """
-    spans, read, skipped, longest, rest = [], 0, 0, 0, np.empty((2, 0), np.int32)
+    spans, longest, rest = [], 0, np.empty((2, 0), np.int32)
     documents = read_documents([corpus], text_field)
     for document in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
-        ids = np.array(tokenizer.encode(document.text, add_eos=True))
-        read, longest = read + 1, max(longest, len(ids))
+        ids = tokenizer.encode(document.text, add_eos=True)
+        longest = max(longest, len(ids))
         if not packed and len(ids) < size:
-            skipped += 1
             continue
         text = np.array([ids, text_sizes(tokenizer, ids)], np.int32)  # [2, T]
         rest = np.concatenate([rest, text], axis=1) if packed else text
@@ -75,13 +61,11 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
         if limit is not None and len(spans) >= limit:
             break
     if not spans:
-        what = f"all {read:,} documents have {rest.shape[1]:,}" if packed else f"its longest document has {longest:,}"
+        what = f"all documents have {rest.shape[1]:,}" if packed else f"its longest document has {longest:,}"
         advice = "more text" if packed else "--packed, which joins documents"
         raise ValueError(f"{corpus} is too short for {size:,} tokens: {what}. Give shorter --lengths or {advice}.")
-    ids, sizes = np.stack(spans[:limit], axis=1)
-    if packed:
-        ids, sizes = ids.reshape(1, -1), sizes.reshape(1, -1)
-    return Spans(ids, sizes, read, skipped)
+    text = np.stack(spans[:limit], axis=1)
+    return text.reshape(2, 1, -1) if packed else text
 
 
 @torch.inference_mode()
@@ -98,34 +82,22 @@ def window_losses(model, windows: Tensor, start: int) -> Tensor:
     return torch.cat(losses, dim=1)
 
 
-def measure(model, spans: Spans, length: int, start: int, *, batch: int, name: str = "") -> dict:
-    """One model on one corpus at one length: a row of the results, see the protocol. `positions`: by place in the window."""
-    used = spans.ids.shape[1] // length * length
-    windows = torch.from_numpy(spans.ids[:, :used].reshape(-1, length).astype(np.int64))
-    device = model.tok_embeddings.weight.device
-    by_position = torch.zeros(length, dtype=torch.float64)
+def measure(model, spans: np.ndarray, length: int, start: int, *, batch: int, name: str = "") -> dict:
+    """One model on one corpus at one length: a row of the results, see the protocol. spans: [2, N, S] of `read_spans`."""
+    used = spans[:, :, : spans.shape[2] // length * length]
+    windows = torch.from_numpy(used[0].reshape(-1, length).astype(np.int64))
+    device, total, text = model.tok_embeddings.weight.device, 0.0, int(used[1].sum())
     with tqdm(total=windows.numel(), desc=f"{name} {length:,}", unit=" tokens", unit_scale=True, disable=None) as bar:
         for part in windows.split(batch):
-            by_position += window_losses(model, part.to(device), start).double().sum(0).cpu()
+            total += window_losses(model, part.to(device), start).double().sum().item()
             bar.update(part.numel())
-    by_position /= len(windows)
-    nll, text = by_position.mean().item(), int(spans.sizes[:, :used].sum())
-    parts = by_position.tensor_split(min(BUCKETS, length))
-    starts = np.cumsum([0, *map(len, parts[:-1])])
+    nll = total / windows.numel()
     return {
         "length": length,
-        "documents": spans.documents,
-        "too short": spans.skipped,
         "windows": len(windows),
         "tokens": windows.numel(),
         "bytes": text,
         "nll": nll,
-        "perplexity": perplexity(nll),
-        "bits per byte": nll * windows.numel() / math.log(2) / text if text else None,
-        "positions": [float(start + len(part) / 2) for start, part in zip(starts, parts, strict=True)],
-        "perplexity by position": [perplexity(part.mean().item()) for part in parts],
+        "perplexity": float(np.exp(nll)),
+        "bits per byte": total / math.log(2) / text if text else None,
     }
-
-
-def perplexity(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf

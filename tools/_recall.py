@@ -98,10 +98,8 @@ def needles(length: int, tokenizer) -> list[dict]:
     if not room:
         raise ValueError(f"no haystack fits {length:,} tokens of this tokenizer.")
     for _ in range(SAMPLES):
-        key, number = (
-            f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}",
-            str(draw.randrange(10**6, 10**7)),
-        )
+        key = f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}"
+        number = str(draw.randrange(10**6, 10**7))
         lines = [HAY] * room
         lines.insert(draw.randint(0, room), f"One of the special magic numbers for {key} is: {number}.")
         while not fits(lines, key):

@@ -1,13 +1,9 @@
 """The paper's tasks and its figures for them, and results as a table beside these, for `evaluate`."""
 
-import math
-
 SIZE, CONDITIONS = "1.3B", ("softmax", "interdomain", "s4d")
 # The paper's tables there: task, metric -> softmax, interdomain, s4d. Accuracies in percent. Its perplexity of WikiText is
 # the harness's per word: ln(perplexity) / bits per byte is the same in all its columns, the bytes of WikiText's words. Of
-# LAMBADA the harness has no bits per byte; in all the paper's columns they are log2(perplexity) / 3.908, whatever it counts.
-LAMBADA, LAMBADA_BYTES = "lambada_openai", 3.908
-LAMBADA_NOTE = f"LAMBADA's bits per byte are the paper's, log2(perplexity) / {LAMBADA_BYTES}."
+# LAMBADA its bits per byte are left out: in all its columns they are log2(perplexity) / 3.908, whatever it counts.
 COMMONSENSE = {
     ("lambada_openai", "acc"): (39.43, 44.36, 25.64),
     ("piqa", "acc"): (69.42, 71.38, 71.00),
@@ -20,7 +16,6 @@ COMMONSENSE = {
 }
 MODELING = {
     ("lambada_openai", "perplexity"): (21.03, 14.76, 41.02),
-    ("lambada_openai", "bits_per_byte"): (1.1244, 0.9937, 1.3712),
     ("wikitext", "word_perplexity"): (20.55, 19.77, 25.27),
     ("wikitext", "bits_per_byte"): (0.8156, 0.8051, 0.8713),
 }
@@ -68,13 +63,6 @@ def task_names(asked: list[str]) -> list[str]:
     return list(dict.fromkeys(task for name in asked for task in SUITES.get(name, [name])))
 
 
-def add_lambada_bits(results: dict[str, dict]) -> None:
-    """To one folder's results what the paper calls bits per byte of LAMBADA."""
-    if LAMBADA in results:
-        bits = math.log2(results[LAMBADA]["perplexity"]["value"]) / LAMBADA_BYTES
-        results[LAMBADA]["bits_per_byte"] = {"value": bits, "stderr": None}
-
-
 def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[str]]:
     """Folders side by side, {label: {task: {metric: ...}}}, as rows of cells, the head first.
 
@@ -87,10 +75,9 @@ def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[st
     rows = [["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]]
 
     def add(name: str, metric: str, values: list[dict | None], paper: tuple | None) -> None:
+        unit = f"{metric} %" if metric in PERCENT else metric
         figures = [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
-        rows.append(
-            [name, f"{metric} %" if metric in PERCENT else metric, *(_cell(x, metric) for x in values), *figures]
-        )
+        rows.append([name, unit, *(_cell(x, metric) for x in values), *figures])
 
     for key in [*ours, *(key for key in found if key[0] not in tasks)]:
         task, metric = key

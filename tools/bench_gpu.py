@@ -19,7 +19,7 @@ import torch
 
 from interdomain.folders import write_whole
 
-from ._bench import ROOT, Deadline, add_output, markdown_rows, results_folder, show
+from ._bench import ROOT, Deadline, add_output, markdown_rows, page, results_folder
 from ._cli import argument_parser, user_errors
 
 SECONDS = 540.0
@@ -109,17 +109,6 @@ def results(out: Path, name: str) -> dict:
     """What a tool's file holds so far; empty if there is none."""
     path = out / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def page(contents: dict) -> list[str]:
-    """Lines of one tool's results, as `_bench.Report` has them: label, machine, tables, notes."""
-    lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
-    facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
-    lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
-    for name, table in contents["tables"].items():
-        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
-        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
-    return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 
 
 def run_all(out: Path, deadline: Deadline) -> int:

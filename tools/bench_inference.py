@@ -12,7 +12,6 @@ import argparse
 import functools
 import itertools
 import sys
-from types import SimpleNamespace
 
 import torch
 
@@ -21,7 +20,7 @@ from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
 
 from . import _bench
 from ._cli import argument_parser, user_errors
-from ._timing import measure, peak_memory, ratio, release, roofline_ms, timer
+from ._timing import measure, peak_memory, ratio, release, timer
 
 PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
 SIZE_BATCHES = (1, 8)  # of all sizes but the first
@@ -61,8 +60,7 @@ GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
 TINY = GPU | dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
 TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
-DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s"]
-DECODE += ["roofline ms", "of roofline", "speedup", "remark"]
+DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 
@@ -77,28 +75,12 @@ def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Trans
     return model.to(getattr(torch, dtype)).requires_grad_(False).eval()
 
 
-def step_bytes(model: Transformer, state: ModelState, prefix: int) -> int:
-    """What a step must move: weights read; the state read and written, or a cache of `prefix` tokens read and one written.
-
-    Of the embedding only a row per sequence is read: none counts. Of the dynamics (in fp32), Lambda and half of W: the
-    readout `complex` has the other half by symmetry.
-    """
-    weights = 0
-    for name, p in model.named_parameters():
-        if not name.startswith("tok_embeddings.") and ".ssm." not in name:
-            weights += p.nbytes
-    if state.capacity is not None:
-        return weights + state.nbytes() // state.capacity * (prefix + 1)
-    M = model.config.mixer.n_basis
-    return weights + model.config.n_layers * model.config.n_kv_heads * 4 * (2 * M + 2 * M * M) + 2 * state.nbytes()
-
-
 def put(state: ModelState, prefix: int) -> ModelState:
     """`state` as it stands after `prefix` tokens, but for what its tensors hold."""
-    state.position.fill_(prefix)
     state.length = prefix
-    if state.cursor is not None:
-        state.cursor.fill_(prefix)
+    for x in (state.position, state.cursor):
+        if x is not None:
+            x.fill_(prefix)
     return state
 
 
@@ -119,9 +101,7 @@ def decode_figures(model: Transformer, graph: bool, batch: int, prefix: int, mod
     # At an idle GPU: eager, the host's gaps count.
     taken = measure(steps, device, rounds=mode.rounds, seconds=mode.seconds, lead_ms=0)[-1]
     ms = taken.median / mode.steps
-    least = roofline_ms(device, step_bytes(model, decoder.state, prefix))
-    row = {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "roofline ms": least, "of roofline": ratio(least, ms)}
-    return row | {"times": taken._asdict()}
+    return {"ms a step": ms, "tokens/s": 1e3 * batch / ms, "times": taken._asdict()}
 
 
 def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, device: torch.device) -> dict:
@@ -136,12 +116,12 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
-def attempt(figures, device: torch.device, deadline: _bench.Deadline) -> dict:
-    """What figures() returns, or a "remark" why there is nothing: out of memory is a result."""
+def attempt(figures, *args, device: torch.device, deadline: _bench.Deadline) -> dict:
+    """What figures(*args, device) returns, or a "remark" why there is nothing: out of memory is a result."""
     if deadline.passed:
         return {"remark": _bench.NOT_RUN}
     try:
-        row = figures()
+        row = figures(*args, device)
     except Exception as e:
         row = {"remark": _bench.reason(e)}
     release(device)
@@ -157,8 +137,8 @@ def decode_batch(models, size: str, batch: int, mode, device, report: _bench.Rep
         for path in PATHS:
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            figures = functools.partial(decode_figures, models[condition], way == "graph", batch, prefix, mode, device)
-            row |= attempt(figures, device, deadline)
+            how = models[condition], way == "graph", batch, prefix, mode
+            row |= attempt(decode_figures, *how, device=device, deadline=deadline)
             if "ms a step" in row and condition == "softmax":
                 softmax.append(row["ms a step"])
             elif softmax:
@@ -176,8 +156,8 @@ def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
                 continue
             paper = PAPER_MEMORY.get((batch, length), {}).get(way)
             row = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
-            figures = functools.partial(prefill_figures, models[condition], batch, length, chunk, device)
-            report.add("reading a prompt", row | attempt(figures, device, deadline))
+            found = attempt(prefill_figures, models[condition], batch, length, chunk, device=device, deadline=deadline)
+            report.add("reading a prompt", row | found)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -196,14 +176,13 @@ def main(argv=None) -> int:
     device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     _bench.fill_in(args, device, steps=(None, None))
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
-    mode = SimpleNamespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
+    mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
     report = _bench.Report("inference", args.output, device, vars(mode))
     report.note(
         f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
-        f"steps in a row. Random weights in {mode.dtype}, dynamics and interdomain's state in float32. Roofline: weights and "
-        "state (or cache) read and written once, at the datasheet's bandwidth. Speedup: the fastest softmax of the prefix over "
-        "interdomain. The paper's figures are of an RTX 6000 Ada (48 GB), its ranges over prefixes."
+        f"steps in a row. Random weights in {mode.dtype}, dynamics and interdomain's state in float32. Speedup: the fastest "
+        "softmax of the prefix over interdomain. The paper's figures are of an RTX 6000 Ada (48 GB), its ranges over prefixes."
     )
     for size in sizes:
         if deadline.passed:

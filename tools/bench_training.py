@@ -28,8 +28,6 @@ from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
 
-# Imported where they are used: a machine that lacks one still gets the other parts.
-NEEDED = ("tensorboard", "sentencepiece", "torchtitan", "torchdata")
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 SPEED, MFU, MEMORY, LOSS = (
     "throughput(tps)",
@@ -169,34 +167,26 @@ def parse(argv) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def settle(args: argparse.Namespace, device: torch.device) -> dict[str, Path]:
-    """Defaults for this device, in `args`; the TOML files by size. Raises: ValueError."""
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     if args.device != "auto":
         raise ValueError(f"--device {args.device}: the trainer takes the GPUs that it sees. Set CUDA_VISIBLE_DEVICES.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
     _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     args.trace, args.log_freq = args.trace and device.type == "cuda", 5 if device.type == "cuda" else 1
-    least = args.log_freq + (TRACED + TRACE_WARMUP if args.trace else 0)
-    if args.steps <= least:
-        raise ValueError(f"--steps {args.steps} has no steady step: give more than {least}.")
     for case in args.cases:
         if tuple(case.split(":")) not in itertools.product(*CHOICES):
             raise ValueError(f"--cases {case}: expected {CASE}. CONDITION is one of {', '.join(CONDITIONS)}.")
     configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
-    return {size: configs[size] for size in _bench.choose("--sizes", args.sizes, configs)}
-
-
-@user_errors
-def main(argv=None) -> int:
-    args = parse(argv)
-    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
-    configs = settle(args, device)
+    configs = {size: configs[size] for size in _bench.choose("--sizes", args.sizes, configs)}
     shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
     report = _bench.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
     try:
-        for name in NEEDED:
+        for name in ("tensorboard", "sentencepiece", "torchdata"):
             importlib.import_module(name)
-        # Imports what TorchTitan itself imports, some of it only to read a configuration.
+        # Imports TorchTitan and what it imports, some of it only to read a configuration.
         from interdomain.titan.plan import model_config
 
         vocabularies = {size: model_config(launch.job_config(str(p), [])).vocab_size for size, p in configs.items()}
@@ -208,10 +198,10 @@ def main(argv=None) -> int:
         "Figures are the run's own (TensorBoard), medians over its steady steps, memory the highest. FLOPs per token are each "
         "condition's own count, MFU against the rate that TorchTitan has for this GPU: compare conditions by tokens/s."
     )
-    first, rows, softmax = (args.sizes[0], args.seq_len[0]), [], {}
+    measured, softmax = 0, {}
     runs = list(itertools.product(args.sizes, args.seq_len, args.cases))
     for i, (size, length, case) in enumerate(runs):
-        trace, batch = args.trace and (size, length) == first, max(1, args.tokens // length)
+        trace, batch = args.trace and i < len(args.cases), max(1, args.tokens // length)
         here = {"config": configs[size], "case": case, "seq_len": length, "batch_size": batch, "trace": trace}
         run = argparse.Namespace(**vars(args) | here)
         table = f"{size}, {batch} x {length:,} tokens per step"
@@ -230,11 +220,10 @@ def main(argv=None) -> int:
                 softmax[table, settings] = row.get("tokens/s")
             row["over softmax"] = ratio(row.get("tokens/s"), softmax.get((table, settings)))
             report.add(table, row)
-            rows.append(row)
+            measured += "tokens/s" in row
             if trace:
                 add_kernels(report, case, table, folder / "run")
-    measured = sum("tokens/s" in row for row in rows)
-    report.finish("unfinished" if deadline.passed else "complete", f"{measured} of {len(rows)} cases measured")
+    report.finish("unfinished" if deadline.passed else "complete", f"{measured} of {len(runs)} cases measured")
     return 0
 
 

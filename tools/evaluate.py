@@ -12,8 +12,8 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
-import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from ._plots import Curve, Panel, draw
 from ._timing import release
 
 PAPER_LENGTHS = [4096, 8192, 14_336]
-JSON, MARKDOWN, PLOT = "evaluation.json", "evaluation.md", "perplexity.png"
-RECORDED = ("batch_size", "dtype", "limit", "lengths", "packed")  # of the options
+MARKDOWN, PLOT = "evaluation.md", "perplexity.png"
+RECORDED = ("batch_size", "dtype", "limit", "perplexity", "lengths", "packed")  # of the options
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
@@ -62,7 +62,6 @@ def parse(argv) -> argparse.Namespace:
 class Folder:
     """A standalone folder before its weights are read."""
 
-    label: str
     path: Path
     config: ModelConfig
     record: dict
@@ -84,74 +83,30 @@ class Folder:
         }
 
 
-def labels(paths: list) -> list[str]:
-    """Last names, or the paths as given where last names repeat. Raises: ValueError for the same twice."""
-    names = [Path(path).name or str(path) for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    if len(set(names)) < len(names):
-        raise ValueError(f"the same was given twice: {', '.join(names)}.")
-    return names
-
-
 def open_folders(paths: list[Path]) -> list[Folder]:
     """Raises: FileNotFoundError, ValueError for a folder that is none, not whole, or not as it was written."""
     folders = []
-    for label, path in zip(labels(paths), paths, strict=True):
+    for path in paths:
         config, record = read_config(path)
-        folders.append(Folder(label, path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
+        folders.append(Folder(path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
         check_weights(path, record)
     return folders
 
 
-def begin(output: Path | None, folders: list[Folder], device: torch.device, options: dict) -> tuple[Path, dict]:
-    """(folder of the results, their contents so far). Raises: FileExistsError; nothing is overwritten."""
-    now = datetime.datetime.now(datetime.UTC)
-    output = output or Path("outputs/evaluations") / f"{now:%Y-%m-%d-%H%M%S}"
-    if any((output / name).exists() for name in (JSON, MARKDOWN, PLOT)):
-        raise FileExistsError(f"{output} has results already, which are never overwritten. Give another --output.")
-    installed = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
-    contents = {
-        "status": "unfinished",
-        "started": now.isoformat(timespec="seconds"),
-        "environment": _bench.environment(device) | installed,
-        "options": options,
-        "folders": {folder.label: folder.facts() for folder in folders},
-        "tasks": {},
-        "perplexity": [],
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    save(output, contents)
-    return output, contents
-
-
-def save(output: Path, contents: dict) -> None:
-    write_whole(output / JSON, (json.dumps(contents, indent=1) + "\n").encode())
-    write_whole(output / MARKDOWN, markdown(contents).encode())
-
-
-def markdown(contents: dict) -> str:
-    """The results as a page."""
-    folders, options = contents["folders"], contents["options"]
-    lines = ["# Evaluation", "", f"{contents['started']}, {contents['status']}.", ""]
-    lines += [f"- {name}: {value}" for name, value in contents["environment"].items()]
-    rows = [[label, *map(_bench.show, facts.values())] for label, facts in folders.items()]
-    lines += ["", "## Folders", "", *_bench.markdown_rows([["", *next(iter(folders.values()))], *rows])]
-    if options["limit"]:
-        lines += ["", f"**A trial: only the first {options['limit']} samples of each task and spans of each corpus.**"]
+def save(report: _bench.Report) -> None:
+    """JSON and Markdown, with the tables of what is known so far."""
+    contents, folders, cells = report.contents, report.rows("folders"), {}
     if contents["tasks"]:
         found = {label: out["results"] for label, out in contents["tasks"].items()}
-        cells = {(facts["size"], facts["condition"]) for facts in folders.values()}
-        lines += ["", "## Tasks", "", *_bench.markdown_rows(_task_table.table(found, cells)), ""]
-        seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
-        lines += [f"lm-evaluation-harness, {seen}, ± standard error. {_task_table.LAMBADA_NOTE}"]
+        cells["tasks"] = _task_table.table(found, {(row["size"], row["condition"]) for row in folders})
     if contents["perplexity"]:
-        table = perplexity_table(contents["perplexity"], list(folders))
-        joined = "documents joined" if options["packed"] else "documents apart"
-        lines += ["", "## Perplexity by context length", "", *_bench.markdown_rows(table), ""]
-        lines += [f"Windows without overlap, {joined}, each from an empty state (protocol: tools/_perplexity.py)."]
-        if len({facts["tokenizer"] for facts in folders.values()}) > 1:
-            lines += ["", "The folders have different tokenizers: compare bits per byte, not perplexities."]
-    return "\n".join(lines) + "\n"
+        table = perplexity_table(contents["perplexity"], [row["folder"] for row in folders])
+        cells["perplexity by context length"] = table
+    for name, (head, *rows) in cells.items():
+        report.table(name, head)
+        report.rows(name).extend(dict(zip(head, row, strict=True)) for row in rows)
+    report.write()
+    write_whole(report.folder / MARKDOWN, "\n".join([*_bench.page(contents), ""]).encode())
 
 
 def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
@@ -174,19 +129,15 @@ def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
 
 
 def panels(found: list[dict]) -> list[Panel]:
-    """Per corpus: perplexity by context length, and by position within the longest."""
-    lengths, drawn = sorted({row["length"] for row in found}), []
+    """Per corpus: perplexity by context length."""
+    drawn = []
     for corpus in dict.fromkeys(row["corpus"] for row in found):
-        rows = [row for row in found if row["corpus"] == corpus]
-        by_length = [
-            Curve(name, lengths, [row["perplexity"] for row in rows if row["folder"] == name])
-            for name in dict.fromkeys(row["folder"] for row in rows)
-        ]
-        longest = [row for row in rows if row["length"] == lengths[-1]]
-        by_position = [Curve(row["folder"], row["positions"], row["perplexity by position"]) for row in longest]
-        title = f"{corpus}, windows of {lengths[-1]:,}"
-        drawn.append(Panel(corpus, by_length, "context length (tokens)", "perplexity", log_x=True, log_y=True))
-        drawn.append(Panel(title, by_position, "position (tokens)", "perplexity", log_y=True))
+        points = {}
+        for row in found:
+            if row["corpus"] == corpus:
+                points.setdefault(row["folder"], []).append((row["length"], row["perplexity"]))
+        curves = [Curve(folder, *zip(*of, strict=True)) for folder, of in points.items()]
+        drawn.append(Panel(corpus, curves, "context length (tokens)", "perplexity", log_x=True, log_y=True))
     return drawn
 
 
@@ -195,9 +146,9 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
     model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
     for (corpus, tokenizer), used in spans.items():
         for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
-            name = f"{folder.label}, {corpus}"
+            name = f"{folder.path}, {corpus}"
             row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
-            rows.append({"folder": folder.label, "corpus": corpus, **row})
+            rows.append({"folder": str(folder.path), "corpus": corpus, **row})
     return rows
 
 
@@ -218,7 +169,6 @@ def main(argv=None) -> int:
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
-    corpora = dict(zip(labels(args.perplexity), args.perplexity, strict=True))
     for file in list_files(args.perplexity) if args.perplexity else ():
         spans_of(file, args.text_field)  # raises for what can be seen without reading it all
     # What depends on the tokenizer, by its sha256.
@@ -228,30 +178,54 @@ def main(argv=None) -> int:
         if names:
             tasks[sha256] = _harness.load_tasks(args.tasks, args.include_path, tokenizer)
         how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-        for label, corpus in corpora.items():
-            spans[label, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
+        for corpus in args.perplexity:
+            spans[corpus, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
-    output, contents = begin(args.output, folders, device, options)
+    output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
+    report = _bench.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
+    versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
+    report.contents["environment"] |= versions
+    report.contents |= {"tasks": {}, "perplexity": []}
+    report.table("folders", ["folder", *folders[0].facts()])
+    for folder in folders:
+        report.add("folders", {"folder": str(folder.path), **folder.facts()})
+    for note in notes(options, len(tokenizers)):
+        report.note(note)
     for folder in folders:
         if names:
             how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
             out = _harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
-            contents["tasks"][folder.label] = out
-            save(output, contents)
+            report.contents["tasks"][str(folder.path)] = out
+            save(report)
+            release(device)
         if spans:
-            contents["perplexity"] += run_perplexity(args, folder, spans, device)
+            report.contents["perplexity"] += run_perplexity(args, folder, spans, device)
         release(device)
-        save(output, contents)
-    contents["status"] = "complete"
-    save(output, contents)
+        save(report)
+    report.contents["status"] = "complete"
+    save(report)
     print((output / MARKDOWN).read_text())
-    written = f"wrote {output / JSON} and {MARKDOWN}"
+    written = f"wrote {report.json} and {MARKDOWN}"
     if spans:
-        drawn = draw(output / PLOT, panels(contents["perplexity"]))
+        drawn = draw(output / PLOT, panels(report.contents["perplexity"]))
         written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {_harness.INSTALL}"
     print(written)
     return 0
+
+
+def notes(options: dict, tokenizers: int) -> Iterator[str]:
+    """What a reader of the tables must know."""
+    if options["limit"]:
+        yield f"A trial: only the first {options['limit']} samples of each task and spans of each corpus."
+    if options["tasks"]:
+        seen = f"at most {options['max_length']:,} tokens seen, of niah_* as many as its name says"
+        yield f"Tasks: lm-evaluation-harness, {seen}, ± standard error."
+    if options["perplexity"]:
+        joined = "joined" if options["packed"] else "apart"
+        yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (tools/_perplexity.py)."
+        if tokenizers > 1:
+            yield "The folders have different tokenizers: compare bits per byte, not perplexities."
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Perplexity by context length against a whole forward pass, what is written of it, and everything that can be wrong."""
+"""evaluate: perplexity against a whole forward pass, the harness against our own model, tables, and what can be wrong."""
 
 import importlib.util
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 
 from interdomain.data import load_tokenizer
 from interdomain.model import cell_of
-from interdomain.model.pretrained import load_model
+from interdomain.model.pretrained import load_model, load_pretrained
 from interdomain.tools import _perplexity, _task_table, convert, evaluate
 from interdomain.tools._perplexity import measure, read_spans
 
@@ -24,6 +26,33 @@ CONDITIONS = ("interdomain", "softmax")
 # Different lengths, characters of several bytes, and one that is too short for anything.
 TEXTS = ["def f(x):\n    return x\n" * 30, "Straße, 漢字, 🙂. " * 40, "short", "import os, sys\n" * 25]
 
+# Through the harness.
+MAX_LENGTH = 90
+CHOICES = [
+    ("import", [" os", " banana fruit", "ed"]),
+    ("def f(", ["x):", "  ", "self, y"]),
+    ("return", [" 1", " self.x.y", " None"]),
+    ("Straße: 漢字", [" a", "字", " für"]),
+    ("class A:\n    pass\n\n\nclass", [" B:", " B(A):\n    def f(self):\n        return 1"]),
+]
+TEXT = "def f(x):\n    return [x, x + 1]\n\n\n" * 9
+RECALLED = ("phonebook_16", "niah_single_1_1024")
+
+# What a user's commands leave: status and standard error of each.
+DRIVER = """
+import contextlib, functools, io, json, sys
+from interdomain.tools import evaluate
+import lm_eval.tasks
+said = []
+for argv in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+        status = evaluate.main(argv)
+    said.append((status, err.getvalue().strip().split(chr(10))[-1]))
+    # Reading the harness's own tasks takes it seconds, and is left out from here on.
+    lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+print(json.dumps(said))
+"""
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tokenizer):
@@ -32,6 +61,7 @@ def folders(tmp_path_factory, tokenizer):
     for condition in CONDITIONS:
         checkpoint = write_checkpoint(path / f"run-{condition}", small_model(condition), tokenizer)
         assert convert.main([str(checkpoint), "--output", str(path / condition)]) == 0
+        (path / condition / "modeling_interdomain.py").write_text("raise SystemExit('the folder's code ran')")
     return [path / condition for condition in CONDITIONS]
 
 
@@ -53,43 +83,32 @@ def error(capsys):
     return line
 
 
-def documents(tokenizer):
-    return [tokenizer.encode(text, add_eos=True) for text in TEXTS]
-
-
 # The protocol
 
 
-def test_spans_tile_each_document(corpus, tokenizer):
-    size = 60
-    spans = read_spans(str(corpus), tokenizer, size, text_field="body")
-    wanted = [ids[i : i + size] for ids in documents(tokenizer) for i in range(0, len(ids) - size + 1, size)]
-    assert spans.ids.tolist() == wanted
-    assert (spans.documents, spans.skipped) == (4, 1)
-    few = read_spans(str(corpus), tokenizer, size, text_field="body", limit=2)
-    assert few.ids.tolist() == wanted[:2]
-
-
-def test_packed_spans_are_the_training_stream(corpus, tokenizer):
-    stream = [token for ids in documents(tokenizer) for token in ids]
-    for limit, spans in ((None, len(stream) // 700), (1, 1)):
-        found = read_spans(str(corpus), tokenizer, 700, text_field="body", packed=True, limit=limit)
-        assert found.ids.tolist() == [stream[: spans * 700]]
-    assert len(stream) // 700 > 1
-
-
-def test_bytes_are_those_of_the_text(corpus, tmp_path):
+def test_spans_tile_each_document_or_the_training_stream(corpus, tmp_path):
     tokenizer = load_tokenizer(small_tokenizer(tmp_path / "tokenizer.model", 500))
-    total = sum(len(ids) for ids in documents(tokenizer))
-    spans = read_spans(str(corpus), tokenizer, total, text_field="body", packed=True)
-    assert spans.sizes.sum() == sum(len(text.encode()) for text in TEXTS)
-    assert (spans.sizes[spans.ids == tokenizer.eos_id] == 0).all()
+    documents = [tokenizer.encode(text, add_eos=True) for text in TEXTS]
+    tiles = [ids[i : i + 60] for ids in documents for i in range(0, len(ids) - 59, 60)]
+    stream = [token for ids in documents for token in ids]
+    packed = [stream[: len(stream) // 700 * 700]]
+    for size, options, wanted in (
+        (60, {}, tiles),
+        (60, {"limit": 2}, tiles[:2]),
+        (700, {"packed": True}, packed),
+        (700, {"packed": True, "limit": 1}, [stream[:700]]),
+    ):
+        found = read_spans(str(corpus), tokenizer, size, text_field="body", **options)
+        assert found[0].tolist() == wanted, options
+    ids, sizes = read_spans(str(corpus), tokenizer, len(stream), text_field="body", packed=True)
+    assert sizes.sum() == sum(len(text.encode()) for text in TEXTS)
+    assert (sizes[ids == tokenizer.eos_id] == 0).all()
 
 
 @torch.no_grad()
 def direct(model, spans, length, start) -> torch.Tensor:
     """NLL [windows, length] without state or chunks: the windows as whole sequences."""
-    windows = [span[i : i + length] for span in spans.ids for i in range(0, len(span) - length + 1, length)]
+    windows = [span[i : i + length] for span in spans[0] for i in range(0, len(span) - length + 1, length)]
     inputs = [[start, *window[:-1]] for window in windows]
     logits = model(torch.tensor(inputs)).double().log_softmax(-1)
     return -logits.gather(-1, torch.tensor(np.array(windows)).long()[..., None])[..., 0]
@@ -100,22 +119,15 @@ def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer, monkeyp
     monkeypatch.setattr(_perplexity, "PREFILL_CHUNK", 16)
     model = small_model(condition)
     spans = read_spans(str(corpus), tokenizer, 150, text_field="body")
-    assert len(spans.ids) % 4
+    assert spans.shape[1] % 4
     for length in (150, 60):  # 60 does not divide the span; 16 divides neither
         wanted = direct(model, spans, length, tokenizer.eos_id)
         found = measure(model, spans, length, tokenizer.eos_id, batch=4)
-        assert found["windows"] == len(wanted) == len(spans.ids) * (150 // length)
-        assert found["tokens"] == wanted.numel()
+        assert (found["windows"], found["tokens"]) == (spans.shape[1] * (150 // length), wanted.numel())
         assert found["nll"] == pytest.approx(wanted.mean().item(), rel=1e-6)
         assert found["perplexity"] == pytest.approx(wanted.mean().exp().item(), rel=1e-5)
-        used = spans.sizes[:, : 150 // length * length].sum()
+        used = spans[1, :, : 150 // length * length].sum()
         assert found["bits per byte"] == pytest.approx(wanted.sum().item() / math.log(2) / used, rel=1e-6)
-        middles, places = found["positions"], wanted.mean(0).tensor_split(len(found["positions"]))
-        assert (middles[0], middles[-1]) == (len(places[0]) / 2, length - len(places[-1]) / 2)
-        assert found["perplexity by position"] == pytest.approx([x.mean().exp().item() for x in places], rel=1e-5)
-
-
-# The tool
 
 
 def test_results(folders, corpus, tokenizer, tmp_path, capsys):
@@ -128,9 +140,10 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
     printed = capsys.readouterr().out
     contents = json.loads((out / "evaluation.json").read_text())
     assert (contents["status"], contents["tasks"]) == ("complete", {})
-    named = {name: (facts["size"], facts["condition"]) for name, facts in contents["folders"].items()}
-    assert named == {condition: cell_of(small_config(condition, vocab_size=420), "debug") for condition in CONDITIONS}
-    assert contents["folders"]["softmax"]["step"] == 100
+    facts = {row["folder"]: row for row in contents["tables"]["folders"]["rows"]}
+    named = [(row["size"], row["condition"]) for row in facts.values()]
+    assert named == [cell_of(small_config(condition, vocab_size=420), "debug") for condition in CONDITIONS]
+    assert facts[str(folders[1])]["step"] == 100
     found = {(row["folder"], row["corpus"], row["length"]): row["perplexity"] for row in contents["perplexity"]}
     page = (out / "evaluation.md").read_text()
     for folder in folders:
@@ -138,7 +151,7 @@ def test_results(folders, corpus, tokenizer, tmp_path, capsys):
         for length in (40, 80):
             spans = [read_spans(str(source), tokenizer, 80) for source in (rows, second)]
             wanted = [direct(model, span, length, tokenizer.eos_id).mean().exp().item() for span in spans]
-            assert [found.pop((folder.name, x.name, length)) for x in (rows, second)] == pytest.approx(wanted, rel=1e-5)
+            assert [found.pop((str(folder), str(x), length)) for x in (rows, second)] == pytest.approx(wanted, rel=1e-5)
             (mean,) = (line for line in page.splitlines() if line.startswith(f"| mean of 2 | {length} "))
             assert f" {sum(wanted) / 2:.2f} |" in mean
     assert not found
@@ -163,9 +176,6 @@ def test_a_trial_and_a_plot_that_cannot_be(folders, corpus, tmp_path, capsys, mo
     assert not (tmp_path / "perplexity.png").exists()
 
 
-# What is refused, before anything is computed
-
-
 def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     out, model = tmp_path / "out", folders[0]
     text = ("--perplexity", corpus, "--text-field", "body", "--output", out)
@@ -177,7 +187,6 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
         ((*text,), "no folder was given"),
         ((tmp_path, *text), "config.json"),
         ((damaged, *text), "not as it was written"),
-        ((model, model, *text), "given twice"),
         ((model, *text, "--lengths", 0), "--lengths must be at least 1"),
         ((model, *text, "--lengths", 5000), "its longest document has"),
         ((model, "--perplexity", tmp_path / "no.txt", "--output", out), "No file matches"),
@@ -185,15 +194,10 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
     ):
         run(*argv, expect=2)
         assert part in error(capsys), argv
-    other = tmp_path / "elsewhere" / model.name
-    assert evaluate.labels([model, other]) == [str(model), str(other)]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     run(model, expect=2)  # the default is tasks
     assert "--tasks needs lm_eval, accelerate, transformers, not installed here" in error(capsys)
     assert not out.exists()
-
-
-# The harness's results as a table (test_evaluate_harness.py runs it)
 
 
 def test_the_paper_s_averages_are_those_of_its_rows():
@@ -201,24 +205,6 @@ def test_the_paper_s_averages_are_those_of_its_rows():
     for group, means in list(_task_table.AVERAGES.values())[:2]:
         for i, paper in enumerate(means):
             assert sum(figures[i] for figures in group.values()) / len(group) == pytest.approx(paper, abs=0.006)
-    for i in range(3):  # bytes per word of WikiText, from both of the paper's figures
-        word, byte = (_task_table.PAPER["wikitext", name][i] for name in ("word_perplexity", "bits_per_byte"))
-        assert math.log2(word) / byte == pytest.approx(5.346, abs=0.003)
-
-
-CELLS = {("1.3B", condition) for condition in _task_table.CONDITIONS}
-
-
-def test_bits_of_lambada_are_its_perplexity_in_another_unit():
-    for name, perplexity, paper in zip(
-        _task_table.CONDITIONS,
-        _task_table.PAPER["lambada_openai", "perplexity"],
-        _task_table.PAPER["lambada_openai", "bits_per_byte"],
-        strict=True,
-    ):
-        results = {"lambada_openai": {"perplexity": {"value": perplexity}}}
-        _task_table.add_lambada_bits(results)
-        assert results["lambada_openai"]["bits_per_byte"]["value"] == pytest.approx(paper, abs=3e-4), name
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
@@ -241,3 +227,111 @@ def test_the_table_has_folders_and_paper_side_by_side():
     cells = {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
     head, *rows = _task_table.table({"a": half}, cells)
     assert (head, rows[1]) == (["task", "metric", "a", "paper's 1.3B s4d"], ["piqa", "acc %", "10.00 ± 1.00", "71"])
+
+
+# lm-evaluation-harness itself, with tasks on local files, against our own model by hand
+
+
+def write_task(folder, name, kind, rows, metrics, **more):
+    """A task on a local file (JSON is YAML)."""
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
+    task = {"task": name, "output_type": kind, "metric_list": [{"metric": metric} for metric in metrics]}
+    (folder / f"{name}.yaml").write_text(json.dumps({**data, **task, "metadata": {"version": 1.0}, **more}))
+
+
+@pytest.fixture(scope="module")
+def ran(folders, tmp_path_factory):
+    """(results, those of made tasks, what each further command said)."""
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    path = tmp_path_factory.mktemp("harness")
+    tasks = path / "tasks"
+    tasks.mkdir()
+    rows = [{"q": q, "c": c, "a": 0} for q, c in CHOICES]
+    choice = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}")
+    write_task(tasks, "choice", "multiple_choice", rows, ["acc", "acc_norm"], **choice)
+    write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
+    texts = dict(doc_to_text="", doc_to_target="{{t}}")
+    write_task(tasks, "rolling", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
+
+    include = ["--include-path", tasks, "--output"]
+    options = ["--max-length", MAX_LENGTH, "--batch-size", 3]
+    commands = [
+        [*folders, "--tasks", "choice", "rolling", *include, path / "out", *options],
+        [folders[0], "--tasks", *RECALLED, "--limit", 2, "--output", path / "recalled"],
+        [folders[0], "--tasks", "choice", "gone", *include, path / "none"],
+        [folders[0], "--tasks", "no_such_task", "choice", *include, path / "none"],
+        ["--fetch", "--tasks", "phonebook_16", "based_nq"],
+        ["--fetch", "--tasks", "choice", "--include-path", tasks],
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps([[str(word) for word in command] for command in commands])],
+        capture_output=True,
+        text=True,
+        cwd=tasks,  # not where a folder is named as the package
+        env={**os.environ, **offline},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (path / "none").exists()
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert [status for status, _ in said[:2]] == [0, 0], said[:2]
+    results, recalled = (json.loads((path / name / "evaluation.json").read_text()) for name in ("out", "recalled"))
+    return results, recalled, said[2:]
+
+
+@torch.no_grad()
+def log_likelihoods(model, tokens, scored):
+    """Of the last `scored` of tokens, after those before them, each."""
+    logits = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
+    return logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])][-scored:]
+
+
+@pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
+def test_a_long_text_and_choices(ran, folders, i):
+    """A text in pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits. A
+    choice's tokens are those that it adds to its question; per byte of the choice, in acc_norm."""
+    found = ran[0]["tasks"][str(folders[i])]["results"]
+    model, tokenizer = load_pretrained(folders[i])
+    tokens, total, end = tokenizer.encode(TEXT), 0.0, 0
+    assert len(tokens) > 2 * MAX_LENGTH
+    assert len(tokens) % MAX_LENGTH
+    while end < len(tokens):
+        scored = min(MAX_LENGTH, len(tokens) - end)
+        end += scored
+        piece = [tokenizer.eos_id, *tokens[:end]] if end <= MAX_LENGTH else tokens[end - MAX_LENGTH - 1 : end]
+        total -= log_likelihoods(model, piece, scored).sum().item() / math.log(2)
+    bits = found["rolling"]["bits_per_byte"]["value"]
+    assert bits == pytest.approx(total / len(TEXT.encode()), rel=1e-5)
+
+    right = {"acc": 0, "acc_norm": 0}
+    for question, choices in CHOICES:
+        sums = []
+        for choice in choices:
+            tokens = tokenizer.encode(question + choice)
+            sums.append(log_likelihoods(model, tokens, len(tokens) - len(tokenizer.encode(question))).sum().item())
+        norms = [x / len(c) for x, c in zip(sums, choices, strict=True)]
+        for metric, scores in (("acc", sums), ("acc_norm", norms)):
+            right[metric] += (max(scores) == scores[0]) / len(CHOICES)
+    assert {metric: x["value"] for metric, x in found["choice"].items()} == pytest.approx(right)
+
+
+def test_tasks_that_cannot_be(ran):
+    gone, unknown, made, fetched = ran[2]
+    assert [status for status, _ in (gone, unknown, made, fetched)] == [2, 2, 2, 0]
+    assert "the data of gone cannot be read" in gone[1]
+    assert "evaluate --fetch --tasks choice gone`" in gone[1]
+    assert "unknown tasks: no_such_task" in unknown[1]
+    assert "the data of based_nq cannot be read" in made[1]
+
+
+def test_what_is_recorded_and_texts_that_are_made_to_a_length(ran):
+    """Written, and beyond the length that the model was trained at."""
+    results, recalled, _ = ran
+    assert (results["status"], results["options"]["max_length"]) == ("complete", MAX_LENGTH)
+    assert {"lm_eval", "transformers", "PyTorch", "CPU"} <= set(results["environment"])
+    (out,) = recalled["tasks"].values()
+    assert [out["samples"][task]["effective"] for task in RECALLED] == [2, 2]
+    assert [list(out["results"][task]) for task in RECALLED] == [["exact_match"], ["contains"]]
+    assert recalled["options"]["max_length"] < 1024

@@ -19,11 +19,10 @@ class Reader(LM):
 
     def __init__(self, answer):
         super().__init__()
-        self.answer, self.asked, self.options = answer, [], []
+        self.answer, self.requests = answer, []
 
     def generate_until(self, requests, disable_tqdm=False):
-        self.asked += [request.args[0] for request in requests]
-        self.options += [request.args[1] for request in requests]
+        self.requests += [request.args for request in requests]
         return [self.answer(request.args[0]) for request in requests]
 
     def loglikelihood(self, requests):
@@ -33,37 +32,34 @@ class Reader(LM):
 
 
 def run(task, answer):
+    """(texts, generation options, results)."""
     reader = Reader(answer)
     tasks = {"tasks": {task.config.task: task}, "groups": {}}
     results = lm_eval.evaluate(reader, tasks, bootstrap_iters=0)["results"][task.config.task]
-    return reader, results
+    return [text for text, _ in reader.requests], reader.requests[0][1], results
 
 
 def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     length = 1024
     task = _recall.make(f"niah_single_1_{length}", tokenizer)
-    reader, results = run(task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green.")
-    assert results["contains,none"] == 1
-    assert len(reader.asked) == len(set(reader.asked)) == _recall.SAMPLES
+    texts, options, found = run(task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green.")
+    assert found["contains,none"] == 1
+    assert len(texts) == len(set(texts)) == _recall.SAMPLES
     # As long as asked for, with 128 tokens of answer.
-    sizes = [len(tokenizer.encode(text)) + 128 for text in reader.asked]
+    sizes = [len(tokenizer.encode(text)) + 128 for text in texts]
     assert length - 2 * len(tokenizer.encode(_recall.HAY)) < min(sizes) <= max(sizes) <= length
-    assert reader.options[0]["max_gen_toks"] == 128
-    assert not reader.options[0]["until"]
+    assert (options["max_gen_toks"], options["until"]) == (128, [])
     assert _recall.needles(length, tokenizer) == _recall.needles(length, tokenizer)
-    with pytest.raises(ValueError, match="no haystack fits 200 tokens"):
-        _recall.needles(200, tokenizer)
     # Anywhere in the text, and nowhere else: who forgets the first half misses some.
-    _, results = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
-    assert 0.2 < results["contains,none"] < 0.8
+    *_, found = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
+    assert 0.2 < found["contains,none"] < 0.8
 
 
 def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
     near, far = (_recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
     parts = _harness.by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
     assert {length: list(part["tasks"]) for length, part in parts.items()} == {1500: ["near", "other"], 2048: ["far"]}
-    assert parts[1500]["groups"] == {"g": 1}
-    assert not parts[2048]["groups"]
+    assert [part["groups"] for part in parts.values()] == [{"g": 1}, {}]
 
 
 @pytest.mark.parametrize("entries", [16, 128])
@@ -79,14 +75,11 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
         assert name not in "\n".join(worked)
         return " " + re.search(f"^{name} (.*)$", book, re.MULTILINE)[1]
 
-    reader, results = run(task, look_up)
-    assert results["exact_match,none"] == 1
-    assert len(set(reader.asked)) == _recall.SAMPLES
-    assert reader.options[0]["until"] == ["\n"]
-    _, results = run(task, lambda text: look_up(text) + "0")
-    assert results["exact_match,none"] == 0
-    _, results = run(task, lambda text: text.split("\n")[-2].split(":")[1])  # the second of the answered ones
-    assert results["exact_match,none"] < 0.1
+    texts, options, found = run(task, look_up)
+    assert (found["exact_match,none"], len(set(texts)), options["until"]) == (1, _recall.SAMPLES, ["\n"])
+    assert run(task, lambda text: look_up(text) + "0")[2]["exact_match,none"] == 0
+    # The second of the answered ones.
+    assert run(task, lambda text: text.split("\n")[-2].split(":")[1])[2]["exact_match,none"] < 0.1
 
 
 def test_passages_are_completed(tmp_path, monkeypatch):
@@ -99,23 +92,18 @@ def test_passages_are_completed(tmp_path, monkeypatch):
     monkeypatch.setitem(_recall.BASED, "based_triviaqa", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     task = _recall.make("based_triviaqa", None)
-    reader, results = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
-    assert reader.asked == [
-        "Rome is a city. Italy's capital is",
-        "Elba  An island. Elba is an",
-        "Nothing. Nobody knows",
-    ]
-    assert results["contains,none"] == pytest.approx(1 / 3)
-    assert reader.options[0] == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
+    texts, options, found = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
+    assert texts == ["Rome is a city. Italy's capital is", "Elba  An island. Elba is an", "Nothing. Nobody knows"]
+    assert found["contains,none"] == pytest.approx(1 / 3)
+    assert options == {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
 
 
 def test_names_of_the_suites_are_the_harness_s():
     from lm_eval.tasks import TaskManager
 
-    folders = [
-        Path(lm_eval.__file__).parent / "tasks" / name for name in ("fda", "squad_completion", "swde", "longbench")
-    ]
+    tasks = Path(lm_eval.__file__).parent / "tasks"
+    names = "fda squad_completion swde longbench arc hellaswag lambada piqa siqa super_glue wikitext winogrande"
+    folders = [tasks / name for name in names.split()]
     theirs = set(TaskManager(include_path=folders, include_defaults=False).all_tasks)
-    assert set(_task_table.SUITES["longbench-14"]) < theirs
-    ours = [name for name in _task_table.SUITES["recall"] if name not in theirs]
-    assert ours == _recall.NAMES
+    assert set(_task_table.SUITES["longbench-14"] + _task_table.SUITES["paper"]) < theirs
+    assert [name for name in _task_table.SUITES["recall"] if name not in theirs] == _recall.NAMES
