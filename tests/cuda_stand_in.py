@@ -120,12 +120,13 @@ class Stream:
 
 
 class Event:
-    """torch.cuda.Event, on a clock of ms."""
+    """torch.cuda.Event."""
 
-    clock = staticmethod(lambda: 1e3 * time.perf_counter())
+    def __init__(self, enable_timing):
+        pass
 
-    def __init__(self, enable_timing=False):
-        assert enable_timing
+    def clock(self):
+        return 1e3 * time.perf_counter()
 
     def record(self):
         self.at = self.clock()

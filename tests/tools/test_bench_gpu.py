@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import TIMEOUT
 
 # `python -m interdomain.tools.TOOL ...`: notes in $CALLS that it was called, and does what $FAKE has for its part.
 TOOL = """#!{python} -SE
@@ -57,13 +57,9 @@ class Machine:
         self.out, self.calls_file = folder / "out", folder / "calls"
         env = {**os.environ, "PATH": str(folder / "bin"), "CALLS": str(self.calls_file), "FAKE": json.dumps(dict(fake))}
         command = [sys.executable, "-c", DRIVER.format(setup=setup), str(folder / "bin/python")]
-        self.process = subprocess.Popen(
-            [*command, "--output", str(self.out), "--time-limit", seconds],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=env,
-        )
+        command += ["--output", str(self.out), "--time-limit", seconds]
+        streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(command, env=env, **streams)
 
     def end(self):
         self.said = self.process.communicate(timeout=TIMEOUT)[0]
@@ -86,9 +82,8 @@ def test_everything_in_order_and_what_comes_back(tmp_path):
     assert limits == [("check", 120), ("kernels", 100), ("training", 150), ("inference", 150)]
     assert {"350M", "--trace", "softmax:compile:selective"} <= set(machine.calls[2]["argv"])
 
-    files = sorted(path.name for path in machine.out.iterdir())
-    tools = ["check.json", "inference.json", "kernels.json", "training.json"]
-    assert files == sorted([*tools, "log.txt", "summary.md"])
+    tools = {f"{part}.json" for part, _ in limits}
+    assert {path.name for path in machine.out.iterdir()} == {*tools, "log.txt", "summary.md"}
     assert machine.statuses() == {
         "part": "status",
         "machine": "complete: no word",
@@ -101,12 +96,7 @@ def test_everything_in_order_and_what_comes_back(tmp_path):
     summary, log = ((machine.out / name).read_text() for name in ("summary.md", "log.txt"))
     assert "**Some errors are beyond their bound" in summary
     assert "- of training" in summary
-    for words in ("contract_kernel: Duration 0.211 ms", "said by inference"):
-        assert words in log
-    again = subprocess.run(
-        [sys.executable, "-m", "interdomain.tools.bench_gpu", "--output", machine.out], capture_output=True, text=True
-    )
-    assert (again.returncode, "never overwritten" in again.stderr) == (2, True)
+    assert "said by inference" in log
 
 
 def test_a_part_that_will_not_end_has_its_share_and_the_whole_has_its_time(tmp_path):
@@ -118,10 +108,8 @@ def test_a_part_that_will_not_end_has_its_share_and_the_whole_has_its_time(tmp_p
     assert time.monotonic() - began < 30
     statuses = machine.statuses()
     assert statuses["kernels"].startswith("complete")  # its own word; the process had to be ended
-    assert (statuses["memcheck"], statuses["inference"]) == (
-        "skipped: compute-sanitizer is not installed",
-        "not run: no time left",
-    )
+    assert statuses["memcheck"] == "skipped: compute-sanitizer is not installed"
+    assert statuses["inference"] == "not run: no time left"
     assert "THE CORRECTNESS CHECK DID NOT PASS" in (machine.out / "summary.md").read_text()
     for call in machine.calls:
         with pytest.raises(ProcessLookupError):
@@ -140,8 +128,3 @@ def test_ended_at_any_moment_what_was_finished_is_there(tmp_path):
     assert machine.statuses()["kernels"] == "complete"
     with pytest.raises(ProcessLookupError):
         os.kill(machine.calls[-1]["pid"], 0)
-
-
-def test_a_tool_that_gpu_sh_does_not_know():
-    done = subprocess.run(["bash", str(REPOSITORY / "benchmarks/gpu.sh"), "everything"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.startswith("error: there is no tool 'everything'; allowed: all")) == (2, True)

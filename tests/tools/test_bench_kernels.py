@@ -23,7 +23,7 @@ def results(folder, part, label=_bench.CPU_LABEL):
     return contents
 
 
-def test_bytes_and_flops_by_hand():
+def test_bytes_flops_and_roofline_by_hand(monkeypatch):
     """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in plugin/model/flops.py."""
     one = Shape(B=1, T=4096)
     for name, condition in ("chunkwise", "interdomain"), ("sdpa-flash", "softmax"):
@@ -33,16 +33,11 @@ def test_bytes_and_flops_by_hand():
         forward = forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
         assert flops / 4096 == pytest.approx(forward * (3 if name == "chunkwise" else 3.5))
     assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
-
-
-def test_roofline_is_the_larger_of_two_times(monkeypatch):
     gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    device = torch.device("cuda")
-    assert _timing.roofline_ms(device, 3.35e9) == pytest.approx(1.0)
-    assert _timing.roofline_ms(device, 3.35e9, 2 * 989e9) == pytest.approx(2.0)
-    gpu.name = "a GPU of tomorrow"
-    assert _timing.roofline_ms(device, 1) is _timing.roofline_ms(CPU, 1) is None
+    assert _timing.roofline_ms(torch.device("cuda"), 3.35e9) == pytest.approx(1.0)
+    assert _timing.roofline_ms(torch.device("cuda"), 3.35e9, 2 * 989e9) == pytest.approx(2.0)
+    assert _timing.roofline_ms(CPU, 1) is None
 
 
 def test_a_chain_is_timed_by_steps_and_a_slow_one_less_often():
@@ -53,37 +48,6 @@ def test_a_chain_is_timed_by_steps_and_a_slow_one_less_often():
     (_, slow) = _timing.measure(lambda: _timing.time.sleep(0.02), CPU, rounds=12, seconds=0.07)
     assert slow.count == 3
     assert slow.high >= slow.median >= slow.low >= 20
-
-
-def test_a_gpu_is_timed_by_events_behind_writes_that_give_the_host_its_lead(monkeypatch):
-    """On a clock that the calls move: 2 ms of writes at 0.1 ms each come before every call and are in no time; where launches
-    count, one write for the cache, and it is over."""
-    now, seen = [0.0], []
-
-    class Event(cuda_stand_in.Event):
-        clock = staticmethod(lambda: now[0])
-
-    def takes(ms, what):
-        def call(*_):
-            now[0] += ms
-            seen.append(what)
-
-        return call
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("done"))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: types.SimpleNamespace(L2_cache_size=1024))
-    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
-    monkeypatch.setattr(torch.Tensor, "zero_", takes(0.1, "write"))
-    gpu = types.SimpleNamespace(type="cuda")
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype, device, empty=torch.empty: empty(*size, dtype=dtype))
-    for lead, writes in ((_timing.LEAD_MS, 20), (0, 1)):
-        run = _timing.timer(gpu, lead)
-        seen.clear()
-        assert run((takes(1, "call"), takes(2, "backward"))) == pytest.approx([1, 2])
-        before = seen[: seen.index("call")]
-        assert abs(before.count("write") - writes) <= 1
-        assert before.count("done") == (lead == 0)
 
 
 def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
@@ -164,15 +128,38 @@ def gpu(monkeypatch):
         yield "measured on Stand-in 9000"
 
 
+def test_a_gpu_is_timed_by_events_behind_writes_that_give_the_host_its_lead(gpu, monkeypatch):
+    """On a clock that the calls move: 2 ms of writes at 0.1 ms each come before every call and are in no time; where launches
+    count, one write for the cache, and it is over."""
+    now, seen = [0.0], []
+
+    def takes(ms, what):
+        def call(*_):
+            now[0] += ms
+            seen.append(what)
+
+        return call
+
+    monkeypatch.setattr(cuda_stand_in.Event, "clock", lambda self: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("done"))
+    monkeypatch.setattr(torch.Tensor, "zero_", takes(0.1, "write"))
+    for lead, writes in ((_timing.LEAD_MS, 20), (0, 1)):
+        run = _timing.timer(torch.device("cuda"), lead)
+        seen.clear()
+        assert run((takes(1, "call"), takes(2, "backward"))) == pytest.approx([1, 2])
+        before = seen[: seen.index("call")]
+        assert abs(before.count("write") - writes) <= 1
+        assert before.count("done") == (lead == 0)
+
+
 def test_kernels_on_a_gpu(gpu, tmp_path):
     """What cannot run on a CPU says so."""
     mixers = ["--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn"]
     assert bench_kernels.main(["--output", str(tmp_path), "--shapes", "1x32x1x64", "--rounds", "1", *mixers]) == 0
     (table,) = results(tmp_path, "kernels", gpu)["tables"].values()
     rows = {row["mixer"]: row for row in table["rows"]}
-    assert rows["chunkwise"]["peak MiB"] == 5.0
     row = rows["chunkwise"]
-    assert row["of roofline"] == pytest.approx(row["roofline ms"] / row["both ms"])
+    assert (row["peak MiB"], row["of roofline"]) == (5.0, pytest.approx(row["roofline ms"] / row["both ms"]))
     assert rows["sdpa-cudnn"]["remark"]
 
 
@@ -195,11 +182,17 @@ def test_inference_on_a_gpu(gpu, tmp_path, monkeypatch):
     assert prompt["interdomain whole"]["GiB"] == prompt["interdomain chunked"]["GiB"] > prompt["softmax whole"]["GiB"]
 
 
-def test_a_gpu_that_nothing_can_be_compiled_for_is_refused(gpu, monkeypatch, tmp_path, capsys):
+def test_a_gpu_that_cannot_be_used(gpu, monkeypatch):
     monkeypatch.setattr(_bench, "cannot_launch", lambda: "there is no C compiler")
-    assert check_kernels.main(["--output", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err == "error: there is no C compiler.\n"
-    assert not (tmp_path / "x").exists()
+    with pytest.raises(ValueError, match="there is no C compiler"):
+        _bench.choose_device("auto")
+
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with pytest.raises(RuntimeError, match="after chunkwise the GPU is in an error state"):
+        _bench.require_healthy(torch.device("cuda"), "chunkwise")
 
 
 def test_the_check_on_a_gpu(gpu, tmp_path, monkeypatch):

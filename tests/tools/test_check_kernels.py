@@ -17,15 +17,14 @@ def test_every_backend_passes(tmp_path):
     assert check_kernels.main(["--output", str(tmp_path)]) == 0
     contents = results(tmp_path, "check")
     assert contents["status"] == "passed"
-    assert contents["options"]["groups"] == list(check_kernels.groups(False))
     rows = contents["tables"]["cases"]["rows"]
     assert {row["result"] for row in rows} == {"PASS"}
-    started = {row["case"].split()[1]: row["errors"] for row in rows if row["case"].startswith("scan: ")}
-    assert started.keys() == {"chunkwise", "chunkwise-torch", "parallel", "fft", "reference"}
+    errors = {row["case"].split(" B=")[0]: row["errors"].keys() for row in rows}
+    backends = ("chunkwise", "chunkwise-torch", "parallel", "fft", "reference")
     tensors = {"out", "state", "dq", "dk", "dv", "dlog_decay", "dmixing", "dinitial_state"}
-    assert tensors == started["reference"].keys()
-    (layer, *_) = (row["errors"] for row in rows if row["case"].startswith("layer: "))
-    assert {"out", "dx", "dmixer.wq.weight", "dmixer.k_conv.bias", "dmixer.v_norm.weight"} <= layer.keys()
+    assert all(errors[f"scan: {backend}"] >= tensors for backend in backends if backend != "fft")
+    assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= errors.keys()
+    assert {"out", "dx", "dmixer.wq.weight", "dmixer.k_conv.bias", "dmixer.v_norm.weight"} <= errors["layer: torch"]
 
 
 def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
@@ -96,33 +95,14 @@ def test_nan_other_bits_and_exceptions_fail(monkeypatch):
     assert run(fails)["result"] == "FAIL: RuntimeError: out of resources"
 
 
-@pytest.mark.parametrize(
-    ("error", "result", "code", "status"),
-    [
-        (1.1, "beyond the bound", 3, "beyond bounds"),
-        (2.9, "beyond the bound", 3, "beyond bounds"),
-        (3.1, "FAIL", 1, "failed"),
-    ],
-)
-def test_beyond_the_bound_is_not_failed(error, result, code, status, tmp_path, monkeypatch):
-    """One tensor of the first case is `error` bounds off."""
+@pytest.mark.parametrize(("error", "code"), [(1.1, 3), (2.9, 3), (3.1, 1)])
+def test_beyond_the_bound_is_not_failed(error, code, tmp_path, monkeypatch):
+    """One tensor is `error` bounds off."""
     (case,) = check_kernels.groups(False)["chunkwise-M128"]
     errors = iter([error * case.bound("out")])
     monkeypatch.setattr(check_kernels, "relative_rms", lambda got, exact: next(errors, 0.0))
     assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128"]) == code
     contents = results(tmp_path, "check")
-    assert contents["status"] == status
     (row,) = contents["tables"]["cases"]["rows"]
-    assert row["result"] == result
-
-
-def test_the_list_for_a_gpu_covers_what_is_promised():
-    cases = [case for group in check_kernels.groups(True).values() for case in group]
-    promised = dict(d={64, 96}, M={16, 32, 64, 128}, T={1, 65, 257, 32_768, 70_001}, G={1, 2, 4})
-    for size, values in promised.items():
-        assert values <= {getattr(case.shape, size) for case in cases}
-    assert {case.mode for case in cases if case.kind == "step"} == {"", "in place", "graph"}
-    for backend in ("chunkwise", "parallel"):
-        mine = {(c.kind, c.dtype) for c in cases if c.backend == backend and "scan" in c.kind}
-        dtypes = (torch.bfloat16, torch.float32)
-        assert mine >= {(kind, dtype) for kind in ("scan", "linear scan") for dtype in dtypes}
+    expected = ("beyond bounds", "beyond the bound") if code == 3 else ("failed", "FAIL")
+    assert (contents["status"], row["result"]) == expected
