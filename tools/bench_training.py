@@ -38,7 +38,6 @@ LAST_LINES = 40  # of a failed run's output, on standard error
 TRACED, TRACE_WARMUP = 3, 2  # steps
 TOP_KERNELS = 20
 KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
-TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
 
 # A short time limit should not lose the first ones. Softmax before what is compared with it.
 CASES = (
@@ -78,9 +77,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 
     from .train_tokenizer import train_sentencepiece
 
-    text = Path(__file__).read_text()
-    model = train_sentencepiece([SimpleNamespace(text=text)], TOKENIZER_SIZE)
-    (folder / "tokenizer.model").write_bytes(model)
+    text = SimpleNamespace(text=Path(__file__).read_text())
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([text], 512))  # every model's vocabulary is larger
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
