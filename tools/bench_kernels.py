@@ -21,9 +21,8 @@ from interdomain import InterdomainAttention, scan
 
 from . import _bench
 from ._apart import Emit
-from ._cases import Case, Shape
+from ._cases import Case, Shape, make_inputs
 from ._cli import argument_parser, user_errors
-from ._problems import make_inputs
 from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
