@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
+RESULTS = Path("benchmarks/results/today")
 PACKAGES = ("triton", "torchtitan")
 NOT_RUN = _apart.LATE
 
@@ -34,7 +35,7 @@ NOT_RUN = _apart.LATE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--device, --output and --time-limit, the same in every part."""
     _cli.add_device(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
 
 

@@ -19,7 +19,7 @@ import torch
 
 from interdomain.folders import write_whole
 
-from ._bench import ROOT, Deadline, markdown_rows, page
+from ._bench import RESULTS, ROOT, Deadline, markdown_rows, page
 from ._cli import argument_parser, user_errors
 
 SECONDS = 540.0
@@ -132,7 +132,7 @@ def run_all(out: Path, deadline: Deadline) -> int:
 @user_errors
 def main(argv=None) -> int:
     p = argument_parser(__doc__)
-    p.add_argument("--output", type=Path, required=True, help="folder of the results")
+    p.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
     p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help=f"default {SECONDS:.0f}")
     args = p.parse_args(argv)
     out, deadline = args.output.absolute(), Deadline(args.time_limit)
