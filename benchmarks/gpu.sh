@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # benchmarks/gpu.sh [--output DIR] [--time-limit S]    everything in ten minutes, most telling first (default: 540 s)
 # benchmarks/gpu.sh check|kernels|training|inference [TOOL FLAGS]    one tool
+# Without --output, results go to benchmarks/results/<UTC date and time> in the current folder.
 #
 # Needs PyTorch and Triton, and no network: nothing is installed. INTERDOMAIN_PYTHON names the interpreter (default: .venv's,
 # else python3); a clone that is not installed there is imported as it lies. INTERDOMAIN_COMMIT names the commit of a tree
@@ -16,6 +17,11 @@ case "${1:-all}" in
   kernels|training|inference) tool=bench_$1; shift ;;
   -*) tool=bench_gpu ;;
   *) fail "there is no tool '$1'; allowed: all (the default), check, kernels, training, inference." ;;
+esac
+
+case " $* " in
+  *" --output"*|*" -h "*|*" --help "*) ;;
+  *) set -- --output "benchmarks/results/$(date -u +%Y-%m-%d-%H%M%S)" "$@" ;;
 esac
 
 python=${INTERDOMAIN_PYTHON:-}

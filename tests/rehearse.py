@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
 
-from interdomain.scan import triton_launch
 from interdomain.tools import check_kernels
 from interdomain.tools._bench import markdown_rows
 from interdomain.tools._cases import Case, groups
@@ -26,20 +24,6 @@ from interdomain.tools._cases import Case, groups
 from .scan.devices import INTERPRETED, use_kernels
 
 MARGIN = 1.5
-
-
-class WiderPrograms:
-    """chain_kernel with 2,048 numbers of the state per program in place of 32: the same operations in less of the time."""
-
-    def __init__(self, kernel) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*args, M, BE, **constants):
-            states, width = grid[0] // triton.cdiv(M * args[7], BE), 2048
-            self.kernel[(states * triton.cdiv(M * args[7], width),)](*args, M=M, BE=width, **constants)
-
-        return launch
 
 
 def row(case: Case, seeds: int) -> tuple[list[str], float]:
@@ -74,7 +58,6 @@ def main() -> int:
     cells, margins = [["case", "seeds", "bound", "worst", "in", "margin"]], []
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_kernels(monkeypatch)
-        monkeypatch.setattr(triton_launch, "chain_kernel", WiderPrograms(triton_launch.chain_kernel))
         for case in itertools.chain.from_iterable(groups(True).values()):
             if all(word in str(case) for word in args.only):
                 cell, margin = row(case, args.seeds)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
+RESULTS = Path("benchmarks/results/today")
 PACKAGES = ("triton", "torchtitan")
 NOT_RUN = _apart.LATE
 
@@ -34,16 +35,8 @@ NOT_RUN = _apart.LATE
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """--device, --output and --time-limit, the same in every part."""
     _cli.add_device(parser)
-    add_output(parser)
+    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
     parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results/<UTC time>)")
-
-
-def results_folder() -> Path:
-    return Path("benchmarks/results", time.strftime("%Y-%m-%d-%H%M%S", time.gmtime()))
 
 
 def choose_device(name: str) -> torch.device:
@@ -64,17 +57,10 @@ def choose(what: str, wanted: list[str] | None, allowed: Collection[str]) -> lis
 
 
 def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -> None:
-    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU).
-
-    Raises: ValueError for a number below 1.
-    """
+    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU)."""
     for name, values in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, values[device.type == "cpu"])
-        given = getattr(args, name)
-        for x in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(x, int) and x < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {x}.")
 
 
 class Deadline:
@@ -96,17 +82,15 @@ class Report:
     """One part's results, folder/part.json, rewritten after every row: a part that is cut keeps them.
 
     Args:
-        folder: made if it is not there. None: `results_folder`.
+        folder: made if it is not there.
         options: the settings that the figures depend on, as they were used.
         label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(
-        self, part: str, folder: Path | None, device: torch.device, options: dict, label: str | None = None
-    ) -> None:
+    def __init__(self, part: str, folder: Path, device: torch.device, options: dict, label: str | None = None) -> None:
         record = environment(device)
-        self.folder = folder or results_folder()
+        self.folder = folder
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
             raise FileExistsError(f"{self.json} is there, and results are never overwritten. Give another --output.")

@@ -21,9 +21,8 @@ from interdomain import InterdomainAttention, scan
 
 from . import _bench
 from ._apart import Emit
-from ._cases import Case, Shape
+from ._cases import Case, Shape, make_inputs
 from ._cli import argument_parser, user_errors
-from ._problems import make_inputs
 from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
@@ -94,9 +93,9 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     return 2 * tokens * rows * s.d, 2 * tokens * macs
 
 
-def run_case(case: tuple[str, str], emit: Emit, device: torch.device, *, shapes: dict[str, Shape], rounds: int) -> None:
+def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, rounds: int) -> None:
     """emit(row of the table)."""
-    name, shape = case[0], shapes[case[1]]
+    name, shape = case
     row = {"mixer": name}
     try:
         call = candidate(name, shape, device)
@@ -131,23 +130,23 @@ def main(argv=None) -> int:
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
     names = _bench.choose("--mixers", args.mixers or default, NAMES)
     _bench.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
-    shapes = {text: parse_shape(text) for text in args.shapes}
+    shapes = [parse_shape(text) for text in args.shapes]
     cases = list(itertools.product(names, shapes))
     if args.once:
-        for name, text in cases:
-            run_once(candidate(name, shapes[text], device))
-            print(f"ran {name}, {shapes[text]}", flush=True)
+        for name, shape in cases:
+            run_once(candidate(name, shape, device))
+            print(f"ran {name}, {shape}", flush=True)
         return 0
 
-    report = _bench.Report(
-        "kernels", args.output, device, {"mixers": names, "rounds": args.rounds, "dtype": "bfloat16"}
+    report = _bench.Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds})
+    report.note(
+        "Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates. bf16."
     )
-    report.note("Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates.")
-    for shape in shapes.values():
+    for shape in shapes:
         report.table(str(shape), COLUMNS)
 
     def add(case, rows, problem):
-        name, table = case[0], str(shapes[case[1]])
+        name, table = map(str, case)
         row = {"mixer": name, **(rows[0] if rows else {}), **({"remark": problem} if problem else {})}
         everything = [*report.rows(table), row]
         best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
@@ -155,9 +154,9 @@ def main(argv=None) -> int:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)
 
-    handle = functools.partial(run_case, shapes=shapes, rounds=args.rounds)
+    handle = functools.partial(run_case, rounds=args.rounds)
     _bench.work(device, [cases], add, handle, deadline=deadline)
-    ran = sum("both ms" in row for shape in shapes.values() for row in report.rows(str(shape)))
+    ran = sum("both ms" in row for shape in shapes for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0
 

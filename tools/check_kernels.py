@@ -22,9 +22,8 @@ from interdomain.model import Execution
 
 from . import _bench
 from ._apart import Emit
-from ._cases import LAYERS, STEPS, Case, groups
+from ._cases import CPU, LAYERS, STEPS, Case, convert, groups, make_documents, make_inputs
 from ._cli import argument_parser, user_errors
-from ._problems import CPU, convert, make_documents, make_inputs
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
