@@ -23,21 +23,12 @@ PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 MAX_LINES = 450
 WRITTEN = ("data", "exports", "outputs")  # by the README's commands; git ignores them
-LONGER = ()  # files past MAX_LINES, each with a reason that a reader would accept
 
 
 def files(*endings):
     """Every file that is or may become a part of the repository, with one of the endings."""
-    git = shutil.which("git")
-    if git and (REPOSITORY / ".git").exists():
-        listed = subprocess.check_output(
-            [git, "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, text=True
-        )
-        found = [REPOSITORY / name for name in listed.split("\0") if name]
-    else:  # an unpacked archive
-        found = [p for p in REPOSITORY.rglob("*") if not any(part.startswith(".") for part in p.parts)]
-        made = tuple(REPOSITORY / name for name in WRITTEN)
-        found = [p for p in found if not any(p.is_relative_to(folder) for folder in made)]
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPOSITORY, text=True)
+    found = [REPOSITORY / name for name in listed.split("\0") if name]
     return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
 
 
@@ -121,12 +112,6 @@ NETWORK = {
 }
 
 
-def test_the_parser_sees_every_way_to_import():
-    source = "import a.b as c, d\nfrom . import h\nfrom .i import j\ndef late():\n    import_module('m.n')"
-    found = imports_of(source, "interdomain.model.x", False)
-    assert found == {"a.b", "d", "interdomain.model.h", "interdomain.model.i.j", "m.n"}
-
-
 def test_imports_go_one_way():
     assert {package_of(module) for module in MODULES} >= {f"interdomain.{name}" for name in ALLOWED} - {
         "interdomain.megatron"
@@ -149,7 +134,6 @@ def test_imports_go_one_way():
 
 def test_kernels_is_no_package():
     """transformers imports the Hugging Face package `kernels`; ours would shadow it where the repository is on sys.path."""
-    assert (REPOSITORY / "kernels").is_dir()
     assert not (REPOSITORY / "kernels" / "__init__.py").exists()
 
 
@@ -245,29 +229,12 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_transformers_imports_beside_us():
-    """With the repository first on sys.path, as where its tests are run: our folders must not pass for others' packages.
-
-    transformers 5.20 took a `kernels` with an __init__.py for Hugging Face's and failed; 5.23 asks for the distribution.
-    """
-    pytest.importorskip("transformers", reason="the extra `dev` is not installed")
-    code = (
-        "import sys, transformers.integrations.hub_kernels; assert sys.path[0] == ''; print(transformers.__version__)"
-    )
-    done = python(code, REPOSITORY, HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
-
-
 # What stands in the files
 
 
 def test_no_file_is_too_long():
-    too_long = {
-        str(path.relative_to(REPOSITORY)): lines
-        for path in files(".py", ".sh", ".toml", ".md")
-        if (lines := len(path.read_text().splitlines())) > MAX_LINES
-    }
-    assert sorted(too_long) == sorted(LONGER), too_long
+    lines = {path: len(path.read_text().splitlines()) for path in files(".py", ".sh", ".toml", ".md")}
+    assert not {str(path): n for path, n in lines.items() if n > MAX_LINES}
 
 
 def test_what_the_readme_s_commands_write_is_ignored():
@@ -365,6 +332,4 @@ def test_hashed_constraints_are_the_constraints():
 
     pinned, hashed = versions("constraints.txt"), versions("constraints-hashed.txt")
     assert len(pinned.keys() & hashed.keys()) > 50
-    assert {name: hashed[name] for name in pinned.keys() & hashed.keys()} == {
-        name: pinned[name] for name in pinned.keys() & hashed.keys()
-    }
+    assert all(hashed[name] == pinned[name] for name in pinned.keys() & hashed.keys())
