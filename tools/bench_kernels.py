@@ -1,7 +1,8 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
-Time the mixer core alone, forward and backward: this package's backends and PyTorch's attention on the same q, k and v, beside
-the roofline of the GPU's datasheet; and a whole layer, with projections and input features. Without a GPU: tiny and labelled.
+Time the mixer core alone, forward and backward: this package's backends, PyTorch's attention and others' kernels where they
+are installed, on the same q, k and v. Beside them stand the roofline of the GPU's datasheet, every kernel's time of ours, and a
+whole layer with projections and input features. Without a GPU: tiny and labelled.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity
 
 from interdomain import InterdomainAttention, scan
 
@@ -23,6 +25,7 @@ from . import _bench
 from ._apart import Emit
 from ._cases import Case, Shape, make_inputs
 from ._cli import argument_parser, user_errors
+from ._peers import PEERS, peer
 from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
@@ -31,9 +34,11 @@ ATTENTION = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-default": None,  # the one that PyTorch picks by itself
 }
+ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
+STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("parallel", "chunkwise-torch", "fft")  # on a GPU only if named
 # In the order in which they run: those that a short time limit should not lose come first.
-NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *SLOW)
+NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *PEERS, *SLOW)
 ON_CPU = ("chunkwise", "linear", "parallel", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
@@ -63,6 +68,9 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
     if name in ATTENTION:
         inputs = {x: inputs[x] for x in ("q", "k", "v")}
         forward = functools.partial(attention, **inputs, backend=ATTENTION[name])
+    elif name in PEERS:
+        forward, leaves = peer(name, *(inputs[x] for x in ("q", "k", "v")))
+        return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
     elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
         forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
     else:
@@ -84,7 +92,7 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     of two rows in place of q, k, v and o.
     """
     rows, macs = 10 if name == "linear" else 11, 0
-    if name in ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
+    if name in ALL_ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
         macs = 7 * (s.T + 1) * s.d // 2
     if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
         N = 2 * s.M
@@ -106,7 +114,9 @@ def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, round
         return
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" else None
+    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" and name not in STATEFUL else None
+    if name in (*CHUNKWISE, "linear"):
+        row["kernels ms"] = kernel_times(call, device)
     emit(row | {"of roofline": ratio(row["roofline ms"], row["both ms"])})
 
 
@@ -118,6 +128,18 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--rounds", type=int, help="timed calls of a candidate; default 20 (CPU: 3)")
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
+
+
+def kernel_times(call: Call, device: torch.device) -> dict[str, float]:
+    """ms of every kernel of a call by name (on a CPU of every operation), the longest first."""
+    cuda = device.type == "cuda"
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profile:
+        run_once(call)
+        if cuda:
+            torch.cuda.synchronize()
+    events = profile.key_averages()
+    ms = {e.key: (e.self_device_time_total if cuda else e.self_cpu_time_total) / 1e3 for e in events}
+    return dict(sorted(ms.items(), key=lambda item: -item[1]))
 
 
 @user_errors
@@ -149,7 +171,7 @@ def main(argv=None) -> int:
         name, table = map(str, case)
         row = {"mixer": name, **(rows[0] if rows else {}), **({"remark": problem} if problem else {})}
         everything = [*report.rows(table), row]
-        best = min((r["both ms"] for r in everything if r["mixer"] in ATTENTION and "both ms" in r), default=None)
+        best = min((r["both ms"] for r in everything if r["mixer"] in ALL_ATTENTION and "both ms" in r), default=None)
         for r in everything:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)

@@ -2,13 +2,24 @@
 
 import json
 import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
 
 from interdomain.model import SIZES, Transformer, build_config
 from interdomain.model.flops import forward_flops_per_token
-from interdomain.tools import _apart, _bench, _cases, _timing, bench_inference, bench_kernels, check_kernels, launch
+from interdomain.tools import (
+    _apart,
+    _bench,
+    _cases,
+    _peers,
+    _timing,
+    bench_inference,
+    bench_kernels,
+    check_kernels,
+    launch,
+)
 from interdomain.tools._cases import Shape
 
 from .. import cuda_stand_in
@@ -86,6 +97,33 @@ def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", _peers.PEERS)
+def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatch):
+    def kernel(**given):
+        tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
+        assert all(x.requires_grad for x in tensors)
+        out = (given["x"] if name == "mamba2" else given["v"]) * sum(x.mean() for x in tensors)
+        return (out, None) if name.startswith("fla-") else out
+
+    shape = Shape(B=1, T=16, H=2, d=8)
+    assert "is not installed" in row_of(name, shape)["remark"]
+    module = types.SimpleNamespace(**{_peers.PEERS[name][2]: kernel})
+    monkeypatch.setattr(_peers.importlib.util, "find_spec", lambda package: ModuleSpec(package, None))
+    monkeypatch.setattr(_peers.importlib, "import_module", lambda package: module)
+    assert row_of(name, shape)["both ms"] > 0
+
+
+def test_every_kernel_of_ours_is_listed():
+    times = row_of("chunkwise", Shape(B=1, T=16, H=2, d=8))["kernels ms"]
+    assert times["aten::bmm"] > 0
+
+
+def row_of(name, shape):
+    rows = []
+    bench_kernels.run_case((name, shape), rows.append, CPU, rounds=1)
+    return rows[0]
+
+
 def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatch):
     """With a driver too old for this PyTorch, gpu.sh would pass its check on the CPU."""
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
@@ -98,12 +136,16 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatc
 # What only a GPU would run: events, graphs, peak memory, workers. Tensors stay on the CPU, and the figures mean nothing.
 
 
+class GeneratorOfTheCPU(torch.Generator):
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls)
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     for name, value in cuda_stand_in.gpu("Stand-in 9000").items():
         monkeypatch.setattr(torch.cuda, name, value)
-    make = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": make())
+    monkeypatch.setattr(torch, "Generator", GeneratorOfTheCPU)
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
@@ -137,8 +179,9 @@ def test_a_gpu_is_timed_by_events_behind_writes_that_give_the_host_its_lead(gpu,
         assert before.count("done") == (lead == 0)
 
 
-def test_kernels_on_a_gpu(gpu, tmp_path):
-    """What cannot run on a CPU says so."""
+def test_kernels_on_a_gpu(gpu, tmp_path, monkeypatch):
+    """What cannot run on a CPU says so. The profiler has no stand-in: it runs on the CPU above."""
+    monkeypatch.setattr(bench_kernels, "kernel_times", lambda call, device: {"scan_kernel": 1.0})
     mixers = ["--mixers", "chunkwise", "sdpa-flash", "sdpa-cudnn"]
     assert bench_kernels.main(["--output", str(tmp_path), "--shapes", "1x32x1x64", "--rounds", "1", *mixers]) == 0
     (table,) = results(tmp_path, "kernels", gpu)["tables"].values()

@@ -1,0 +1,59 @@
+"""Others' kernels as `bench_kernels` times them beside ours, where their packages are installed; called by their public names.
+
+Each is given the q, k, v [B, T, H, d] that ours is given. What else it needs (gates, steps) is drawn at the values that its
+method starts from, and gets gradients too. None of them has been run yet.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PEERS = {  # name: (package, module, function); those with the most kernels to tune come last
+    "flash-attn-3": ("flash_attn_interface", "flash_attn_interface", "flash_attn_func"),
+    "flash-attn-2": ("flash_attn", "flash_attn", "flash_attn_func"),
+    "fla-gated-delta": ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "fla-simple-gla": ("fla", "fla.ops.simple_gla", "chunk_simple_gla"),
+    "mamba2": ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+    "fla-gla": ("fla", "fla.ops.gla", "chunk_gla"),
+}
+
+
+def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """(forward, the tensors whose gradients its backward takes). Raises: ImportError if the package is not installed."""
+    package, module, function = PEERS[name]
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{package} is not installed")
+    if name == "mamba2":  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
+        sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm")))
+    run = getattr(importlib.import_module(module), function)
+    given = _arguments(name, q, k, v)
+    # Early versions of FlashAttention 3 return the logsumexp, too; fla's kernels the state.
+    forward = lambda: _first(run(**given))  # noqa: E731
+    return forward, [x for x in given.values() if isinstance(x, Tensor)]
+
+
+def _first(out: Tensor | tuple) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict:
+    (B, T, H, d), device = q.shape, q.device
+    if name.startswith("flash-attn"):
+        return dict(q=q, k=k, v=v, causal=True)
+    if name == "mamba2":  # the state space duality on the values: one group of B and C, a state of d
+        dt = 0.1 * torch.rand(B, T, H, device=device)
+        inputs, outputs = torch.randn(2, B, T, 1, d, device=device, dtype=v.dtype)
+        made = dict(dt=dt, A=-torch.ones(H, device=device), B=inputs, C=outputs)
+        return dict(x=v, chunk_size=256, **{name: x.requires_grad_() for name, x in made.items()})
+    # The log of a forget gate near 1, per token and head (fla-gla: and channel), fp32.
+    gate = F.logsigmoid(torch.randn(B, T, H, *([d] if name == "fla-gla" else []), device=device) + 4).requires_grad_()
+    if name != "fla-gated-delta":
+        return dict(q=q, k=k, v=v, g=gate)
+    unit = F.normalize(k.detach().float(), dim=-1).to(k.dtype).requires_grad_()  # the rule needs unit keys
+    beta = torch.rand(B, T, H, device=device).to(k.dtype).requires_grad_()
+    return dict(q=q, k=unit, v=v, g=gate, beta=beta)
