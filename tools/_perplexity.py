@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from interdomain.data import StreamDecoder, TokenCorpus
 from interdomain.data.corpus import MANIFEST, read_manifest
-from interdomain.data.readers import list_files, read_documents, spans_of
+from interdomain.data.readers import find_inputs, list_spans, read_documents
 
 from ._bench import say
 
@@ -62,15 +62,14 @@ def is_prepared(corpus: str) -> bool:
 def check_corpus(corpus: str, text_field: str) -> None:
     """Raises FileNotFoundError, ValueError for what cannot be read, as far as that shows without reading it."""
     if not is_prepared(corpus):
-        for file in list_files([corpus]):
-            spans_of(file, text_field)
+        list(list_spans(find_inputs([corpus]).files, text_field))
 
 
 def read_corpus(corpus: str, tokenizer, text_field: str) -> Iterator[np.ndarray]:
     """The documents of a corpus, each with its end-of-text token. Raises ValueError if another tokenizer made its tokens."""
     if not is_prepared(corpus):
-        for document in read_documents([corpus], text_field):
-            yield np.array(tokenizer.encode(document.text, add_eos=True))
+        for text in read_documents([corpus], text_field):
+            yield np.array(tokenizer.encode(text, add_eos=True))
         return
     if (Path(corpus) / MANIFEST).is_file():
         manifest = read_manifest(corpus)

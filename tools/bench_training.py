@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -122,12 +121,9 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     import numpy as np
 
     from interdomain.data.indexed import IndexedDatasetWriter
+    from interdomain.data.tokenizer import train_sentencepiece
 
-    from .train_tokenizer import train_sentencepiece
-
-    text = Path(__file__).read_text()
-    model = train_sentencepiece([SimpleNamespace(text=text)], TOKENIZER_SIZE)
-    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([Path(__file__).read_text()], TOKENIZER_SIZE))
     ids = np.random.default_rng(0)
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         for start in range(0, tokens, 65_536):

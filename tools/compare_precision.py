@@ -30,7 +30,7 @@ def read_text() -> torch.Tensor:
     """[N] bytes."""
     text = bytearray()
     for document in read_documents(["stdlib"]):
-        text += document.text.encode()
+        text += document.encode()
         if len(text) >= BYTES:
             break
     return torch.frombuffer(text, dtype=torch.uint8).long()

@@ -7,26 +7,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from interdomain.data import SentencePieceTokenizer
 from interdomain.data.readers import read_documents
-from interdomain.tools.train_tokenizer import train_sentencepiece
+from interdomain.data.tokenizer import train_sentencepiece
 
 PATTERN = (  # cl100k's
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"""
     r""" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 )
-
-
-@pytest.fixture(scope="session")
-def model_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
-    return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_file):
-    return SentencePieceTokenizer(model_file)
 
 
 def byte_level(path: Path, specials: tuple = ("<s>", "<|endoftext|>")) -> Path:
@@ -37,7 +24,7 @@ def byte_level(path: Path, specials: tuple = ("<s>", "<|endoftext|>")) -> Path:
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": 600, "initial_alphabet": alphabet, "show_progress": False}
     trainer = tokenizers.trainers.BpeTrainer(special_tokens=list(specials), **options)
-    made.train_from_iterator((d.text for d in read_documents(["stdlib"], max_bytes=200_000)), trainer)
+    made.train_from_iterator(read_documents(["stdlib"], max_bytes=200_000), trainer)
     # A post-processor that adds BOS, as many files have: it must not be applied.
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     made.save(str(path))
@@ -47,7 +34,6 @@ def byte_level(path: Path, specials: tuple = ("<s>", "<|endoftext|>")) -> Path:
 def rank_file(path: Path) -> Path:
     """The same merges in tiktoken's files."""
     made = json.loads(byte_level(path.with_name("trained.json"), specials=()).read_text())
-    path.with_name("trained.json").unlink()
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's character for every byte
     rest = [b for b in range(256) if b not in plain]
     to_byte = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
@@ -61,11 +47,12 @@ def rank_file(path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def files(model_file, tmp_path_factory):
+def files(tmp_path_factory):
     """The tokenizer file of each kind."""
     folder = tmp_path_factory.mktemp("kinds")
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
     (folder / "hub").mkdir()
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
     (folder / "hub" / "tokenizer_config.json").write_text(json.dumps(config))
     tiktoken, hub = rank_file(folder / "ranks.tiktoken"), byte_level(folder / "hub" / "tokenizer.json")
-    return {"sentencepiece": model_file, "tiktoken": tiktoken, "json": hub}
+    return {"sentencepiece": folder / "tokenizer.model", "tiktoken": tiktoken, "json": hub}
