@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.data import StreamDecoder, TokenCorpus, check_vocab, load_tokenizer
+from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer
 from interdomain.tools import prepare_data
 
 TEXTS = [
@@ -152,9 +152,3 @@ def test_damaged_ranks(files, tmp_path):
         (tmp_path / "x.tiktoken").write_text(changed)
         with pytest.raises(ValueError, match=r"x\.tiktoken is not a tokenizer"):
             load_tokenizer(tmp_path / "x.tiktoken")
-
-
-def test_check_vocab():
-    check_vocab(2000, 2048)
-    with pytest.raises(ValueError, match=r"32,000 ids.*2,048"):
-        check_vocab(32_000, 2048)
