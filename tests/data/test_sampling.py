@@ -31,30 +31,25 @@ def test_order_is_pinned():
     assert fair_pattern(exact_weights([5, 3, 2])).tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
 
 
-def write(prefix, documents):
-    with IndexedDatasetWriter(prefix, 10_000) as writer:
-        for document in documents:
-            writer.add_document(document)
-
-
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory):
-    """Documents over three shards (one of them empty), their glob, and the stream as one array."""
-    folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
-    shards = [[rng.integers(0, 500, rng.integers(1, 30)) for _ in range(k)] for k in (20, 0, 31)]
-    for i, documents in enumerate(shards):
-        write(folder / f"s-{i}", documents)
-    documents = [d for shard in shards for d in shard]
-    starts = np.cumsum([0] + [len(d) for d in documents])[:-1]
-    return f"{folder}/s-*", np.concatenate(documents), starts
+def folder(tmp_path_factory):
+    """Shards of 40, 0, 25 and 90 samples of 8 tokens and one token; every token tells its shard and place."""
+    folder = tmp_path_factory.mktemp("shards")
+    for c, samples in enumerate((40, 0, 25, 90)):
+        ends = np.cumsum(np.random.default_rng(c).integers(1, 30, samples // 3))
+        with IndexedDatasetWriter(folder / f"s-{c}", 4000) as writer:
+            for document in np.split(np.arange(8 * samples + (samples > 0)) + 1000 * c, ends):
+                if len(document):
+                    writer.add_document(document)
+    return folder
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("seq_len", [7, 64])
-def test_windows_are_slices_of_the_stream(stream, seq_len, shuffle):
-    shards, tokens, starts = stream
-    corpus = TokenCorpus(shards, vocab_size=500)
-    assert corpus.num_tokens == len(tokens)
+def test_windows_are_slices_of_the_stream(folder, seq_len, shuffle):
+    corpus = TokenCorpus(f"{folder}/s-*", vocab_size=4000)
+    documents = [document for shard in corpus.shards for document in shard]
+    tokens, starts = np.concatenate(documents), np.cumsum([0, *map(len, documents)])[:-1]
     dataset = PackedDataset(corpus, seq_len, seed=3, shuffle=shuffle)
     n = (len(tokens) - 1) // seq_len
     assert len(dataset) == n
@@ -70,9 +65,8 @@ def test_windows_are_slices_of_the_stream(stream, seq_len, shuffle):
     assert np.array_equal(dataset.read_batch([3, n + 5]), np.stack([dataset[3], dataset[n + 5]]))
 
 
-def test_fingerprint_changes_with_everything_that_changes_the_samples(stream):
-    shards = stream[0]
-    one, two = shards.replace("*", "0"), shards.replace("*", "2")
+def test_fingerprint_changes_with_everything_that_changes_the_samples(folder):
+    shards, one, two = f"{folder}/s-*", folder / "s-0", folder / "s-2"
     others = (two, "train"), ([two, one], "train"), (shards, "validation")
     sets = [PackedDataset(TokenCorpus(shards), seq_len, seed) for seq_len, seed in ((8, 3), (9, 3), (8, 4))]
     sets += [PackedDataset(TokenCorpus(shards), 8, 3, shuffle=False)]
@@ -99,30 +93,23 @@ def test_weights_are_taken_as_written():
             fair_pattern(exact_weights(weights))
 
 
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory):
-    """Three of 40, 25 and 90 samples of 8 tokens; every token tells its corpus and place."""
-    folder, made = tmp_path_factory.mktemp("corpora"), []
-    for c, samples in enumerate((40, 25, 90)):
-        tokens = np.arange(8 * samples + 1) + 1000 * c
-        documents = np.split(tokens, np.cumsum(np.random.default_rng(c).integers(1, 30, samples // 3)))
-        write(folder / str(c), [document for document in documents if len(document)])
-        made.append(TokenCorpus(folder / str(c)))
-    return made
+@pytest.fixture
+def mixture(folder):
+    def mixture(weights=(0.5, 0.3, 0.2), seed=5, seq_len=8, order=(0, 2, 3)):
+        datasets = [PackedDataset(TokenCorpus(folder / f"s-{c}"), seq_len, seed) for c in order]
+        return MixtureDataset(datasets, weights)
+
+    return mixture
 
 
-def mixture(corpora, weights=(0.5, 0.3, 0.2), seed=5, seq_len=8, order=(0, 1, 2)):
-    return MixtureDataset([PackedDataset(corpora[c], seq_len, seed) for c in order], weights)
-
-
-def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(corpora):
-    mixed, taken = mixture(corpora), [0, 0, 0]
+def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(mixture):
+    mixed, taken = mixture(), [0, 0, 0]
     for g in range(500):
         c, i = mixed.locate(g)
         assert i == taken[c]
         taken[c] += 1
         assert np.array_equal(mixed[g], mixed.datasets[c][i])
-        assert set(mixed[g] // 1000) == {c}
+        assert set(mixed[g] // 1000) == {(0, 2, 3)[c]}
         assert np.array_equal(mixed.positions(g), mixed.datasets[c].positions(i))
     assert taken == [250, 150, 100]
     assert len(mixed) == 80  # of the first corpus, 40 samples at a half: no corpus repeats in it
@@ -130,14 +117,14 @@ def test_a_mixture_gives_each_corpus_s_own_samples_in_its_own_order(corpora):
     assert mixed.epochs(7) == [sum(mixed.locate(g)[0] == c for g in range(7)) / n for c, n in enumerate((40, 25, 90))]
 
 
-def test_a_fingerprint_of_corpora_weights_seed_and_length(corpora):
-    made = [dict(weights=(0.3, 0.5, 0.2)), dict(seed=6), dict(seq_len=4), dict(order=(1, 0, 2)), {}]
-    assert len({mixture(corpora, **settings).fingerprint for settings in made}) == 5
-    assert mixture(corpora, weights=(5, 3, 2)).fingerprint == mixture(corpora).fingerprint
+def test_a_fingerprint_of_corpora_weights_seed_and_length(mixture):
+    made = [dict(weights=(0.3, 0.5, 0.2)), dict(seed=6), dict(seq_len=4), dict(order=(2, 0, 3)), {}]
+    assert len({mixture(**settings).fingerprint for settings in made}) == 5
+    assert mixture(weights=(5, 3, 2)).fingerprint == mixture().fingerprint
 
 
-def test_positions_count_from_the_document_s_start_in_the_sample(corpora):
-    dataset, inside = PackedDataset(corpora[0], 8, seed=5), 0
+def test_positions_count_from_the_document_s_start_in_the_sample(folder):
+    dataset, inside = PackedDataset(TokenCorpus(folder / "s-0"), 8, seed=5), 0
     for g in range(60):
         starts, wanted = set(dataset.document_starts(g).tolist()), []
         for t in range(8):
