@@ -33,7 +33,6 @@ def test_a_prepared_folder_and_its_shards_alone(folder):
         bare = TokenCorpus(source, verify=True)
         assert np.array_equal(bare.read(0, n), stream)
         assert (prepared.vocab_size, bare.vocab_size) == (600, None)
-    assert TokenCorpus(prefixes[1]).read(0, 5).tolist() == prepared.shards[1].tokens(0, 5).tolist()
     assert TokenCorpus(prefixes).fingerprint != TokenCorpus(prefixes[::-1]).fingerprint
     prefixes[0].with_suffix(".bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"train-00000\.bin is missing"):
@@ -46,10 +45,10 @@ def test_what_is_no_corpus(folder, tmp_path):
             TokenCorpus(source)
     with pytest.raises(ValueError, match="train, validation"):
         TokenCorpus(folder, "test")
-    for name in ("train-00001.bin", "train-00001.idx", "tokenizer.model", "manifest.json"):
+    for name in ("train-00001.idx", "tokenizer.model", "manifest.json"):
         data = (folder / name).read_bytes()
         (folder / name).unlink()
-        with pytest.raises(FileNotFoundError, match=name.split(".")[0]):
+        with pytest.raises(FileNotFoundError, match=name):
             TokenCorpus(folder)
         (folder / name).write_bytes(data)
     for text in (b"", b"{", b"[]", b'{"format": "interdomain-corpus", "format_version": 2}', b"\xff"):

