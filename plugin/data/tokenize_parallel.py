@@ -91,10 +91,8 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
 
 
 def encode_parts(parts: list[Part], encoding: Encoding, workers: int, report: Callable[[Part], object]) -> None:
-    """Encodes all parts, in this process (workers = 1) or by others.
+    """Encodes all parts, in this process (workers = 1) or by others. Calls `report` with each when it is complete, in order.
 
-    Args:
-        report: called with every part that is complete, in order.
     Raises: as encode_part; BrokenProcessPool if a worker dies (of too little memory).
     """
     if workers == 1:
