@@ -84,8 +84,7 @@ class PackedDataset:
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
         self.made_of = {"corpora": [corpus.fingerprint], "weights": ["1"], "seq_len": seq_len, "order": order}
-        # Of the last epoch; one tuple: threads swap it at once.
-        self._order: tuple[int, FeistelPermutation] | None = None
+        self._order: tuple[int, FeistelPermutation] | None = None  # of the last epoch; threads swap it at once
 
     def __len__(self) -> int:
         return self.samples_per_epoch
