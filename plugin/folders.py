@@ -36,22 +36,20 @@ def new_folder(output: Path | str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def kept_folder(output: Path | str, wait: bool = False) -> Iterator[Path]:
+def kept_folder(output: Path | str) -> Iterator[Path]:
     """A hidden sibling of `output` for work that a later process continues: `.<name>.unfinished`.
 
     It is removed when the block ends, and kept if the block raises or the process dies.
 
-    Args:
-        wait: until another process that works on the same output has ended.
-    Raises: FileExistsError if `output` holds anything; BlockingIOError if another process works on it and `wait` is false.
+    Raises: FileExistsError if `output` holds anything; BlockingIOError if another process works on it.
     """
-    with _sibling(output, "unfinished", wait) as (folder, _):
+    with _sibling(output, "unfinished") as (folder, _):
         yield folder
         shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
-def _sibling(output: Path | str, suffix: str, wait: bool = False) -> Iterator[tuple[Path, Path]]:
+def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
     """(`.<name>.<suffix>` beside `output`, for one process at a time; `output`, links followed)."""
     place = Path(os.path.realpath(output))
     folder = place.with_name(f".{place.name}.{suffix}")
@@ -66,7 +64,7 @@ def _sibling(output: Path | str, suffix: str, wait: bool = False) -> Iterator[tu
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
                 raise BlockingIOError(
                     e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from interdomain.data.readers import read_documents
-from interdomain.tools.train_tokenizer import train_sentencepiece
+from interdomain.data.tokenizer import train_sentencepiece
 
 REPOSITORY = Path(__file__).parent.parent
 # Seconds after which a test gives up a process that it started: for one that hangs, not for a machine that is busy.

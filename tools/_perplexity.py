@@ -48,7 +48,7 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
     spans, longest, rest = [], 0, np.empty((2, 0), np.int32)
     documents = read_documents([corpus], text_field)
     for document in tqdm(documents, desc=Path(corpus).name, unit=" documents", disable=None):
-        ids = tokenizer.encode(document.text, add_eos=True)
+        ids = tokenizer.encode(document, add_eos=True)
         longest = max(longest, len(ids))
         if not packed and len(ids) < size:
             continue

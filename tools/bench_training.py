@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -74,11 +73,9 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     import numpy as np
 
     from interdomain.data.indexed import IndexedDatasetWriter
+    from interdomain.data.tokenizer import train_sentencepiece
 
-    from .train_tokenizer import train_sentencepiece
-
-    text = SimpleNamespace(text=Path(__file__).read_text())
-    (folder / "tokenizer.model").write_bytes(train_sentencepiece([text], 512))  # every model's vocabulary is larger
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([Path(__file__).read_text()], 512))  # every model's is larger
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 

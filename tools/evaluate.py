@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from interdomain.data.readers import list_files, spans_of
+from interdomain.data.readers import find_inputs, list_spans
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
@@ -169,8 +169,8 @@ def main(argv=None) -> int:
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
-    for file in list_files(args.perplexity) if args.perplexity else ():
-        spans_of(file, args.text_field)  # raises for what can be seen without reading it all
+    if args.perplexity:  # raises for what can be seen without reading it all
+        list(list_spans(find_inputs(args.perplexity).files, args.text_field))
     # What depends on the tokenizer, by its sha256.
     tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
     tasks, spans = {}, {}

@@ -107,8 +107,7 @@ def check_data(job) -> str:
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
-        # Skip what is there by then: another first start may prepare it, and is waited for.
-        if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS, "--skip-existing"]):
+        if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
     tokenizer = open_tokenizer(job)
     if job.data.stream:

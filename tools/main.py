@@ -11,7 +11,6 @@ from ._cli import user_errors
 COMMANDS = {  # name: (module, what it does)
     "train": ("launch", "check a run, say what it is, and start it under TorchTitan"),
     "prepare": ("prepare_data", "turn text into a prepared corpus of tokens"),
-    "train-tokenizer": ("train_tokenizer", "train a sentencepiece tokenizer on text"),
     "convert": ("convert", "turn a checkpoint into a standalone folder, and back"),
     "generate": ("generate", "continue text with a standalone folder"),
     "evaluate": ("evaluate", "tasks of lm-evaluation-harness, and perplexity by context length"),

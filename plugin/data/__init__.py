@@ -6,21 +6,15 @@ The training loader around it is in `interdomain.titan`. Public API: import from
 """
 
 from interdomain.data.corpus import TokenCorpus, read_manifest
-from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardInfo
-from interdomain.data.mixture import MixtureDataset
-from interdomain.data.sampling import FeistelPermutation, PackedDataset
-from interdomain.data.tokenizer import check_vocab, load_tokenizer
-from interdomain.data.tokenizer_base import StreamDecoder, Tokenizer
-from interdomain.data.tokenizer_sentencepiece import SentencePieceTokenizer
+from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
+from interdomain.data.sampling import MixtureDataset, PackedDataset
+from interdomain.data.tokenizer import StreamDecoder, Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
-    "FeistelPermutation",
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MixtureDataset",
     "PackedDataset",
-    "SentencePieceTokenizer",
-    "ShardInfo",
     "StreamDecoder",
     "TokenCorpus",
     "Tokenizer",

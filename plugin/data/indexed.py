@@ -8,49 +8,32 @@ The same bytes as Megatron-Core, NeMo and datatrove write, so that shards travel
 """
 
 import contextlib
-import errno
 import hashlib
-import os
 import struct
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from interdomain.folders import sync, sync_path
+from interdomain.folders import sync, write_whole
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floating point
-U16_VOCAB = 65500  # Megatron's rule: below it u16, from it on i32
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """What ids of such a vocabulary are stored as."""
-    return np.dtype("<u2" if vocab_size < U16_VOCAB else "<i4")
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """What a manifest records of one shard."""
-
-    name: str
-    documents: int
-    tokens: int
-    bin_bytes: int
-    bin_sha256: str
-    idx_bytes: int
-    idx_sha256: str
+U16_VOCAB = 65500  # Megatron's rule: ids of a vocabulary below it are stored as u16, from it on as i32
 
 
 def file_sha256(path: Path | str) -> str:
     """Of a file's contents, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def shard_files(prefix: Path | str) -> tuple[Path, Path]:
+    """The .bin and the .idx file of a shard."""
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
@@ -63,7 +46,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: Path | str) -> None:
         self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = (self.prefix.with_name(self.prefix.name + s) for s in (".bin", ".idx"))
+        self.bin_path, self.idx_path = shard_files(prefix)
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 raise FileNotFoundError(
@@ -89,9 +72,7 @@ class IndexedDataset:
     def _open_index(self) -> None:
         with open(self.idx_path, "rb") as f:
             head = f.read(HEADER.size)
-        if len(head) < HEADER.size:
-            raise self._damaged(f"has {len(head)} bytes, its header alone takes {HEADER.size}")
-        magic, version, code, n_seq, n_doc_idx = HEADER.unpack(head)
+        magic, version, code, n_seq, n_doc_idx = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
         if magic != MAGIC or version != 1:
             raise ValueError(
                 f"{self.idx_path} is not a Megatron index of version 1: it starts with {magic!r} and version {version}. Give "
@@ -100,12 +81,7 @@ class IndexedDataset:
         if code not in DTYPES:
             raise self._damaged(f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8")
         expected = HEADER.size + 12 * n_seq + 8 * n_doc_idx
-        if self.idx_bytes == expected + n_seq and n_seq:
-            raise NotImplementedError(
-                f"{self.idx_path} is a multimodal index (one mode byte per sequence); only text shards are read. Write the "
-                "text again without modes."
-            )
-        if self.idx_bytes != expected:
+        if self.idx_bytes != expected:  # also of a multimodal index, which has one byte more per sequence
             raise self._damaged(f"has {self.idx_bytes:,} bytes, its header ({n_seq:,} sequences) implies {expected:,}")
         self.dtype = np.dtype(DTYPES[code])
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
@@ -121,10 +97,9 @@ class IndexedDataset:
         return len(self.doc_idx) - 1
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """Tokens of one document, in the shard's dtype, mapped."""
-        if not -len(self) <= document < len(self):
+        """Tokens of one document, counted from 0, in the shard's dtype, mapped."""
+        if not 0 <= document < len(self):
             raise IndexError(f"document {document} of {len(self)} in {self.prefix}")
-        document %= len(self)
         return self.tokens(self._document_start(document), self._document_start(document + 1))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
@@ -132,16 +107,11 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending.
-
-        Raises: ValueError if the index has them in another order, which opening a shard does not look for.
-        """
+        """Positions p in [start, stop), in tokens of the shard, at which a document begins: int64, ascending."""
         # bisect: numpy's searchsorted would first copy all of the (unaligned) index.
         first, last = (bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop))
-        positions = np.asarray([self._document_start(document) for document in range(first, last)], np.int64)
-        if len(positions) and not (start <= positions[0] and positions[-1] < stop and (np.diff(positions) >= 0).all()):
-            raise self._damaged(f"has documents that do not follow one another between tokens {start} and {stop}")
-        return np.unique(positions)  # an empty document starts where the next one does
+        # unique: an empty document starts where the next one does.
+        return np.unique([self._document_start(document) for document in range(first, last)]).astype(np.int64)
 
     def _document_start(self, document: int) -> int:
         sequence = int(self.doc_idx[document])
@@ -158,37 +128,34 @@ class IndexedDataset:
 class IndexedDatasetWriter:
     """Streams documents into `prefix.bin` and `prefix.idx`; a context manager that finalizes when its block succeeds.
 
-    Both files carry temporary names until `finalize`, which brings them to the disk and renames them, `.idx` last: a
-    killed writer leaves no shard, and the next one for the same prefix writes over those. One writer per prefix.
+    The index appears last and at once. What a killed writer leaves has no index, so it is no shard, and the next writer of
+    the same prefix writes over it.
 
     Args:
         vocab_size: decides the dtype (u16 below 65,500, else i32) and refuses ids outside it.
-    Raises: FileExistsError if the shard is there already; OSError (a full disk, ...), after removing what was written.
+    Raises: FileExistsError if the shard is there already.
     """
 
     def __init__(self, prefix: Path | str, vocab_size: int) -> None:
-        self.prefix, self.vocab_size, self.dtype = Path(prefix), vocab_size, token_dtype(vocab_size)
-        self._final = [self.prefix.with_name(self.prefix.name + s) for s in (".bin", ".idx")]
-        self._partial = [path.with_name(path.name + ".partial") for path in self._final]
+        self.prefix, self.vocab_size = Path(prefix), vocab_size
+        self._bin_path, self._idx_path = shard_files(prefix)
+        if self._idx_path.exists():
+            raise FileExistsError(f"{self._idx_path} exists, and shards are never overwritten; remove it first.")
+        self._code = 8 if vocab_size < U16_VOCAB else 4
+        self._dtype = np.dtype(DTYPES[self._code])
         self._lengths, self._bin_sha256 = array("i"), hashlib.sha256()
-        self._bin: IO[bytes] | None = None
+        self._bin = open(self._bin_path, "wb")  # noqa: SIM115 (closed by finalize, or after an error)
         self.num_tokens = 0  # so far
-        for path in self._final:
-            if path.exists():
-                raise FileExistsError(
-                    errno.EEXIST,
-                    f"{path} exists already, and shards are never overwritten; remove it, or write to another prefix",
-                )
-        with self._cleared_up_on_error():
-            self._bin = open(self._partial[0], "wb")  # noqa: SIM115 (closed by finalize or abort)
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
-            self.abort()
-        elif self._bin is not None:
+            with contextlib.suppress(OSError):  # closing flushes, and on a full disk that fails once more
+                self._bin.close()
+            self._bin_path.unlink(missing_ok=True)
+        elif not self._bin.closed:
             self.finalize()
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -198,81 +165,43 @@ class IndexedDatasetWriter:
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
         """Appends documents that lie back to back in `tokens`, `lengths` tokens each."""
-        assert self._bin is not None
         lengths = np.asarray(lengths, np.int32)
         if not len(lengths):
             return
-        if tokens.ndim != 1 or lengths.min() < 1 or tokens.dtype.kind not in "iu":
+        rows_of_ids = tokens.ndim == 1 and lengths.min() > 0 and tokens.dtype.kind in "iu"
+        if not rows_of_ids or not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise ValueError(
-                f"A document is a non-empty row of integer ids, got shape {tokens.shape} of {tokens.dtype}; leave empty "
-                "documents out, or end each with the end-of-text id."
+                f"A document for {self.prefix} must be a non-empty row of ids from 0 to {self.vocab_size - 1}. Leave empty "
+                "documents out, and give the writer the vocabulary size of the tokenizer that made the ids."
             )
         assert int(lengths.sum(dtype=np.int64)) == tokens.size
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"A document for {self.prefix} has ids from {low} to {high}, the vocabulary has 0 to {self.vocab_size - 1}; "
-                "give the writer the vocabulary size of the tokenizer that made these ids."
-            )
-        data = tokens.astype(self.dtype).tobytes()
-        with self._cleared_up_on_error():
-            self._bin.write(data)
+        data = tokens.astype(self._dtype).tobytes()
+        self._bin.write(data)
         self._bin_sha256.update(data)
         self._lengths.frombytes(lengths.tobytes())
         self.num_tokens += tokens.size
 
-    def finalize(self) -> ShardInfo:
-        """Brings both files to the disk and gives them their names."""
-        assert self._bin is not None
+    def finalize(self) -> dict:
+        """Brings both files to the disk, the index last. Returns: the shard's record in a manifest."""
         lengths = np.array(self._lengths, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-        code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(
             (
-                HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1),
+                HEADER.pack(MAGIC, 1, self._code, len(lengths), len(lengths) + 1),
                 lengths.astype("<i4").tobytes(),
-                (ends - lengths * np.int64(self.dtype.itemsize)).astype("<i8").tobytes(),
+                (ends - lengths * np.int64(self._dtype.itemsize)).astype("<i8").tobytes(),
                 np.arange(len(lengths) + 1, dtype="<i8").tobytes(),
             )
         )
-        with self._cleared_up_on_error():
-            with self._bin:
-                sync(self._bin)
-            with open(self._partial[1], "wb") as f:
-                f.write(index)
-                sync(f)
-            # The index last: whoever sees it sees a complete .bin.
-            for partial, final in zip(self._partial, self._final, strict=True):
-                os.replace(partial, final)
-        self._bin = None
-        sync_path(self.prefix.parent)
-        return ShardInfo(
-            name=self.prefix.name,
-            documents=len(lengths),
-            tokens=self.num_tokens,
-            bin_bytes=self.num_tokens * self.dtype.itemsize,
-            bin_sha256=self._bin_sha256.hexdigest(),
-            idx_bytes=len(index),
-            idx_sha256=hashlib.sha256(index).hexdigest(),
-        )
-
-    def abort(self) -> None:
-        """Removes everything that was written."""
-        if self._bin is not None:
-            with contextlib.suppress(OSError):  # closing flushes, and on a full disk that fails once more
-                self._bin.close()
-        self._bin = None
-        for path in self._partial:
-            path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _cleared_up_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as e:
-            self.abort()
-            raise OSError(
-                e.errno,
-                f"Writing shard {self.prefix} failed after {self.num_tokens:,} tokens: {e.strerror}. Nothing of it was kept. "
-                "Check the free space and the permissions of the folder, or write to another one",
-            ) from e
+        with self._bin:
+            sync(self._bin)
+        write_whole(self._idx_path, index)
+        return {
+            "name": self.prefix.name,
+            "documents": len(lengths),
+            "tokens": self.num_tokens,
+            "bin_bytes": self.num_tokens * self._dtype.itemsize,
+            "bin_sha256": self._bin_sha256.hexdigest(),
+            "idx_bytes": len(index),
+            "idx_sha256": hashlib.sha256(index).hexdigest(),
+        }

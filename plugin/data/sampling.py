@@ -1,18 +1,21 @@
-"""Packed training samples in a random order that nobody stores: `PackedDataset(corpus, seq_len=4096, seed=42)[g]`.
+"""Packed training samples in a random order that nobody stores: `PackedDataset(corpus, seq_len=4096, seed=42)[g]`, or
+of several corpora by weight: `MixtureDataset([code, web], [0.3, 0.7])[g]`.
 
-Sample g depends on (corpus, seq_len, seed, g) alone: not on the number of ranks, of workers, or on what was read
-before. So one integer, the number of samples consumed, resumes a run on any number of ranks: at global step s with B
-samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r modulo W, or any other split of them.
+Sample g depends on (corpora, weights, seq_len, seed, g) alone: not on the number of ranks, of workers, or on what was
+read before. So one integer, the number of samples consumed, resumes a run on any number of ranks: at global step s with
+B samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r modulo W, or any other split of them.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 
 from interdomain.data.corpus import TokenCorpus
 
 MASK64 = 0xFFFF_FFFF_FFFF_FFFF
+LONGEST_PATTERN = 1_000_000  # samples after which a mixture's weights repeat
 
 
 class FeistelPermutation:
@@ -69,6 +72,7 @@ class PackedDataset:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
+        self.num_tokens = corpus.num_tokens
         self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
             raise ValueError(
@@ -80,29 +84,18 @@ class PackedDataset:
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
         self.made_of = {"corpora": [corpus.fingerprint], "weights": ["1"], "seq_len": seq_len, "order": order}
-        self._order: tuple[int, FeistelPermutation] | None = (
-            None  # of the last epoch; one tuple: threads swap it at once
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        return self.corpus.num_tokens
-
-    def epochs(self, consumed: int) -> list[float]:
-        """How often each corpus (here the one) has been gone through after `consumed` samples, as floats."""
-        return [consumed / self.samples_per_epoch]
+        self._order: tuple[int, FeistelPermutation] | None = None  # of the last epoch; threads swap it at once
 
     def __len__(self) -> int:
         return self.samples_per_epoch
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """One epoch, the first."""
-        return (self[g] for g in range(self.samples_per_epoch))
+    def epochs(self, consumed: int) -> list[float]:
+        """How often each corpus (here the one) has been gone through after `consumed` samples."""
+        return [consumed / self.samples_per_epoch]
 
     def _start(self, g: int) -> int:
         """Where sample g begins in the stream."""
-        if g < 0:
-            raise IndexError(f"global sample index {g}: indices start at 0")
+        assert g >= 0
         epoch, i = divmod(int(g), self.samples_per_epoch)
         if self.shuffle:
             order = self._order
@@ -116,14 +109,14 @@ class PackedDataset:
         start = self._start(g)
         return self.corpus.read(start, start + self.seq_len + 1)
 
-    def read_batch(self, indices: Iterable[int]) -> np.ndarray:
-        """Samples at these global indices: [len(indices), seq_len + 1] int64."""
-        return np.stack([self[g] for g in indices])
-
     def document_starts(self, g: int) -> np.ndarray:
         """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
+
+    def read_batch(self, indices: Iterable[int]) -> np.ndarray:
+        """Samples at these global indices: [len(indices), seq_len + 1] int64."""
+        return np.stack([self[g] for g in indices])
 
     def positions(self, g: int) -> np.ndarray:
         """Of each of sample g's inputs, how many tokens of its document come before it in the sample: [seq_len] int32.
@@ -135,3 +128,93 @@ class PackedDataset:
         starts = starts[starts < self.seq_len]
         last[starts] = starts
         return np.arange(self.seq_len, dtype=np.int32) - np.maximum.accumulate(last)
+
+
+def exact_weights(weights: Sequence[float]) -> list[Fraction]:
+    """Weights that sum to 1, as written: 0.1 is a tenth, not the nearest binary fraction. Raises ValueError."""
+    try:
+        exact = [Fraction(str(w)) for w in weights]
+    except ValueError:
+        exact = [Fraction(0)]  # nan, infinity
+    if not exact or min(exact) <= 0:
+        raise ValueError(f"The weights of a mixture are {list(weights)}; each must be a positive number.")
+    return [w / sum(exact) for w in exact]
+
+
+def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
+    """The shortest sequence of corpora with exactly these proportions (Fractions that sum to 1), uint16.
+
+    In every prefix of n, corpus c stands floor(n w_c) or ceil(n w_c) times: its j-th place is due between the moments at
+    which j - 1 and j of them are owed, and the earliest deadline comes first, which meets all of them.
+
+    Raises: ValueError if it is longer than LONGEST_PATTERN.
+    """
+    length = int(np.lcm.reduce([w.denominator for w in weights], dtype=object))
+    if length > LONGEST_PATTERN:
+        raise ValueError(
+            f"The weights of the mixture, {', '.join(map(str, weights))}, repeat only after {length:,} samples, "
+            f"{LONGEST_PATTERN:,} are allowed; give them with fewer digits."
+        )
+    pattern, given, ratios = np.empty(length, np.uint16), [0] * len(weights), [w.as_integer_ratio() for w in weights]
+    for n in range(length):
+        # (deadline, corpus) of each corpus's next place that is owed by now.
+        due = [(-(-(given[c] + 1) * d // m), c) for c, (m, d) in enumerate(ratios) if given[c] * d // m <= n]
+        deadline, pattern[n] = min(due)
+        assert n < deadline
+        given[pattern[n]] += 1
+    return pattern
+
+
+class MixtureDataset(PackedDataset):
+    """Samples of several PackedDatasets, as one of them gives its own. After any number n of samples each corpus has given
+    n * weight of them, but for less than one.
+
+    Args:
+        datasets: PackedDatasets of one sequence length; each goes through its own epochs in its own order.
+        weights: positive numbers, of samples (so of tokens); they need not sum to 1.
+    Attributes: samples_per_epoch, the samples before the first corpus begins anew.
+    Raises: ValueError for weights that are not positive or not one for each.
+    """
+
+    def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
+        if len(datasets) != len(weights):
+            raise ValueError(f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}.")
+        self.datasets, self.weights = list(datasets), exact_weights(weights)
+        self.seq_len = self.datasets[0].seq_len
+        self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
+        assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
+        self._pattern = fair_pattern(self.weights)
+        self._rank = np.empty(len(self._pattern), np.int64)  # how many of the same corpus came before, in the pattern
+        self._per_pattern = np.bincount(self._pattern, minlength=len(self.datasets)).tolist()
+        for c, count in enumerate(self._per_pattern):
+            self._rank[self._pattern == c] = np.arange(count)
+        pairs = list(zip(self.datasets, self.weights, strict=True))
+        self.samples_per_epoch = min(int(len(dataset) / weight) for dataset, weight in pairs)
+        parts = ":".join(f"{dataset.fingerprint}*{weight}" for dataset, weight in pairs)
+        self.fingerprint = hashlib.sha256(f"mixture-1:{parts}".encode()).hexdigest()
+        self.made_of = {
+            "corpora": [dataset.made_of["corpora"][0] for dataset in self.datasets],
+            "weights": [str(w) for w in self.weights],
+            **{name: self.datasets[0].made_of[name] for name in ("seq_len", "order")},
+        }
+
+    def locate(self, g: int) -> tuple[int, int]:
+        """(corpus, index in its own data set) of sample g."""
+        assert g >= 0
+        block, r = divmod(int(g), len(self._pattern))
+        c = int(self._pattern[r])
+        return c, block * self._per_pattern[c] + int(self._rank[r])
+
+    def epochs(self, consumed: int) -> list[float]:
+        block, r = divmod(consumed, len(self._pattern))
+        head = np.bincount(self._pattern[:r], minlength=len(self.datasets)).tolist()
+        counts = [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
+        return [count / len(dataset) for count, dataset in zip(counts, self.datasets, strict=True)]
+
+    def __getitem__(self, g: int) -> np.ndarray:
+        c, i = self.locate(g)
+        return self.datasets[c][i]
+
+    def document_starts(self, g: int) -> np.ndarray:
+        c, i = self.locate(g)
+        return self.datasets[c].document_starts(i)

@@ -2,70 +2,41 @@
 
 import base64
 import json
-from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers import pre_tokenizers
 
-from interdomain.data import SentencePieceTokenizer
 from interdomain.data.readers import read_documents
-from interdomain.tools.train_tokenizer import train_sentencepiece
+from interdomain.data.tokenizer import train_sentencepiece
 
 PATTERN = (  # cl100k's
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+|"""
     r""" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
 )
+SPECIALS = ["<s>", "<|endoftext|>"]
 
 
 @pytest.fixture(scope="session")
-def model_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
-    return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_file):
-    return SentencePieceTokenizer(model_file)
-
-
-def byte_level(path: Path, specials: tuple = ("<s>", "<|endoftext|>")) -> Path:
-    """A byte-level BPE of 600 tokens in a tokenizer.json."""
+def files(tmp_path_factory):
+    """The tokenizer file of each kind, of 600 tokens; tiktoken's has the same merges as the tokenizer.json."""
+    folder = tmp_path_factory.mktemp("kinds")
+    model, ranks, hub = folder / "tokenizer.model", folder / "ranks.tiktoken", folder / "tokenizer.json"
+    model.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=500_000), 600))
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": 600, "initial_alphabet": alphabet, "show_progress": False}
-    trainer = tokenizers.trainers.BpeTrainer(special_tokens=list(specials), **options)
-    made.train_from_iterator((d.text for d in read_documents(["stdlib"], max_bytes=200_000)), trainer)
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIALS, **options)
+    made.train_from_iterator(read_documents(["stdlib"], max_bytes=200_000), trainer)
     # A post-processor that adds BOS, as many files have: it must not be applied.
     made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made.save(str(path))
-    return path
-
-
-def rank_file(path: Path) -> Path:
-    """The same merges in tiktoken's files."""
-    made = json.loads(byte_level(path.with_name("trained.json"), specials=()).read_text())
-    path.with_name("trained.json").unlink()
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's character for every byte
-    rest = [b for b in range(256) if b not in plain]
-    to_byte = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
-    tokens = [bytes(to_byte[c] for c in text) for text, _ in sorted(made["model"]["vocab"].items(), key=lambda t: t[1])]
-    tokens = [*(bytes([b]) for b in range(256)), *(token for token in tokens if len(token) > 1)]
-    path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
-    control = {"<s>": 600, "<|endoftext|>": 601}
-    described = {"pattern": PATTERN, "special_tokens": control, "bos_token": None, "eos_token": "<|endoftext|>"}
-    path.with_suffix(".json").write_text(json.dumps(described))
-    return path
-
-
-@pytest.fixture(scope="session")
-def files(model_file, tmp_path_factory):
-    """The tokenizer file of each kind."""
-    folder = tmp_path_factory.mktemp("kinds")
-    (folder / "hub").mkdir()
+    made.save(str(hub))
     config = {"bos_token": {"content": "<s>"}, "eos_token": "<|endoftext|>"}
-    (folder / "hub" / "tokenizer_config.json").write_text(json.dumps(config))
-    tiktoken, hub = rank_file(folder / "ranks.tiktoken"), byte_level(folder / "hub" / "tokenizer.json")
-    return {"sentencepiece": model_file, "tiktoken": tiktoken, "json": hub}
+    hub.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's character for every byte
+    to_byte = {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*plain}))}
+    tokens = [bytes(to_byte[c] for c in made.id_to_token(i)) for i in range(len(SPECIALS), 600)]
+    ranks.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
+    described = {"pattern": PATTERN, "special_tokens": {"<s>": 600, "<|endoftext|>": 601}, "bos_token": None}
+    ranks.with_suffix(".json").write_text(json.dumps(described | {"eos_token": "<|endoftext|>"}))
+    return {"sentencepiece": model, "tiktoken": ranks, "json": hub}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
-from interdomain.data.corpus import sealed
 from interdomain.titan.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import one_paragraph
 from interdomain.titan.plan import make_plan
@@ -64,7 +63,7 @@ def test_other_data_is_no_continuation(corpus, tmp_path, alone, capsys):
     """Named by the setting that differs; weights in the same proportion are the same."""
     again = copied(corpus, tmp_path)
     manifest = again / "manifest.json"
-    manifest.write_text(json.dumps(sealed(read_manifest(again) | {"source": "another"})))
+    manifest.write_text(json.dumps(read_manifest(again) | {"source": "another"}))
     state = build(mixture([corpus, again], [1, 2])).state_dict()
     others = {
         "by training.seq_len:": mixture([corpus, again], [1, 2], training__seq_len=32),

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     """Four files of Parquet, so that ranks can share them."""
     path = tmp_path_factory.mktemp("hub") / "Dataset"
     path.mkdir()
-    texts = [d.text for d in read_documents(["stdlib"], max_bytes=300_000)]
+    texts = list(read_documents(["stdlib"], max_bytes=300_000))
     for i in range(4):
         pq.write_table(pa.table({"text": texts[i::4]}), path / f"part-{i}.parquet")
     return path
