@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from interdomain.features import input_features, input_features_step
-from interdomain.model.feature_map import rope_frequencies, rope_tables
+from interdomain.model.layers import rope_tables
 
 from ._problems import CPU, Shape, generator, make_documents, move
 
@@ -45,7 +45,7 @@ def make(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, p
 
 
 def _rope(T: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return rope_tables(torch.arange(T, device=device), rope_frequencies(d, ROPE_THETA, device))
+    return rope_tables(torch.arange(T, device=device), d, ROPE_THETA)
 
 
 def run(

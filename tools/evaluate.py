@@ -103,7 +103,7 @@ def open_folders(paths: list[Path]) -> list[Folder]:
     folders = []
     for label, path in zip(labels(paths), paths, strict=True):
         config, record = read_config(path)
-        folders.append(Folder(label, path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
+        folders.append(Folder(label, path, config, record, load_checked_tokenizer(path, config, record)))
         check_weights(path, record)
     return folders
 
