@@ -54,9 +54,7 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
     place = Path(os.path.realpath(output))
     folder = place.with_name(f".{place.name}.{suffix}")
     if os.path.ismount(place):
-        raise FileExistsError(
-            f"{output} is where a disk is mounted, which no new folder can replace. Choose a folder in it."
-        )
+        raise FileExistsError(f"{output} is where a disk is mounted. Choose a folder in it.")
     with contextlib.ExitStack() as stack:
         while True:
             require_empty(output)
@@ -66,9 +64,7 @@ def _sibling(output: Path | str, suffix: str) -> Iterator[tuple[Path, Path]]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as e:
-                raise BlockingIOError(
-                    e.errno, f"Another process is building {output}. Wait for it, or choose another output folder"
-                ) from e
+                raise BlockingIOError(e.errno, f"Another process is building {output}. Wait for it") from e
             except OSError:
                 break  # no locks on this file system: then nothing tells two processes apart
             # The lock is of the folder, not of its name: another process may have finished and removed it meanwhile.
@@ -81,10 +77,7 @@ def require_empty(output: Path | str) -> None:
     """Raises FileExistsError unless `output` does not exist or is an empty folder."""
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(
-            f"{output} exists and is not empty; nothing was written and nothing is overwritten. Choose another output "
-            "folder or remove this one."
-        )
+        raise FileExistsError(f"{output} exists and is not empty; nothing is overwritten. Choose another folder.")
 
 
 def private_folder(path: Path | str) -> Path:
@@ -93,23 +86,11 @@ def private_folder(path: Path | str) -> Path:
     Returns: its path. Raises: PermissionError for what is not a folder of this user's, or is one that others can write to.
     """
     path = Path(path)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    path.mkdir(mode=0o700, exist_ok=True)
     found = os.lstat(path)  # not of what a link points to
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{path} is not a folder that only you can write to, so others could put code there that you would run. Remove "
-            "it, or set TMPDIR to a folder of yours."
-        )
+        raise PermissionError(f"{path} is not a folder that only you can write to. Remove it, or set another TMPDIR.")
     return path
-
-
-def require_utf8(path: Path | str) -> None:
-    """Raises ValueError for a path that safetensors, which can write it, cannot open."""
-    try:
-        os.fspath(path).encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{path} is not UTF-8: safetensors cannot open it. Choose another name.") from None
 
 
 def write_whole(path: Path | str, data: bytes) -> None:

@@ -19,22 +19,6 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     assert os.listdir(tmp_path) == ["record.json"]
 
 
-def test_a_private_folder(tmp_path, monkeypatch):
-    folder = folders.private_folder(tmp_path / "new")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert folders.private_folder(folder) == folder  # again
-    (tmp_path / "link").symlink_to(folder)
-    (tmp_path / "file").touch()
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    for name in ("link", "file", "open"):
-        with pytest.raises(PermissionError, match=f"{name} is not a folder"):
-            folders.private_folder(tmp_path / name)
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(PermissionError):
-        folders.private_folder(folder)
-
-
 def test_a_folder_has_its_name_when_its_files_are_on_the_disk(tmp_path, monkeypatch):
     synced = set()
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino))

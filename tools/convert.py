@@ -11,7 +11,6 @@ dtype, and the logits of a forward pass.
 
 import json
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 import interdomain
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
-from interdomain.folders import new_folder, require_utf8
+from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
@@ -52,7 +51,6 @@ def parse(argv):
 
 
 def to_folder(args) -> str:
-    require_utf8(os.path.realpath(args.output))
     checkpoint = checkpoints.latest_checkpoint(args.source)
     config, record = checkpoints.read_sidecar(checkpoint)
     index = checkpoints.tensor_index(checkpoint)
@@ -67,7 +65,7 @@ def to_folder(args) -> str:
                 f"{checkpoint}: {name} is {list(index[name].size)}, its record describes {list(tensor.shape)}. "
                 "Take another step."
             )
-    tokenizer = pretrained.load_checked_tokenizer(checkpoint, config, record, checkpoints.SIDECAR)
+    tokenizer = pretrained.load_checked_tokenizer(checkpoint, config, record)
     checkpoints.check_bytes(checkpoint, expected)
     with new_folder(args.output) as folder:
         with tqdm(total=len(expected), desc=f"{checkpoint.name}", unit=" tensors", disable=None) as bar:
@@ -158,7 +156,7 @@ def to_checkpoint(args) -> str:
     config, record = pretrained.read_config(args.source)
     tensors = pretrained.read_tensors(args.source)
     pretrained.check_tensors(args.source, config, tensors)
-    tokenizer = pretrained.load_checked_tokenizer(args.source, config, record, pretrained.CONFIG)
+    tokenizer = pretrained.load_checked_tokenizer(args.source, config, record)
     pretrained.check_weights(args.source, record)
     facts = record.get("facts", {})
     sidecar = {

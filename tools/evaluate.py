@@ -88,7 +88,7 @@ def open_folders(paths: list[Path]) -> list[Folder]:
     folders = []
     for path in paths:
         config, record = read_config(path)
-        folders.append(Folder(path, config, record, load_checked_tokenizer(path, config, record, CONFIG)))
+        folders.append(Folder(path, config, record, load_checked_tokenizer(path, config, record)))
         check_weights(path, record)
     return folders
 

@@ -8,19 +8,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from .configuration_interdomain import InterdomainConfig
 from .modeling_interdomain import (
-    InterdomainCache,
+    InterdomainCache,  # noqa: F401
     InterdomainForCausalLM,
     InterdomainForSequenceClassification,
     InterdomainModel,
 )
-
-__all__ = [
-    "InterdomainCache",
-    "InterdomainConfig",
-    "InterdomainForCausalLM",
-    "InterdomainForSequenceClassification",
-    "InterdomainModel",
-]
 
 CLASSES = {
     AutoModel: InterdomainModel,

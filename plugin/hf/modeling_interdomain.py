@@ -7,12 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
@@ -41,11 +37,8 @@ class InterdomainMixer(nn.Module):
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        dim, heads, kv_dim = (
-            config.hidden_size,
-            config.num_key_value_heads,
-            config.num_key_value_heads * config.head_dim,
-        )
+        dim, heads = config.hidden_size, config.num_key_value_heads
+        kv_dim = heads * config.head_dim
         if config.query_readout:
             self.wq = nn.Linear(dim, dim, bias=False)
             self.q_conv = ShortConv(dim, config.conv_width)
@@ -196,6 +189,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["InterdomainDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    _keys_to_ignore_on_load_unexpected = [r"^output\.weight$"]  # noqa: RUF012 (the head, where only the rest is loaded)
     _is_stateful = True  # no assisted generation, which takes tokens back
 
     def post_init(self) -> None:
@@ -230,8 +224,6 @@ class InterdomainPreTrainedModel(PreTrainedModel):
 
 class InterdomainModel(InterdomainPreTrainedModel):
     """Tokens to the output of the last norm, without a head."""
-
-    _keys_to_ignore_on_load_unexpected = [r"^output\.weight$"]  # noqa: RUF012 (of a language model)
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
@@ -273,9 +265,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if self.gradient_checkpointing and self.training:
             use_cache, past_key_values = False, None
         if not isinstance(past_key_values, InterdomainCache | None):
-            raise ValueError(
-                f"past_key_values is a {type(past_key_values).__name__}; give the InterdomainCache that the model returned."
-            )
+            raise ValueError(f"past_key_values must be an InterdomainCache: got {type(past_key_values).__name__}.")
         cache = InterdomainCache() if use_cache and past_key_values is None else past_key_values
         rope, unseen, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
@@ -314,10 +304,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if position_ids is not None and looking:
             given, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
             if (given != counted)[ones].any() and (given != slots).any():
-                raise ValueError(
-                    "position_ids must count the tokens of each row from 0, as this model does itself: leave them out. (Packed "
-                    "sequences are not supported.)"
-                )
+                raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
         positions = counted.clamp_min(0) if softmax or mask is None else start[:, None] + torch.arange(T, device=device)
         unseen = self._attended(ones, mask, cache) if softmax else None if mask is None else Padding.of(mask)
         rope = None
@@ -365,8 +352,6 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -375,8 +360,9 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         labels: [B, T], -100 where nothing is predicted. Padding and a row's first token, which follows nothing, never are.
         logits_to_keep: the last so many positions, or these positions; 0 for all.
         """
-        text = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
-        outputs = self.model(*text, use_cache, output_hidden_states, output_attentions)
+        outputs = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
         hidden = outputs.last_hidden_state
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.output(hidden[:, kept])
@@ -395,10 +381,7 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         if past_key_values is not None and (
             new < 1 if new is not None else len(kwargs.get("cache_position", "-")) == 0
         ):
-            raise ValueError(
-                f"past_key_values has read {past_key_values.get_seq_length()} tokens, input_ids has {input_ids.shape[1]}: give "
-                "the whole text, what was read and at least one token more."
-            )
+            raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
         kwargs |= dict(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
         return super().prepare_inputs_for_generation(input_ids, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -410,41 +393,13 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = InterdomainCache()
 
 
-class InterdomainForSequenceClassification(InterdomainPreTrainedModel):
-    """A linear head on each row's last token."""
-
-    _keys_to_ignore_on_load_unexpected = [r"^output\.weight$"]  # noqa: RUF012 (of a language model)
+class InterdomainForSequenceClassification(GenericForSequenceClassification, InterdomainPreTrainedModel):
+    """A linear head on each row's last token that is not config.pad_token_id, as transformers computes it."""
 
     def __init__(self, config: InterdomainConfig) -> None:
-        super().__init__(config)
+        # Not transformers' own: AutoModel does not know a class that stands in a folder.
+        InterdomainPreTrainedModel.__init__(self, config)
         self.num_labels = int(config.num_labels or 0)
         self.model = InterdomainModel(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: InterdomainCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs,
-    ) -> SequenceClassifierOutputWithPast:
-        """The last token is the last that attention_mask keeps; without one, the last that is not config.pad_token_id."""
-        outputs = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
-        logits = self.score(outputs.last_hidden_state)
-        (B, T, _), device = logits.shape, logits.device
-        mask = None if attention_mask is None else attention_mask[:, -T:]
-        if mask is None and input_ids is not None and self.config.pad_token_id is not None:
-            mask = input_ids != self.config.pad_token_id
-        pooled = logits[:, -1]
-        if mask is not None:
-            last = (torch.arange(T, device=device) * mask.to(device)).argmax(-1)
-            pooled = logits[torch.arange(B, device=device), last]
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled, config=self.config)
-        return SequenceClassifierOutputWithPast(loss, pooled, outputs.past_key_values, outputs.hidden_states)

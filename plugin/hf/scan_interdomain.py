@@ -9,7 +9,8 @@ Memory, 2026). Where the package `interdomain` is installed its kernels compute 
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -338,6 +339,7 @@ class SSMDynamics(KeptInFloat32):
 # What is carried from one pass to the next.
 
 
+@dataclass(eq=False)
 class InterdomainCache:
     """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far.
 
@@ -350,61 +352,30 @@ class InterdomainCache:
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
-    is_compileable = False
-    is_croppable = False
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.position: Tensor | None = None
-        self.mask: Tensor | None = None
-        self.states: dict[int, tuple[Tensor, Tensor]] = {}
-        self.tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    length: int = 0
+    position: Tensor | None = None
+    mask: Tensor | None = None
+    states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    is_compileable: ClassVar[bool] = False
+    is_croppable: ClassVar[bool] = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.length
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1  # no limit
-
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def reorder_cache(self, indices: Tensor) -> None:
+        """Rows of other texts in place of these: the beams that go on."""
         at = {i: indices.to(pair[0].device) for i, pair in self.states.items()}
         self.states = {i: (x[at[i]], y[at[i]]) for i, (x, y) in self.states.items()}
         self.position, self.mask = (None if x is None else x[indices.to(x.device)] for x in (self.position, self.mask))
 
-    reorder_cache = batch_select_indices
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.position is not None:
-            rows = torch.arange(len(self.position), device=self.position.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def reset(self) -> None:
-        self.__init__()
-
-    def crop(self, max_length: int) -> None:
-        raise NotImplementedError(
-            "a recurrent state cannot forget its last tokens: copy the cache before it reads them."
-        )
-
-
-def _cache_leaves(cache: InterdomainCache) -> tuple[list[tuple[Any, Any]], None]:
-    names = ("position", "mask", "states", "tables")
-    return [(pytree.GetAttrKey(name), getattr(cache, name)) for name in names], None
-
-
-def _cache_of_leaves(leaves: Any, context: None) -> InterdomainCache:
-    cache = InterdomainCache()
-    cache.position, cache.mask, cache.states, cache.tables = leaves
-    return cache
-
 
 # For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out.
-pytree.register_pytree_node(
+pytree.register_dataclass(
     InterdomainCache,
-    lambda cache: ([leaf for _, leaf in _cache_leaves(cache)[0]], None),
-    _cache_of_leaves,
+    field_names=["position", "mask", "states", "tables"],
+    drop_field_names=["length"],
     serialized_type_name=f"{__name__}.InterdomainCache",
-    flatten_with_keys_fn=_cache_leaves,
 )
 
 

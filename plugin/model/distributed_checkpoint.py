@@ -33,22 +33,14 @@ VALIDATION = "validation.json"  # {"step", "loss", "perplexity"}, where the run 
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1
-SIDECAR_KINDS = {"run": dict, "versions": dict, "step": int, "tokens": int, "seq_len": int, "planned_steps": int}
-SIDECAR_OF_RUN = ("seq_len", "planned_steps")  # which not every run has
 SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
 
 # torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
 _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "collections": {"OrderedDict"},
@@ -77,28 +69,18 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
 
 
-class WrittenByNewerPyTorch(ValueError):
-    """An index that this PyTorch cannot read because a newer one wrote it. Nothing is wrong with the checkpoint."""
-
-
 def parse_index(data: bytes, checkpoint: Path) -> Metadata:
-    """The index of a checkpoint from the bytes of its file, which are not trusted.
-
-    Raises: ValueError, WrittenByNewerPyTorch.
-    """
+    """The index of a checkpoint from the bytes of its file, which are not trusted. Raises: ValueError."""
     try:
         metadata = _IndexUnpickler(io.BytesIO(data)).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds {type(metadata).__name__}")
-        if not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError("it lists no tensors")
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
         for place in metadata.storage_data.values():
             if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
                 raise ValueError("it names a place that is in no shard beside it")
     except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
-        _refuse_newer(checkpoint)
-        path = checkpoint / METADATA
-        raise ValueError(f"{path} is damaged or not the index of a checkpoint ({e}). Take another step.") from e
+        why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
+        raise ValueError(f"{why} Take another step.") from e
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     return metadata
@@ -118,28 +100,11 @@ class SafeReader(FileSystemReader):
         if self.index is None:
             path = Path(self.path) / METADATA
             if not path.is_file():
-                raise FileNotFoundError(
-                    f"{self.path} is not a whole checkpoint: it has no {METADATA}, which is written last. Take another step."
-                )
+                raise FileNotFoundError(f"{self.path} is not a complete checkpoint (no {METADATA}). Take another step.")
             self.index = parse_index(path.read_bytes(), Path(self.path))
         if self.index.storage_meta is not None:
             self.index.storage_meta.load_id = self.load_id
         return self.index
-
-
-def _refuse_newer(folder: Path) -> None:
-    """Raises: WrittenByNewerPyTorch if the record beside the index says so."""
-    try:
-        wrote = json.loads((folder / SIDECAR).read_text())["versions"]["torch"]
-        there, here = (tuple(map(int, re.findall(r"\d+", v)[:3])) for v in (wrote, torch.__version__))
-    except (OSError, ValueError, KeyError, TypeError):  # no record, or damaged as well
-        return
-    if there > here:
-        raise WrittenByNewerPyTorch(
-            f"{folder} was written by PyTorch {wrote}, and PyTorch {torch.__version__}, which runs here, cannot read it. It "
-            f"is not damaged, and nothing of it was changed. Use PyTorch {wrote} or newer; or move this folder away, to go "
-            "on without it."
-        )
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -171,26 +136,17 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
     path = checkpoint / SIDECAR
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{checkpoint} has no {SIDECAR}, which says what model it holds: it was not written by this project's plugin. "
-            "Train with train_configs/*.toml, or copy the whole step folder."
-        )
+        raise FileNotFoundError(f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder.")
     try:
         record = json.loads(path.read_text())
-        version, model = record["format_version"], record["model"]
         missing = [name for name in (*SIDECAR_FACTS, "tokenizer") if name not in record]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        for name, kind in SIDECAR_KINDS.items():
-            if name in (found := record["run"] if name in SIDECAR_OF_RUN else record) and type(found[name]) is not kind:
-                raise ValueError(f"{name} is {found[name]!r}")
+        if record["format_version"] != SIDECAR_VERSION:
+            raise ValueError(f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}")
+        return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path} is damaged ({type(e).__name__}: {e}). Take another step.") from e
-    if version != SIDECAR_VERSION:
-        raise ValueError(
-            f"{path} has format version {version!r}; this program reads {SIDECAR_VERSION}. Update one of the two."
-        )
-    return ModelConfig.from_dict(model), record
+        raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e
 
 
 def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
@@ -199,17 +155,13 @@ def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     for name, entry in tensors.items():
         try:
-            described = isinstance(entry.properties.dtype, torch.dtype)
-            covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            values = math.prod(entry.size)
-        except Exception as e:  # likewise: what came out may be anything
-            raise ValueError(f"{checkpoint / METADATA} is damaged: {name} ({e}). Take another step.") from e
-        # `load` leaves what no shard holds as it finds it: uninitialised memory.
-        if not described or covered != values:
-            raise ValueError(
-                f"{checkpoint / METADATA} is damaged: its shards hold {covered} of the {values} values of {name}. "
-                "Take another step."
-            )
+            # `load` leaves what no shard holds as it finds it: uninitialised memory.
+            complete = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+            complete = complete and isinstance(entry.properties.dtype, torch.dtype)
+        except Exception:  # what came out of the index may be anything
+            complete = False
+        if not complete:
+            raise ValueError(f"{checkpoint / METADATA} is damaged: no shards hold all of {name}. Take another step.")
     return tensors
 
 
@@ -222,32 +174,22 @@ def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStor
         with _without_process_group():
             load(tensors, storage_reader=reader, no_dist=True)
     except (OSError, RuntimeError) as e:
-        raise _unreadable(checkpoint, e) from e
+        raise ValueError(f"{checkpoint} could not be read ({e}). Take another step.") from e
     return tensors
 
 
 @contextmanager
 def _without_process_group() -> Iterator[None]:
-    """For `load` and `save` in one process. Raises: OSError with the system's message, or the first line of PyTorch's."""
+    """For `load` and `save` in one process. Raises: OSError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
         try:
             yield
         except CheckpointException as e:  # a BaseException: it would pass every handler of errors
-            causes = []
-            for error, _ in e.failures.values():
-                link: BaseException | None = error
-                while link is not None and not isinstance(link, OSError):
-                    link = link.__cause__ or link.__context__
-                causes.append(str(link or f"{type(error).__name__}: {error}".splitlines()[0]))
-            raise OSError("; ".join(causes)) from e
-
-
-def _unreadable(checkpoint: Path, cause: object) -> ValueError:
-    return ValueError(
-        f"{checkpoint} could not be read ({cause}): a shard is missing or damaged, or retention removed the step "
-        "meanwhile (checkpoint.keep_latest_k). Take another step."
-    )
+            error: BaseException | None = e.failures[0][0]
+            while error is not None and not isinstance(error, OSError):  # PyTorch's own stand around the system's
+                error = error.__cause__ or error.__context__
+            raise OSError(str(error or repr(e.failures[0][0]))) from e
 
 
 def check_lengths(folder: Path, index: Metadata) -> None:
@@ -293,13 +235,9 @@ def altered_entry(
 def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
     """Raises ValueError unless the tensors of these names are stored as they were saved: torch.load does not look."""
     index = SafeReader(checkpoint).read_metadata()
-    try:
-        check_lengths(checkpoint, index)
-        altered = altered_entry(checkpoint, index, names=names)
-    except (OSError, ValueError) as e:
-        raise _unreadable(checkpoint, e) from e
-    if altered:
-        raise _unreadable(checkpoint, altered)
+    check_lengths(checkpoint, index)
+    if altered := altered_entry(checkpoint, index, names=names):
+        raise ValueError(f"{altered}. Take another step.")
 
 
 def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:

@@ -28,10 +28,7 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 
 def state_size(config: ModelConfig) -> int:
-    """Numbers of one layer's state per sequence, a complex one as two (the paper's state budget); of softmax, per token too.
-
-    Without the convolutions' last inputs.
-    """
+    """Numbers of one layer's state per sequence, a complex one as two (the paper's state budget); of softmax, per token too."""
     return mixer_class(config).state_size(config)
 
 

@@ -5,7 +5,6 @@ The state has a fixed size for every mixer but softmax, so a step costs the same
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor
 
 from .state import ModelState
-from .transformer import Transformer, checked_padding
+from .transformer import Transformer
 
 # Shapes: B batch (prompts), T tokens of a prompt, V vocabulary.
 
 PREFILL_CHUNK = 2048  # tokens per forward pass of a prompt (paper, inference scaling)
-MAX_COMPILED = 256  # shapes in a process; torch.compile's own limit for one function's versions in all
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,6 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 (greedy) or a finite number above: got {self.temperature}.")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all) or more: got {self.top_k}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1: got {self.top_p}.")
 
@@ -52,48 +48,30 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered  # mass ahead of each token: the first is always kept
-        probabilities = probabilities.masked_fill(
-            torch.zeros_like(probabilities, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p), 0.0
-        )
+        kept = ordered.where(before < sampling.top_p, 0)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, kept)
     rows = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
     return torch.cat(rows)
 
 
 @torch.no_grad()
 def prefill(
-    model: Transformer,
-    tokens: Tensor,
-    state: ModelState | None = None,
-    chunk: int = PREFILL_CHUNK,
-    padding: Tensor | None = None,
+    model: Transformer, tokens: Tensor, state: ModelState | None = None, chunk: int = PREFILL_CHUNK
 ) -> tuple[Tensor, ModelState]:
     """Read tokens [B, T], T >= 1, in pieces of `chunk`: memory for activations does not grow with T.
 
     Args:
-        state: where to go on from, advanced in place; None for a new one.
-        padding: [B] integers, the left padding of each row; None for none.
+        state: where to go on from, one row for each of tokens, advanced in place; None for a new one.
     Returns: (logits after the last token [B, V], state).
-    Raises: ValueError, with the state as it was, for what is none of this; tokens on a GPU are not looked at.
+    Raises: ValueError for tokens outside the vocabulary; those on a GPU are not looked at.
     """
-    _at_least_one(chunk=chunk)
-    if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32) or not tokens.numel():
-        raise ValueError(
-            f"tokens are {tokens.dtype} of shape {list(tokens.shape)}; expected int64 or int32 [B, T], one at least."
-        )
     B, T = tokens.shape
     if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size:
-        raise ValueError(
-            f"tokens are {tokens.min()} to {tokens.max()}; the vocabulary is 0 to {model.config.vocab_size - 1}. Encode the "
-            "text with the tokenizer of this model's folder."
-        )
+        raise ValueError(f"tokens are {tokens.min()} to {tokens.max()}; they must be below {model.config.vocab_size}.")
     tokens = tokens.to(model.tok_embeddings.weight.device)
     state = model.init_state(B, capacity=T) if state is None else state
-    _one_row_each(B, state)
-    padding = checked_padding(padding, state, tokens)
     for begin in range(0, T, chunk):
-        piece = tokens[:, begin : begin + chunk]
-        here = None if padding is None else (padding - begin).clamp(0, piece.shape[1])
-        logits = model(piece, state, padding=here, last=1)
+        logits = model(tokens[:, begin : begin + chunk], state, last=1)
     return logits[:, -1], state
 
 
@@ -107,83 +85,59 @@ def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
 class Decoder:
     """Steps from a state on, at its batch size: on CUDA one CUDA graph, captured here and replayed for every token.
 
-    Made and used in or out of an inference mode, as it comes.
-
     Args:
         state: taken over; nothing else may advance it from now on.
         room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
         graph: whether to capture; None for on CUDA alone.
-        compiled: whether to compile the step with torch.compile: half a minute here, once per shape, on a CPU too, for fewer
-            and faster kernels.
-    Raises: ValueError for a graph without CUDA.
+    Raises: ValueError for a graph without CUDA, or under an autocast around it.
     """
 
-    @torch.inference_mode(False)  # what is made here is written in every step, wherever that is taken
     @torch.no_grad()
-    def __init__(
-        self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None, compiled: bool = False
-    ) -> None:
+    def __init__(self, model: Transformer, state: ModelState, *, room: int = 0, graph: bool | None = None) -> None:
         device = state.position.device
         captured = device.type == "cuda" if graph is None else graph
         if captured and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on CUDA: this one is on {device}. Leave out graph=True.")
-        made = [state.position, *(x for layer in state.layers for x in layer.tensors().values())]
-        # What an inference mode has made cannot be written outside of it.
-        self.state = state.clone() if any(x.is_inference() for x in made) else state
+        self.model, self.state = model, state
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
-        if captured or compiled:  # nothing in a step may depend on a number of the host's
-            self.state.reserve(max(1, room))
-            self.state.cursor = torch.full((1,), self.state.length, device=device)
+        if captured:
+            # Autocast frees its copies of weights when it ends, and the graph would go on reading them.
+            if torch.is_autocast_enabled("cuda"):
+                raise ValueError("a CUDA graph cannot be captured under autocast: make the Decoder outside of it.")
+            needed = state.length + max(1, room)
+            if state.capacity is not None and state.capacity < needed:
+                for layer in state.layers:
+                    layer.reserve(state.length, needed)
+            # A captured step reads no number of the host's.
+            state.cursor = torch.full((1,), state.length, device=device)
             self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)
-            # All shapes share the one code of the model, of which torch.compile would keep eight versions.
-            limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if compiled else contextlib.nullcontext()
-            with limit, _restored(self.state):
-                if captured:
-                    with torch.cuda.device(device):
-                        self._capture(device)
-                else:
-                    self.forward(self.tokens, self.state)
+            with _restored(state), torch.cuda.device(device):
+                self._capture(state.cursor)
 
-    def _capture(self, device: torch.device) -> None:
-        assert self.state.cursor is not None
-        current, aside = torch.cuda.current_stream(device), _stream(device, "warm-up")
+    def _capture(self, cursor: Tensor) -> None:
+        current, aside = torch.cuda.current_stream(cursor.device), _stream(cursor.device)
         aside.wait_stream(current)
-        cached = torch.is_autocast_cache_enabled()
-        # Copies of weights in there are freed when autocast ends. From the first step on: if this had changed, torch.compile
-        # would compile anew in the capture, where it cannot.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            # The first steps compile kernels and let libraries allocate.
-            with torch.cuda.stream(aside):
-                for _ in range(3):
-                    self.forward(self.tokens, self.state)
-                    self.state.cursor.fill_(self.state.length)  # a cache may have room for one
-            current.wait_stream(aside)
-            self.graph = torch.cuda.CUDAGraph()
-            # Other threads may do as they like meanwhile, a server's or a process group's.
-            with torch.cuda.graph(self.graph, stream=_stream(device, "capture"), capture_error_mode="thread_local"):
-                self.logits = self.forward(self.tokens, self.state)[:, -1]
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        # The first steps compile kernels and let libraries allocate.
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                self.model(self.tokens, self.state)
+                cursor.fill_(self.state.length)  # a cache may have room for one
+        current.wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads may do as they like meanwhile, a server's or a process group's.
+        with torch.cuda.graph(self.graph, stream=aside, capture_error_mode="thread_local"):
+            self.logits = self.model(self.tokens, self.state)[:, -1]
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
         _one_token_each(tokens, self.state)
-        if self.state.cursor is None:
-            return self.forward(tokens[:, None], self.state)[:, -1]
-        if self.state.capacity is not None and self.state.length >= self.state.capacity:
-            raise ValueError(
-                f"the cache is full: {self.state.length} tokens. Make the Decoder with more room (softmax's cache grows with "
-                "every token; a graph cannot)."
-            )
-        self.tokens.copy_(tokens[:, None])
         if self.graph is None:
-            self.logits = self.forward(self.tokens, self.state)[:, -1]
-        else:
-            self.graph.replay()
+            return self.model(tokens[:, None], self.state)[:, -1]
+        if self.state.capacity is not None and self.state.length >= self.state.capacity:
+            raise ValueError(f"the cache is full: {self.state.length} tokens. Make the Decoder with more room.")
+        self.tokens.copy_(tokens[:, None])
+        self.graph.replay()
         self.state.length += 1
         return self.logits
 
@@ -191,16 +145,18 @@ class Decoder:
 @contextlib.contextmanager
 def _restored(state: ModelState) -> Iterator[None]:
     """Undo the steps taken in this context; addresses stay. Copies wait on the host, for a GPU may have no room."""
-    before = [x.to("cpu", copy=True) for x in state.overwritten()]
+    # A cache is not overwritten: a step adds to it.
+    recurrent = [x for layer in state.layers if layer.capacity is None for x in layer.tensors().values()]
+    before = [(x, x.to("cpu", copy=True)) for x in (state.position, *recurrent)]
     yield
-    for x, old in zip(state.overwritten(), before, strict=True):
+    for x, old in before:
         x.copy_(old)
     if state.cursor is not None:
         state.cursor.fill_(state.length)
 
 
 @functools.cache
-def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for all Decoders of a device: libraries keep memory for every stream. torch.cuda.graph's own is for one device only,
     that of the first capture in the process: steps of another would not be captured."""
     return torch.cuda.Stream(device)
@@ -210,109 +166,46 @@ def generate(
     model: Transformer,
     prompts: list[list[int]],
     *,
-    max_tokens: int | None,
-    prefill_chunk: int = PREFILL_CHUNK,
-    state: ModelState | None = None,
-    **options,
-) -> Iterator[list[int | None]]:
-    """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
-
-    Prompts are read together, with padding on the left of the shorter ones, and decoded together. A prompt's text depends on
-    (seed, its own tokens) alone, not on the prompts beside it, up to the rounding of batched matrix products.
-
-    Args:
-        prompts: token ids, each at least one and all below the vocabulary size.
-        state: where the prompts go on from, one row each; advanced. None for a new one.
-        options: of `continuation`.
-    Raises: ValueError for no prompt, an empty one, a token outside the vocabulary, or a length that is none; at the first
-        token, as of any iterator.
-    """
-    _at_least_one(max_tokens=max_tokens, prefill_chunk=prefill_chunk)
-    logits, state = read(model, prompts, state, prefill_chunk, room=max_tokens or 0)
-    yield from continuation(model, logits, state, max_tokens=max_tokens, **options)
-
-
-def continuation(
-    model: Transformer,
-    logits: Tensor,
-    state: ModelState,
-    *,
-    max_tokens: int | None,
+    max_tokens: int,
     sampling: Sampling | None = None,
     seed: int = 0,
     stop: int | None = None,
     vocab_size: int | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
     graph: bool | None = None,
-    compiled: bool = False,
 ) -> Iterator[list[int | None]]:
-    """What follows tokens that are read: `generate` after `read`, or after a state from disk.
+    """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
+
+    Prompts are read one after the other and decoded together. A prompt's text depends on (seed, its own tokens) alone, not on
+    the prompts beside it, up to the rounding of batched matrix products.
 
     Args:
-        logits: after the last token, [B, V]. state: after the last token; advanced.
-        max_tokens: None for as many as are taken: without end, at a cost that does not grow (but softmax's).
+        prompts: token ids, each at least one and all below the vocabulary size.
         stop: a token that ends a row (it is yielded), or None.
         vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
-        graph, compiled: how to decode, see `Decoder`.
+        graph: how to decode, see `Decoder`.
+    Raises: ValueError for no prompt, an empty one, or a token outside the vocabulary; at the first token, as of any iterator.
     """
-    _at_least_one(max_tokens=max_tokens)
-    if max_tokens is None and state.capacity is not None:
-        graph = compiled = False  # a step of fixed shape has no room for a cache that grows without end
+    if not prompts or not all(prompts):
+        raise ValueError(f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens.")
+    read = [prefill(model, torch.tensor([prompt]), chunk=prefill_chunk) for prompt in prompts]
+    logits, state = torch.cat([last for last, _ in read]), ModelState.stack([state for _, state in read])
+    del read  # the states of single prompts
+
     sampling = sampling or Sampling()
-    generators = [torch.Generator(logits.device).manual_seed(seed) for _ in logits]
-    decoder = Decoder(model, state, room=max_tokens or 0, graph=graph, compiled=compiled) if max_tokens != 1 else None
-    ended = [False] * len(logits)
-    for step in itertools.count(1):
-        tokens = sample(logits[:, :vocab_size], sampling, generators)
-        ids = tokens.tolist()
+    generators = [torch.Generator(logits.device).manual_seed(seed) for _ in prompts]
+    decoder = Decoder(model, state, room=max_tokens, graph=graph) if max_tokens > 1 else None
+    ended = [False] * len(prompts)
+    for step in range(1, max_tokens + 1):
+        chosen = sample(logits[:, :vocab_size], sampling, generators)
+        ids = chosen.tolist()
         yield [None if done else t for t, done in zip(ids, ended, strict=True)]
         ended = [done or t == stop for t, done in zip(ids, ended, strict=True)]
         if decoder is None or all(ended) or step == max_tokens:
             return
-        logits = decoder.step(tokens)
-
-
-def read(
-    model: Transformer,
-    prompts: list[list[int]],
-    state: ModelState | None = None,
-    chunk: int = PREFILL_CHUNK,
-    room: int = 0,
-) -> tuple[Tensor, ModelState]:
-    """`prefill` for lists of tokens of any lengths, from a state with one row for each or from none.
-
-    room: tokens that are to follow, for which softmax has room from the start.
-    """
-    if not prompts or not all(prompts):
-        raise ValueError(
-            f"there must be prompts, each of at least one token (the tokenizer's BOS, say): got {len(prompts)}, of "
-            f"{[len(p) for p in prompts]} tokens."
-        )
-    if state is not None:
-        _one_row_each(len(prompts), state)
-    device = model.tok_embeddings.weight.device
-    longest = max(map(len, prompts))
-    missing = [longest - len(p) for p in prompts]
-    if any(missing) and state is not None:
-        # Texts that have begun cannot be padded: each is read by itself.
-        rows = [state.select(torch.tensor([i])) for i in range(len(prompts))]
-        found = [prefill(model, torch.tensor([p]), row, chunk) for p, row in zip(prompts, rows, strict=True)]
-        return torch.cat([logits for logits, _ in found]), ModelState.stack([row for _, row in found])
-    state = state or model.init_state(len(prompts), capacity=longest + room)
-    tokens = torch.tensor([[0] * n + [*p] for p, n in zip(prompts, missing, strict=True)])
-    return prefill(model, tokens, state, chunk, torch.tensor(missing, device=device) if any(missing) else None)
-
-
-def _at_least_one(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and (value < 1 or value % 1):
-            raise ValueError(f"{name} must be at least 1, a whole number: got {value}.")
+        logits = decoder.step(chosen)
 
 
 def _one_token_each(tokens: Tensor, state: ModelState) -> None:
     if tokens.shape != state.position.shape:
         raise ValueError(f"tokens are {list(tokens.shape)}; expected {list(state.position.shape)}, one of each row.")
-
-
-def _one_row_each(texts: int, state: ModelState) -> None:
-    if len(state.position) != texts:
-        raise ValueError(f"{texts} text(s) for a state of {len(state.position)} row(s); there must be one each.")

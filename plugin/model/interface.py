@@ -30,8 +30,8 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer cannot keep packed documents apart")
 
     @staticmethod
-    def continuing(state: Any, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Any:
-        """The same for a piece that continues from a `ModelState`, with left padding [B] or None."""
+    def continuing(state: Any, tokens: int, dtype: torch.dtype) -> Any:
+        """The same for a piece that continues from a `ModelState`."""
         raise NotImplementedError("this mixer cannot continue from a state")
 
     def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any) -> Any:

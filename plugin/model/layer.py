@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import MIXER_SETTINGS, Execution, MixerConfig, ModelConfig, check_names
-from .feature_map import rope_of
+from .layers import rope_of
 from .mixer import InterdomainMixer
 from .state import ModelState
 
@@ -41,17 +41,8 @@ class InterdomainAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_names("mixer", options, [name for name in MIXER_SETTINGS if name != "kind"])
-        if dim % n_heads:
-            raise ValueError(f"n_heads must divide dim: got dim = {dim}, n_heads = {n_heads}.")
-        self.config = ModelConfig(
-            dim=dim,
-            n_layers=n_layers,
-            n_heads=n_heads,
-            head_dim=dim // n_heads,
-            rope_theta=rope_theta,
-            norm_eps=norm_eps,
-            mixer=MixerConfig(**options),
-        )
+        sizes = dict(dim=dim, n_layers=n_layers, n_heads=n_heads, head_dim=dim // n_heads)
+        self.config = ModelConfig(**sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixer=MixerConfig(**options))
         self.mixer = InterdomainMixer(self.config, Execution(backend))
 
     def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
@@ -62,8 +53,6 @@ class InterdomainAttention(nn.Module):
             positions: [B, T] integers, where documents are packed into a sequence: of each token, how many of its document
                 come before it. Nothing is carried from one document into another.
         """
-        if x.ndim != 3 or x.shape[2] != self.config.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.config.dim}]: got {list(x.shape)}.")
         if state is not None and positions is not None:
             raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
         order = torch.arange(x.shape[1], device=x.device)
@@ -82,6 +71,3 @@ class InterdomainAttention(nn.Module):
         layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         return ModelState([layer], position, [*dynamics])
-
-    def extra_repr(self) -> str:
-        return f"dim={self.config.dim}, n_heads={self.config.n_heads}"

@@ -1,7 +1,15 @@
-"""PyTorch's Embedding, Linear and RMSNorm as the model has them: the module that holds them draws their values."""
+"""Small modules of the model: PyTorch's own, and the parameters and tables of what stands between projections and scan.
+
+`interdomain.features` computes the latter, but for random Fourier features. The module that holds a layer draws its values.
+"""
 
 import torch
 from torch import Tensor, nn
+
+from .config import ModelConfig
+from .ssm import KeptInFloat32
+
+# Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -33,3 +41,69 @@ class RMSNorm(nn.RMSNorm):
         # Products read it: rounded here, it is rounded and kept for the backward pass once, not by each of them.
         rounded = autocast_dtype(x)
         return y if rounded is None else y.to(rounded)
+
+
+class ShortConv(nn.Module):
+    """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels))
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in float32 for arithmetic that bf16 would spoil; a float64 model stays float64 throughout."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rope_tables(
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles at integer `positions` [T] or [B, T], each [..., T, 1, head_dim / 2] of `dtype`.
+
+    Angles are float64: a float32 one is off by 2e-4 radians at position 4096 and by 0.06 at a million.
+    """
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    angles = positions[..., None, None] * theta ** (-pairs / head_dim)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`rope_tables` of a model that computes in this dtype: float32, or float64 for that."""
+    return rope_tables(positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32))
+
+
+class RandomFourierFeatures(KeptInFloat32):
+    """xi(x) = sqrt(2 / R) [cos(w x), sin(w x)], R wide (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel.
+
+    The frequencies are drawn once and fixed (a buffer, [H_kv, R / 2, R]); query heads of a group use those of their keys, or
+    the inner product would estimate nothing.
+    """
+
+    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H, R] with H a multiple of H_kv -> [B, T, H, R]."""
+        B, T, H, R = x.shape
+        groups = widened(x).view(B, T, self.frequencies.shape[0], -1, R)
+        with torch.autocast(x.device.type, enabled=False):
+            angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / R) ** 0.5
+        return features.view(B, T, H, R).to(x.dtype)
+
+
+class InputNorm(nn.Module):
+    """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R.
+
+    The paper's text gives every head a scale of its own; its parameter counts leave no room for that.
+    """
+
+    def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(head_dim))
+        self.bias = nn.Parameter(torch.empty(n_heads, head_dim))

@@ -9,10 +9,9 @@ from interdomain.features import input_features, input_features_step
 from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from .config import Execution, ModelConfig
-from .feature_map import InputNorm, RandomFourierFeatures, ShortConv, widened
 from .initialize import initialize
 from .interface import Mixer
-from .layers import Linear
+from .layers import InputNorm, Linear, RandomFourierFeatures, ShortConv, widened
 from .ssm import SSMDynamics, fold
 from .state import MixerState, ModelState
 
@@ -54,12 +53,7 @@ class InterdomainMixer(Mixer):
         self.k_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
         self.v_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
 
-        self.ssm = SSMDynamics(
-            self.n_kv_heads,
-            mixer.n_basis,
-            c_form=mixer.c_form,
-            linear=not mixer.query_readout,
-        )
+        self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout)
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
         initialize(self, config)
@@ -78,7 +72,7 @@ class InterdomainMixer(Mixer):
         """
         names = "kvq" if self.config.query_readout else "kv"
         projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
-        if state is not None and x.shape[1] == 1 and packing is None and state.in_place:
+        if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
             o = self._step(projected, rope, state)
         else:
             past, conv = self._convolved(projected, state)
@@ -106,7 +100,7 @@ class InterdomainMixer(Mixer):
             conv=None if conv is None else (conv.weight, conv.bias),
             past=past,
             documents=None if conv is None else documents,
-            check_documents=False,  # counted (`Transformer.forward`), or 0 and 1 (`continuing`)
+            check_documents=False,  # counted (`Transformer.forward`)
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
             norm=None if norm is None else (norm.weight, norm.bias),
@@ -147,12 +141,8 @@ class InterdomainMixer(Mixer):
         return documents
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Left padding is a document before the text's."""
-        if padding is None:
-            return None
-        after = torch.arange(tokens, device=padding.device) >= padding[:, None]
-        return (after & (padding[:, None] > 0)).int()
+    def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> None:
+        """Nothing: a state is all that a piece continues from."""
 
     # Decoding
 
@@ -256,11 +246,9 @@ class InterdomainMixer(Mixer):
     def kept(config: ModelConfig) -> dict[str, int]:
         """Without recomputation also a, 2M numbers per query head; tables: W, and what it was made of."""
         query, M = config.mixer.query_readout, config.mixer.n_basis
-        return {
-            "token": (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim,
-            "scores": query * config.n_heads * 2 * M,
-            "tables": query * config.n_kv_heads * 14 * M**2,
-        }
+        token = (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim
+        scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2
+        return {"token": token, "scores": scores, "tables": tables}
 
 
 def _with_ones(v: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ Nothing in it is ever unpickled. A folder is written under another name and rena
 
 import json
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,55 @@ from torch import Tensor
 
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
-from interdomain.folders import require_utf8
 
-from .config import Execution, ModelConfig
+from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
 from .transformer import Transformer, meta_model
-from .transformers_names import AUTO_MAP, BASE, from_transformers, stored_name, to_transformers
 
-CONFIG, WEIGHTS, INDEX, TOKENIZER = (
-    "config.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.model",
-)
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO_MAP = {
+    "AutoConfig": "configuration_interdomain.InterdomainConfig",
+    "AutoModel": "modeling_interdomain.InterdomainModel",
+    "AutoModelForCausalLM": "modeling_interdomain.InterdomainForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_interdomain.InterdomainForSequenceClassification",
+}
+# Settings that transformers knows by another name; the mixer's others stand beside them under their own.
+SETTINGS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "kind": "mixer",
+}
+BASE = "model."  # before the name of every tensor but the head's: transformers' base_model_prefix
+
+
+def stored_name(name: str) -> str:
+    """A tensor's name in a folder. `name.removeprefix(BASE)` is the inverse."""
+    return name if name.startswith("output.") else BASE + name
+
+
+def to_transformers(config: ModelConfig) -> dict[str, Any]:
+    """The settings as config.json has them."""
+    settings: dict[str, Any] = config.to_dict()
+    mixer: dict[str, Any] = settings.pop("mixer")
+    mixer.pop("n_kv_heads")
+    return {
+        **{SETTINGS.get(name, name): value for name, value in (settings | mixer).items()},
+        "num_key_value_heads": config.n_kv_heads,
+        "intermediate_size": config.ffn_hidden,
+    }
+
+
+def from_transformers(record: dict[str, Any]) -> ModelConfig:
+    """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
+    settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
+    mixer = {name: record[SETTINGS.get(name, name)] for name in MIXER_SETTINGS if name != "n_kv_heads"}
+    shared = record["num_key_value_heads"]
+    mixer["n_kv_heads"] = None if shared == settings["n_heads"] else shared
+    return ModelConfig.from_dict({**settings, "mixer": mixer})
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -88,10 +123,8 @@ def write_weights(
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:
-    """{file name: sha256}; several at a time, for reading is slower than hashing on many a machine, and on others not."""
-    files = list(files)
-    with ThreadPoolExecutor() as pool:
-        return dict(zip((f.name for f in files), pool.map(file_sha256, files), strict=True))
+    """{file name: sha256}."""
+    return {file.name: file_sha256(file) for file in files}
 
 
 def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, facts: dict[str, Any]) -> None:
@@ -116,35 +149,24 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     """(configuration, the record that it stands in) of a standalone folder. Raises: FileNotFoundError, ValueError."""
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} is not a model folder: it has no {CONFIG}. Make one with python -m interdomain.tools.convert."
-        )
+        raise FileNotFoundError(f"{folder} is not a model folder: it has no {CONFIG}. Make one with tools.convert.")
     try:
         record = json.loads(path.read_text())
         if record["model_type"] != "interdomain":
             raise KeyError("model_type")
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(
-            f"{path} is damaged or not ours ({type(e).__name__}: {e}); convert the checkpoint again."
-        ) from e
-    try:
         return from_transformers(record), record
-    except KeyError as e:
-        raise ValueError(f"{path} lacks the setting {e}; convert the checkpoint again.") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e}).") from e
 
 
 def weight_files(folder: Path | str) -> list[Path]:
     """model.safetensors, or without it the shards that the index names. Raises: FileNotFoundError, ValueError."""
-    folder = Path(folder)
-    require_utf8(folder)
-    names = {WEIGHTS}
+    folder, names = Path(folder), {WEIGHTS}
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         try:
             names = {Path(name).name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(
-                f"{folder / INDEX} is damaged ({type(e).__name__}: {e}); convert the checkpoint again."
-            ) from e
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{folder / INDEX} is damaged ({e}); convert the checkpoint again.") from e
     for name in sorted(names):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} lacks {name}; copy the whole folder again or convert again.")
@@ -165,32 +187,28 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
 
 def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tensor]) -> None:
     """Names and shapes must be exactly the model's, and the values floating point. Raises ValueError."""
-    expected = meta_model(config).state_dict()
-    wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    wrong += [f"{name} is unknown" for name in found.keys() - expected.keys()]
-    for name in expected.keys() & found.keys():
-        shape, tensor = list(expected[name].shape), found[name]
-        if list(tensor.shape) != shape or tensor.dtype not in DTYPES.values():
-            wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, the configuration says float {shape}")
+    expected = {name: list(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
+    stored = {
+        name: list(tensor.shape) if tensor.dtype in DTYPES.values() else tensor.dtype for name, tensor in found.items()
+    }
+    wrong = [
+        f"{name} is {stored.get(name, 'missing')}, the configuration says {expected.get(name, 'nothing of it')}"
+        for name in sorted(expected.keys() | stored.keys())
+        if stored.get(name) != expected.get(name)
+    ]
     if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        raise ValueError(
-            f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(sorted(wrong)[:3])}{more}. Convert the "
-            "checkpoint again."
-        )
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the weights of {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}{more}.")
 
 
 def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
-    """Raises ValueError unless every weight file is the one of `record`, byte for byte. Old folders have no checksums."""
+    """Raises ValueError unless every weight file is the one of `record`, byte for byte. transformers records no checksums."""
     recorded = record.get("weights")
     if recorded is None:
         return
     for file, checksum in checksums(weight_files(folder)).items():
-        if not isinstance(recorded, dict) or recorded.get(file) != checksum:
-            raise ValueError(
-                f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s. Copy the folder "
-                "again or convert again."
-            )
+        if recorded.get(file) != checksum:
+            raise ValueError(f"{Path(folder) / file} is not as it was written: its checksum differs from {CONFIG}'s.")
 
 
 def load_model(
@@ -208,8 +226,6 @@ def load_model(
         verify: compare the checksums of the weights, which reads them once more.
     Raises: FileNotFoundError, ValueError with what is wrong and what to do.
     """
-    if dtype not in (None, torch.float64, *DTYPES.values()):
-        raise ValueError(f"dtype is {dtype!r}: give torch.float32, float64, bfloat16 or float16.")
     config, record = read_config(folder)
     tensors = read_tensors(folder)
     check_tensors(folder, config, tensors)
@@ -225,24 +241,18 @@ def load_model(
 def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
     """(model, tokenizer) of a standalone folder. Options and errors: `load_model`."""
     config, record = read_config(folder)
-    tokenizer = load_checked_tokenizer(folder, config, record, CONFIG)
+    tokenizer = load_checked_tokenizer(folder, config, record)
     return load_model(folder, **options), tokenizer
 
 
-def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any], source: str) -> Any:
-    """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`, read from file `source`."""
-    described = record.get("tokenizer")
-    file = Path(str(described.get("file", TOKENIZER))).name if isinstance(described, dict) else TOKENIZER
-    if not (Path(folder) / file).is_file():  # perhaps there is another kind's, made for others to read
-        raise FileNotFoundError(
-            f"{folder} has no {file}; copy the whole folder again or convert again. (A model that transformers saved: copy the "
-            "file from the folder that it was loaded from.)"
-        )
-    tokenizer = load_tokenizer(Path(folder) / file)
-    if not isinstance(described, dict) or tokenizer.sha256 != described.get("sha256"):
-        raise ValueError(
-            f"the tokenizer of {folder} is not the one that the model was trained with (its checksum differs from "
-            f"{source}'s). Copy the folder again or convert again."
-        )
+def load_checked_tokenizer(folder: Path | str, config: ModelConfig, record: dict[str, Any]) -> Any:
+    """The tokenizer of a folder or checkpoint. Raises ValueError unless it is the one of `record`."""
+    folder, described = Path(folder), record.get("tokenizer") or {}
+    file = Path(described.get("file", TOKENIZER)).name
+    if not (folder / file).is_file():  # perhaps there is another kind's, made for others to read
+        raise FileNotFoundError(f"{folder} has no {file}. Copy it from the folder that the model came from.")
+    tokenizer = load_tokenizer(folder / file)
+    if tokenizer.sha256 != described.get("sha256"):
+        raise ValueError(f"{folder / file} is not the tokenizer of this model: its checksum differs from the record's.")
     check_vocab(tokenizer.vocab_size, config.vocab_size)
     return tokenizer

@@ -30,11 +30,8 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, attended: Tensor, dtype: torch.dtype, begin: int | Tensor = 0) -> "Window":
-        """attended: which keys, bool. scaled_dot_product_attention would make the same of it, in every layer anew; and where
-        rows do not begin at multiples of 16 numbers, its kernel for masks would copy them there, in every layer too."""
-        S = attended.shape[-1]
-        rows = torch.full((*attended.shape[:-1], -(-S // 16) * 16), -math.inf, dtype=dtype, device=attended.device)
-        return cls(rows[..., :S].masked_fill_(attended, 0), begin)
+        """attended: which keys, bool. scaled_dot_product_attention would make the same of it, in every layer anew."""
+        return cls(torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf), begin)
 
 
 class SoftmaxMixer(Mixer):
@@ -94,11 +91,11 @@ class SoftmaxMixer(Mixer):
         return Window.of(same.tril()[:, None], dtype)
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, padding: Tensor | None, dtype: torch.dtype) -> Window:
+    def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> Window:
         """All keys so far but those of left padding."""
         begin = state.length if state.cursor is None else state.cursor
         device = state.position.device
-        if isinstance(begin, int) and not state.padded and padding is None:
+        if isinstance(begin, int) and not state.padded:
             if not begin or tokens == 1:
                 return Window(None, begin)
             if device.type == "cuda":  # whose kernels know this one without a mask
@@ -108,11 +105,9 @@ class SoftmaxMixer(Mixer):
         slots = torch.arange(begin + tokens if isinstance(begin, int) else state.capacity or 0, device=device)
         own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
         mask = slots <= own
-        if state.padded or padding is not None:
-            seen = state.position if padding is None else state.position - padding
-            start = begin - seen  # a row's tokens end where all rows end
-            # Padding attends to itself: a query without any key would be NaN.
-            mask = ((mask & (slots >= start[:, None, None])) | (slots == own))[:, None]
+        if state.padded:
+            start = begin - state.position  # a row's tokens end where all rows end
+            mask = (mask & (slots >= start[:, None, None]))[:, None]
         return Window.of(mask, dtype, begin)
 
     @staticmethod

@@ -7,7 +7,6 @@ whole and float32 on every rank; `fold` makes of them what the blocks are handed
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,18 @@ class Dynamics(NamedTuple):
     c: Tensor | None
 
 
-class SSMDynamics(nn.Module):
+class KeptInFloat32(nn.Module):
+    """A module whose parameters and buffers `half()`, `to(torch.bfloat16)` and the like move, but do not round."""
+
+    def _apply(self, fn, recurse=True):
+        def moved(t: Tensor) -> Tensor:
+            out = fn(t)
+            return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
+
+        return super()._apply(moved, recurse)
+
+
+class SSMDynamics(KeptInFloat32):
     """Called, it returns its parameters: whole, where a parallelisation shards them, for that gathers them around a call."""
 
     def __init__(self, n_heads: int, n_basis: int, *, c_form: str, linear: bool) -> None:
@@ -44,9 +54,6 @@ class SSMDynamics(nn.Module):
         shapes = {"full": (n_heads, n_basis, n_basis, 2), "diagonal": (n_heads, n_basis, 2), "identity": None}
         self.C = parameter(*shapes[c_form]) if shapes[c_form] else None
         self.c = parameter(n_heads, n_basis) if linear else None
-
-    def _apply(self, fn, recurse=True):
-        return super()._apply(in_float32(fn), recurse)
 
     def forward(self) -> Dynamics:
         # Copies: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a
@@ -79,16 +86,6 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
     by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
     return list(zip(*by_layer, strict=True))
-
-
-def in_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A function of `Module._apply` (to, half, bfloat16, cuda, ...) that moves tensors but rounds none to half precision."""
-
-    def moved(t: Tensor) -> Tensor:
-        out = fn(t)
-        return t.to(out.device) if out.dtype in (torch.bfloat16, torch.float16) else out
-
-    return moved
 
 
 def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:

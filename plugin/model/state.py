@@ -25,20 +25,9 @@ class MixerState:
     prepared: tuple[dict[str, Any], dict[str, Any]] | None = None
     capacity: ClassVar[int | None] = None
 
-    @property
-    def in_place(self) -> bool:
-        """Whether a step may write over the state: no gradient is recorded."""
-        return not torch.is_grad_enabled() and writable(self.ssm, self.ssm)
-
     def advance(self, conv: Tensor, ssm: Tensor) -> None:
         """Take over new contents (what is the tensor of the state itself was written in place)."""
         self.conv, self.ssm = overwritten(self.conv, conv), overwritten(self.ssm, ssm)
-
-    def without_padding(self, seen: Tensor) -> None:
-        """Remove what padding before the first of `seen` [B] tokens of each row has left."""
-        back = torch.arange(self.conv.shape[1], 0, -1, device=seen.device)  # the input of how many tokens ago
-        conv = self.conv.where((back <= seen[:, None])[:, :, None], 0)
-        self.advance(conv, self.ssm.where((seen > 0)[:, None, None, None, None], 0))
 
     def aligned(self, used: int, length: int) -> "MixerState":
         return self
@@ -80,9 +69,6 @@ class KVCache:
         """Make room for `slots` in all, of which the first `used` are kept."""
         self.k, self.v = (F.pad(x[:, :, :used], (0, 0, 0, slots - used)) for x in (self.k, self.v))
 
-    def without_padding(self, seen: Tensor) -> None:
-        """Slots of padding are masked, not emptied."""
-
     def aligned(self, used: int, length: int) -> "KVCache":
         """The first `used` slots as the last of `length`."""
         return KVCache(*(F.pad(x[:, :, :used], (0, 0, length - used, 0)) for x in (self.k, self.v)))
@@ -98,8 +84,8 @@ class ModelState:
     Attributes:
         position: tokens seen per row, [B] int64.
         dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
-        length: tokens and left padding seen, the same in all rows: the slots of a cache in use.
-        padded: some row has padding.
+        length: the slots of a cache in use, the same in all rows: tokens, and padding on the left of them.
+        padded: some row has padding (see `stack`).
         cursor: `length` as a tensor [1] on the device, where steps are captured in a CUDA graph (`generation.Decoder`);
             the model then advances it in place of `length`.
     """
@@ -116,31 +102,15 @@ class ModelState:
         """Tokens that there is room for; None where there is no limit."""
         return self.layers[0].capacity
 
-    def advance(self, tokens: int, padding: Tensor | None = None) -> None:
-        """Count `tokens` of each row, `padding` [B] of which are none."""
-        seen = tokens if padding is None else tokens - padding
-        position = self.position + seen
+    def advance(self, tokens: int) -> None:
+        """Count `tokens` of each row."""
+        position = self.position + tokens
         # With gradients a new tensor: a compiled backward pass may compute the rotary angles again, from the old position.
         self.position = position if torch.is_grad_enabled() else overwritten(self.position, position)
         if self.cursor is None:
             self.length += tokens
         else:
             self.cursor.add_(tokens)
-        if padding is not None:
-            self.padded = True
-            for layer in self.layers:
-                layer.without_padding(self.position)
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens, where there is a limit."""
-        if self.capacity is not None and self.capacity < self.length + tokens:
-            for layer in self.layers:
-                layer.reserve(self.length, self.length + tokens)
-
-    def overwritten(self) -> list[Tensor]:
-        """The tensors whose contents a step replaces: all but a cache, to which it adds."""
-        recurrent = [x for layer in self.layers if layer.capacity is None for x in layer.tensors().values()]
-        return [self.position, *recurrent]
 
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self.layers for t in layer.tensors().values())
@@ -180,9 +150,5 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 
 
 def writable(old: Tensor, new: Tensor) -> bool:
-    """Whether `old` may be written in place: autograd records neither, and it was not made in an inference mode now over."""
-    if torch.is_grad_enabled() and (old.requires_grad or new.requires_grad):
-        return False
-    if torch.compiler.is_compiling():  # which cannot ask
-        return True
-    return torch.is_inference_mode_enabled() or not old.is_inference()
+    """Whether `old` may be written in place: autograd records neither."""
+    return not (torch.is_grad_enabled() and (old.requires_grad or new.requires_grad))

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, ModelConfig
-from .feature_map import rope_of
 from .initialize import initialize
 from .interface import Mixer
-from .layers import Embedding, Linear, RMSNorm
+from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
 from .mixer import InterdomainMixer
 from .softmax import SoftmaxMixer
@@ -21,14 +20,8 @@ MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softm
 
 
 def mixer_class(config: ModelConfig) -> type[Mixer]:
-    """The mixer of a model: its function, and what it costs. Raises: ValueError for a kind that no class computes."""
-    kind = config.mixer.kind
-    if kind not in MIXER_CLASSES:
-        raise ValueError(
-            f"no mixer computes mixer.kind = {kind!r}: known are {', '.join(MIXER_CLASSES)}. A new one needs a class with "
-            "every method of interdomain.model.interface.Mixer, in MIXER_CLASSES."
-        )
-    return MIXER_CLASSES[kind]
+    """The mixer of a model: its function, and what it costs."""
+    return MIXER_CLASSES[config.mixer.kind]
 
 
 class FeedForward(nn.Module):
@@ -85,7 +78,6 @@ class Transformer(nn.Module):
         state: ModelState | None = None,
         positions: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
         last: int | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
@@ -95,48 +87,36 @@ class Transformer(nn.Module):
             positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
                 document come before it. Nothing is carried from one document into another: not state, convolution or
                 attention.
-            padding: [B] integers, with a state: how many of the first tokens of each row are padding (all T may be). They
-                leave no trace: the others' logits and the state are as if they were not there. A text cannot have padding
-                once it has begun.
             last: logits of the last so many positions only, [B, last, V]; None for all.
             labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
                 over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`).
-        Raises: ValueError for padding without a state or that no text has, and for positions with a state.
+        Raises: ValueError for positions with a state, and for a state of other rows.
         """
-        T, h, packing = tokens.shape[1], self.tok_embeddings(tokens), None
-        if state is None:
-            if padding is not None:
-                raise ValueError("padding needs a state to continue from: give model.init_state(batch).")
-            if positions is None:
-                positions = torch.arange(T, device=tokens.device)
-            else:
-                packing = self._mixers[0].packing((positions == 0).cumsum(1, dtype=torch.int32), h.dtype)
-        else:
+        B, T = tokens.shape
+        h, packing, order = self.tok_embeddings(tokens), None, torch.arange(T, device=tokens.device)
+        if state is not None:
             if positions is not None:
-                raise ValueError(
-                    "positions are for whole sequences of packed documents; a state knows its own: leave one out."
-                )
-            padding = checked_padding(padding, state, tokens)
-            positions = state.position[:, None] + torch.arange(T, device=tokens.device)
-            if padding is not None:
-                positions = (positions - padding[:, None]).clamp_min(0)
-            packing = self._mixers[0].continuing(state, T, padding, h.dtype)
+                raise ValueError("positions are for whole sequences; a state knows its own: leave one out.")
+            if len(state.position) != B:
+                raise ValueError(f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each.")
+            positions = state.position[:, None] + order
+            packing = self._mixers[0].continuing(state, T, h.dtype)
+        elif positions is not None:
+            packing = self._mixers[0].packing((positions == 0).cumsum(1, dtype=torch.int32), h.dtype)
+        else:
+            positions = order
         rope = rope_of(self.config, positions, h.dtype) if self.config.mixer.rope else None
         dynamics = self.dynamics() if state is None else state.dynamics
-        with self._products(h.device):
+        products = contextlib.nullcontext()
+        if self.bf16_products:  # autocast's cache would keep a bf16 copy of every weight to the end, to use it once
+            products = torch.autocast(h.device.type, torch.bfloat16, cache_enabled=False)
+        with products:
             for i, layer in enumerate(self.layers.values()):
                 h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
             if state is not None:
-                state.advance(T, padding)
+                state.advance(T)
             h = self.norm(h if last is None else h[:, -last:])
             return self.output(h) if labels is None else self.output(h, labels)
-
-    def _products(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """The context of the blocks and the head."""
-        if not self.bf16_products:
-            return contextlib.nullcontext()
-        # Its cache would keep a bf16 copy of every weight to the end, to use it once.
-        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
     def _mixers(self) -> list[Any]:
@@ -166,18 +146,6 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int = 42) -> None:
         """Set every parameter and buffer: the same numbers on every device and under every sharding (see `initialize`)."""
         initialize(self, self.config, seed)
-
-
-def checked_padding(padding: Tensor | None, state: ModelState, tokens: Tensor) -> Tensor | None:
-    """None where there is no padding. Raises ValueError for padding that no text has."""
-    if padding is None:
-        return None
-    B, T = tokens.shape
-    if padding.shape != (B,) or padding.is_floating_point() or not ((padding >= 0) & (padding <= T)).all():
-        raise ValueError(f"padding must be integers from 0 to {T}, one a row of {B}: got {padding.tolist()}.")
-    if ((padding > 0) & (state.position > 0)).any():
-        raise ValueError("padding stands before a text: a row that has begun cannot have more of it.")
-    return padding if padding.any() else None
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ def is_finished(folder: Path) -> bool:
 def read_checked(folder: Path) -> tuple[bytes, dict]:
     """A checkpoint's index, as bytes, and its record ({} where there is none), after a check of its files and their lengths.
 
-    Raises: ValueError that names the file and what is wrong with it; WrittenByNewerPyTorch; OSError.
+    Raises: ValueError that names the file and what is wrong with it; OSError.
     """
     if not is_finished(folder):
         raise ValueError(f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last.")

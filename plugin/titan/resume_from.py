@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from interdomain.model.distributed_checkpoint import METADATA, WrittenByNewerPyTorch, finished_steps, step_of
+from interdomain.model.distributed_checkpoint import METADATA, finished_steps, step_of
 
 from .host import DATALOADER, TRAIN_STATE, logger
 from .integrity import is_finished, read_checked
@@ -116,8 +116,6 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
             continue
         try:
             return ResumePoint(path, *read_checked(path), [], latest=True)
-        except WrittenByNewerPyTorch:  # no reason to take an older one
-            raise
         except ValueError as e:
             set_damaged_aside(path, str(e))
     damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))

@@ -43,12 +43,8 @@ def not_registered(monkeypatch):
 
 @pytest.fixture
 def package():
-    """package() imports `interdomain.hf`, which registers it for this test."""
-
-    def register():
-        return importlib.reload(importlib.import_module("interdomain.hf"))
-
-    return register
+    """`interdomain.hf`, whose import registers it for this test."""
+    return importlib.reload(importlib.import_module("interdomain.hf"))
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,12 @@
-"""Folders: what is loaded is what was written, saved and older folders load too, and a reader finds three files."""
+"""Folders: what is loaded is what was written, what transformers saves loads too, and a reader finds three files."""
 
 import ast
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from interdomain.model.pretrained import load_model, load_pretrained
-from interdomain.model.transformers_names import BASE, stored_name
+from interdomain.model.pretrained import load_model, stored_name
 
 from ..common import REPOSITORY
 from .common import CLOSE, KINDS, ON, code_of, greedy, random_texts
@@ -36,7 +33,7 @@ def test_what_a_reader_finds(exported):
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in optional]
         names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in imports if isinstance(n, ast.ImportFrom) and not n.level}
-        assert {name.partition(".")[0] for name in names} <= {"math", "typing", "torch", "transformers"}
+        assert {name.partition(".")[0] for name in names} <= {"dataclasses", "math", "typing", "torch", "transformers"}
     assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
 
@@ -80,43 +77,11 @@ def test_saved_and_loaded_again(tmp_path, loaded, case):
         )
 
 
-def former(folder, path):
-    """A folder as it was written before the code was three files: settings in one object, tensors without a prefix."""
-    shutil.copytree(folder, path)
-    record = json.loads((path / "config.json").read_text())
-    model = load_model(folder).config
-    kept = ("model_type", "architectures", "auto_map", "dtype", "bos_token_id", "eos_token_id", "tokenizer", "facts")
-    names = dict(
-        vocab_size="vocab_size", dim="hidden_size", n_layers="num_hidden_layers", n_heads="num_attention_heads"
-    )
-    record = {name: record[name] for name in kept} | {new: getattr(model, old) for old, new in names.items()}
-    (path / "config.json").write_text(json.dumps(record | {"interdomain": model.to_dict()}))
-    tensors = {name.removeprefix(BASE): t for name, t in load_file(path / "model.safetensors").items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-@pytest.mark.parametrize("case", KINDS)
-def test_a_folder_of_the_former_format(tmp_path, exported, package, case):
-    """Its own code runs it with trust_remote_code; this package reads it, natively and (on transformers 5) as registered."""
-    transformers = pytest.importorskip("transformers")
-    model, folder = exported(case)
-    old, tokens = former(folder, tmp_path / "old"), random_texts(1, 9)
-    native, _ = load_pretrained(old)
-    assert native.config == model.config
-    assert torch.equal(native(tokens), load_model(folder)(tokens))
-    package()
-    if transformers.__version__.startswith("4."):
-        pytest.skip("transformers 4 adds no prefix to tensors of a whole model")
-    there = load(old, trust_remote_code=False)
-    torch.testing.assert_close(there(tokens).logits, native(tokens), **CLOSE)
-
-
 def test_the_package_registers_the_same_classes(tmp_path, exported, package):
     """No trust is asked for, and what is saved is a folder with code."""
     from transformers import AutoConfig, AutoModel
 
-    hf, (model, folder) = package(), exported("interdomain")
+    hf, (model, folder) = package, exported("interdomain")
     assert type(AutoConfig.from_pretrained(folder)) is hf.InterdomainConfig
     there = load(folder, trust_remote_code=None)
     assert type(there) is hf.InterdomainForCausalLM
@@ -143,7 +108,7 @@ def test_added_tokens(tmp_path, exported):
 def test_a_new_model_starts_as_the_native_one_does(loaded):
     """The same distributions, by name."""
     from interdomain.model import Transformer, build_config
-    from interdomain.model.transformers_names import to_transformers
+    from interdomain.model.pretrained import to_transformers
 
     code = code_of(loaded("interdomain")[1])
     for condition, options in (
@@ -153,10 +118,8 @@ def test_a_new_model_starts_as_the_native_one_does(loaded):
     ):
         config = build_config("debug", condition, n_layers=2, **options)
         torch.manual_seed(0)
-        there, native = (
-            code.InterdomainForCausalLM(code.InterdomainConfig(**to_transformers(config))),
-            Transformer(config),
-        )
+        there = code.InterdomainForCausalLM(code.InterdomainConfig(**to_transformers(config)))
+        native = Transformer(config)
         for name, tensor in native.state_dict().items():
             found = there.state_dict()[stored_name(name)]
             if name.endswith("log_dt"):

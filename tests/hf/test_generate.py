@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from .common import CASES, KINDS, ON, TOKENS, code_of, greedy, padded, random_texts
+from .common import CASES, KINDS, ON, code_of, greedy, padded, random_texts
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,20 +45,6 @@ def test_beams(loaded, case, monkeypatch):
     assert any(rows != sorted(set(rows)) for rows in moved)  # some beam was dropped for another
 
 
-@pytest.mark.parametrize("case", ["interdomain", "softmax"])
-def test_sampling(loaded, case):
-    _, there = loaded(case)
-    options = dict(max_new_tokens=6, do_sample=True, top_p=0.95, num_return_sequences=2, eos_token_id=None)
-    texts = []
-    for use_cache in (True, True, False):
-        torch.manual_seed(5)
-        texts.append(there.generate(random_texts(2, 9), use_cache=use_cache, **options))
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-    assert len({tuple(row) for row in texts[0].tolist()}) == 4
-    assert texts[0].max() < TOKENS  # rows of the vocabulary that are no tokens are suppressed
-
-
 @pytest.mark.parametrize("case", KINDS)
 def test_a_text_that_goes_on(loaded, case):
     """Turn by turn with the returned cache: what it has read is not read again, and the text is that of one prompt."""
@@ -80,8 +66,6 @@ def test_a_text_that_goes_on(loaded, case):
     hook.remove()
     with pytest.raises(ValueError, match="one token more"):
         there.generate(wanted[:, :-1], past_key_values=cache, max_new_tokens=5, **ON)
-    with pytest.raises(NotImplementedError, match="copy the cache"):
-        cache.crop(3)
 
 
 @pytest.mark.parametrize("case", ["interdomain", "softmax"])
@@ -99,23 +83,8 @@ def test_chats_with_turns_of_unequal_length(loaded, case):
         assert torch.equal(found[row, kept], greedy(model, text[row, mask[row].bool()][None], 4)[0])
 
 
-def test_the_pipeline(exported, tokenizer):
-    from transformers import pipeline
-
-    model, folder = exported("interdomain")
-    generate = pipeline("text-generation", model=str(folder), trust_remote_code=True, device="cpu")
-    prompts = ["import os", "def f(x):"]
-    out = generate(prompts, max_new_tokens=5, do_sample=False, batch_size=2, return_full_text=False)
-    for prompt, (found,) in zip(prompts, out, strict=True):
-        text = greedy(model, torch.tensor([tokenizer.encode(prompt)]), 5)[0].tolist()
-        assert tokenizer.eos_id not in text
-        assert found["generated_text"] == tokenizer.decode(text).removeprefix(prompt)
-
-
-def test_streaming_and_the_end_of_text(loaded, exported, tokenizer, capsys):
+def test_the_end_of_text(loaded, tokenizer):
     """A row that has ended is filled up with padding, and does not disturb the others."""
-    from transformers import AutoTokenizer, TextStreamer
-
     model, there = loaded("interdomain")
     tokens = random_texts(2, 9)
     whole = greedy(model, tokens, 8)
@@ -123,10 +92,6 @@ def test_streaming_and_the_end_of_text(loaded, exported, tokenizer, capsys):
     found = there.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=stop)
     assert found[0].tolist() == whole[0, :12].tolist() + 5 * [tokenizer.unk_id]
     assert torch.equal(found[1], whole[1])
-    text = AutoTokenizer.from_pretrained(exported("interdomain")[1], trust_remote_code=False)
-    capsys.readouterr()
-    there.generate(tokens[:1], max_new_tokens=8, streamer=TextStreamer(text, skip_prompt=True), **ON)
-    assert capsys.readouterr().out.strip() == text.decode(whole[0, 9:]).strip()
 
 
 def test_generation_that_takes_tokens_back_is_refused(loaded):

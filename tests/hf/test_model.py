@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model.transformers_names import from_transformers, stored_name, to_transformers
+from interdomain.model.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, random_tokens, variant
 from .common import CASES, CLOSE, KINDS, code_of, padded, random_texts
@@ -61,9 +61,7 @@ def test_in_float32(loaded, case):
     with torch.no_grad():
         wanted = native(tokens)
         torch.testing.assert_close(model(tokens).logits, wanted, **CLOSE)
-        for kept in (5, torch.tensor([3, 30])):
-            last = wanted[:, -kept:] if isinstance(kept, int) else wanted[:, kept]
-            torch.testing.assert_close(model(tokens, logits_to_keep=kept).logits, last, **CLOSE)
+        torch.testing.assert_close(model(tokens, logits_to_keep=5).logits, wanted[:, -5:], **CLOSE)
 
 
 @pytest.mark.parametrize("sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")])

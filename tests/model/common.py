@@ -1,6 +1,7 @@
 """Small models of every kind, with weights at which each part of the mixer is felt."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS, Execution, ModelConfig, Transformer, build_config
 
@@ -70,3 +71,15 @@ def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -
 def positions_of(lengths) -> torch.Tensor:
     """Of documents of these lengths, packed row by row."""
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return out

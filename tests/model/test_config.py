@@ -33,65 +33,39 @@ def test_a_cell_s_name_as_text_and_from_its_own_name():
     assert cell_of(build_config("debug", "softmax"), "mine").condition == "softmax"  # which does not read n_basis
 
 
-# (condition, overrides), what the message must name: what was got, and what is allowed or to be done.
+# Condition, overrides, and what the message must name.
 REFUSED = [
-    (("interdomian", {}), ["'interdomian'", "interdomain", "s4d-rope", "softmax"]),
-    (("interdomain", dict(n_bassis=3)), ["n_bassis", "n_basis", "vocab_size"]),
-    (("interdomain", dict(readout="imag")), ["mixer.readout", "'imag'", "complex, real, hermitian"]),
-    (("interdomain", dict(n_basis=0)), ["mixer.n_basis", "at least 1", "got 0"]),
-    (("interdomain", dict(n_kv_heads=5)), ["mixer.n_kv_heads", "got 5", "[1, 2, 3, 4, 6, 12]"]),
-    (("interdomain", dict(dim=700)), ["n_heads * head_dim", "768", "700"]),
-    (("interdomain", dict(dim=12 * 63, head_dim=63)), ["head_dim", "even", "63"]),
-    (("interdomain", dict(n_layers=True)), ["n_layers", "int", "True"]),
-    (("interdomain", dict(norm_eps=float("nan"))), ["norm_eps", "positive", "nan"]),
-    (("interdomain", dict(n_layers=10**6)), ["n_layers", "at most 10,000", "got 1,000,000"]),
-    (("interdomain", dict(c_scale=1.0, c_form="identity")), ["mixer.c_scale", "mixer.c_form = 'identity'"]),
-    (("interdomain", dict(linear_scale=1.0)), ["mixer.linear_scale", "query_readout = false"]),
-    (("interdomain", dict(dt_min=0.2)), ["mixer.dt_min", "mixer.dt_max", "0.2 and 0.1"]),
-    (("softmax", dict(output_gate=True)), ["softmax", "mixer.output_gate = True", "n_kv_heads"]),
-    (("s4d", dict(n_kv_heads=1)), ["mixer.n_kv_heads", "query readout", "query_readout = true"]),
-    (("s4d-rope", dict(feature_map="rff")), ["mixer.feature_map", "'rff'", "mixer.dual_input"]),
+    ("interdomian", {}, "'interdomian'.*interdomain.*s4d-rope"),
+    ("interdomain", dict(n_bassis=3), "n_bassis.*vocab_size.*n_basis"),
+    ("interdomain", dict(readout="imag"), "mixer.readout.*'imag'.*complex, real, hermitian"),
+    ("interdomain", dict(n_basis=0), "mixer.n_basis must be at least 1: got 0"),
+    ("interdomain", dict(n_kv_heads=5), "mixer.n_kv_heads must divide n_heads = 12: got 5"),
+    ("interdomain", dict(dim=700), r"n_heads \* head_dim.*700"),
+    ("interdomain", dict(dim=12 * 63, head_dim=63), "head_dim must be even.*63"),
+    ("interdomain", dict(n_layers=True), "n_layers must be int: got True"),
+    ("interdomain", dict(norm_eps=float("nan")), "norm_eps must be positive.*nan"),
+    ("interdomain", dict(c_scale=1.0, c_form="identity"), "mixer.c_scale.*mixer.c_form = 'identity'"),
+    ("interdomain", dict(linear_scale=1.0), "mixer.linear_scale.*query_readout = false"),
+    ("interdomain", dict(dt_min=0.2), "mixer.dt_min.*0.2 and 0.1"),
+    ("softmax", dict(output_gate=True), "mixer.output_gate = True.*softmax.*n_kv_heads"),
+    ("s4d", dict(n_kv_heads=1), "mixer.n_kv_heads.*query_readout = true"),
+    ("s4d-rope", dict(feature_map="rff"), "mixer.feature_map.*'rff'.*mixer.dual_input"),
 ]
 
 
-def refusal(make, *args, **options) -> str:
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 (the message is checked by the caller)
-        make(*args, **options)
-    return str(refused.value)
+@pytest.mark.parametrize(("condition", "overrides", "words"), REFUSED)
+def test_what_no_model_has_is_refused(condition, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        build_config("125M", condition, **overrides)
 
 
-def test_what_no_model_has_is_refused():
-    for (condition, overrides), words in REFUSED:
-        message = refusal(build_config, "125M", condition, **overrides)
-        assert all(word in message for word in words), message
-    assert all(word in refusal(build_config, "126M") for word in ("'126M'", "125M", "1.3B", "debug"))
-
-
-def described(**changes):
-    return {**build_config("debug").to_dict(), **changes}
-
-
-def test_a_record_of_before_the_settings_of_the_start_has_their_defaults():
-    old = described()
-    for name in ("c_scale", "linear_scale", "dt_min", "dt_max", "a_init"):
-        del old["mixer"][name]
-    assert ModelConfig.from_dict(old) == build_config("debug")
-
-
-def without(name):
-    return {key: value for key, value in described().items() if key != name}
-
-
-def test_a_damaged_record_is_refused():
-    for data, words in (
-        (described(format_version=2), ["version 2", "reads version 1", "update"]),
-        (without("format_version"), ["version None", "reads version 1"]),
-        (described(window=128), ["window", "allowed", "dim"]),
-        (described(mixer={"gate": True}), ["gate", "allowed", "output_gate"]),
-        (described(mixer="interdomain"), ["mixer", "'interdomain'", "named settings"]),
-        (described(dim="128"), ["dim", "int", "'128'"]),
-        (without("head_dim"), ["lacks head_dim"]),
-        ([1], ["[1]", "named settings"]),
+def test_a_record_of_another_version_or_with_unknown_settings_is_refused():
+    record = build_config("debug").to_dict()
+    for changes, words in (
+        (dict(format_version=2), "version 2.*reads version 1"),
+        (dict(window=128), "window.*allowed: dim"),
+        (dict(mixer={"gate": True}), "gate.*allowed.*output_gate"),
+        (dict(dim="128"), "dim must be int: got '128'"),
     ):
-        message = refusal(ModelConfig.from_dict, data)
-        assert all(word in message for word in words), message
+        with pytest.raises(ValueError, match=words):
+            ModelConfig.from_dict(record | changes)

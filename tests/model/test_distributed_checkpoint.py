@@ -76,7 +76,7 @@ def test_an_index_that_another_python_wrote(checkpoint):
 def test_no_gadget_is_reached(checkpoint):
     for gadget in GADGETS.values():
         (checkpoint / checkpoints.METADATA).write_bytes(gadget)
-        with pytest.raises(ValueError, match=r"damaged or not the index of a checkpoint .*(has no place|__class__)"):
+        with pytest.raises(ValueError, match=r"is damaged.*(has no place|__class__)"):
             checkpoints.tensor_index(checkpoint)
 
 
@@ -84,19 +84,14 @@ def test_code_in_an_index_never_runs(checkpoint, tmp_path):
     """Neither at the top nor in an entry."""
     trap, index = tmp_path / "sprung", checkpoints.tensor_index(checkpoint)
     whole = (checkpoint / checkpoints.METADATA).read_bytes()
-    for change in (
-        lambda metadata: Runs(trap),
-        lambda metadata: metadata.state_dict_metadata.update(d=Runs(trap)),
-    ):
+    for change in (lambda metadata: Runs(trap), lambda metadata: metadata.state_dict_metadata.update(d=Runs(trap))):
         edit_index(checkpoint, change)
-        with pytest.raises(ValueError, match="has no place in the index"):
-            checkpoints.tensor_index(checkpoint)
-        with pytest.raises(ValueError, match="has no place in the index"):  # dcp.load reads the index again
-            checkpoints.read_tensors(checkpoint, ["a"], index)
+        for read in (checkpoints.tensor_index, lambda folder: checkpoints.read_tensors(folder, ["a"], index)):
+            with pytest.raises(ValueError, match="has no place in the index"):
+                read(checkpoint)
         assert not trap.exists()
         (checkpoint / checkpoints.METADATA).write_bytes(whole)
-    (checkpoint / checkpoints.METADATA).write_bytes(pickle.dumps(Runs(trap)))
-    pickle.loads((checkpoint / checkpoints.METADATA).read_bytes())  # the trap is real
+    pickle.loads(pickle.dumps(Runs(trap)))  # the trap is real
     assert trap.exists()
 
 
@@ -126,17 +121,17 @@ def test_code_in_a_shard_never_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda m: {"state_dict_metadata": {}}, "it holds dict"),
-        (lambda m: Metadata(None), "it lists no tensors"),
-        (lambda m: m.state_dict_metadata["a"].chunks.pop() and None, "hold 0 of the 12 values of a"),
-        (lambda m: delattr(m.state_dict_metadata["a"], "size"), "is damaged: a"),
+        lambda m: {"state_dict_metadata": {}},
+        lambda m: Metadata(None),
+        lambda m: m.state_dict_metadata["a"].chunks.pop() and None,
+        lambda m: delattr(m.state_dict_metadata["a"], "size"),
     ],
 )
-def test_an_index_that_describes_too_little_is_refused(checkpoint, change, words):
+def test_an_index_that_describes_too_little_is_refused(checkpoint, change):
     edit_index(checkpoint, change)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
         checkpoints.tensor_index(checkpoint)
 
 
@@ -175,12 +170,7 @@ def test_newest_whole_step(tmp_path):
     assert checkpoints.latest_checkpoint(run) == run / "checkpoint" / "step-100"
     assert checkpoints.latest_checkpoint(run / "checkpoint") == run / "checkpoint" / "step-100"
     assert checkpoints.latest_checkpoint(str(run / "step-95")) == run / "step-95"
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no whole checkpoint"):
-        checkpoints.latest_checkpoint(empty)
     with pytest.raises(FileNotFoundError, match="no folder"):
         checkpoints.latest_checkpoint(tmp_path / "nowhere")
-    half = checkpoints.latest_checkpoint(run / "checkpoint" / "step-110")
-    with pytest.raises(FileNotFoundError, match="not a whole checkpoint"):
-        checkpoints.tensor_index(half)
+    with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
+        checkpoints.tensor_index(checkpoints.latest_checkpoint(run / "checkpoint" / "step-110"))

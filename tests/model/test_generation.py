@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS
-from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, read, sample
+from interdomain.model.generation import PREFILL_CHUNK, Decoder, Sampling, decode, generate, prefill, sample
 
-from .common import random_tokens, variant
+from .common import Largest, random_tokens, variant
 
 GREEDY = Sampling(temperature=0)
 
@@ -43,18 +42,6 @@ def test_greedy_is_the_argmax_of_the_whole_pass(condition, chunk):
             tokens.append(token)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
-        self.largest = max(self.largest, *sizes, 0)
-        return out
-
-
 def test_memory_does_not_grow_with_the_prompt():
     model = variant("interdomain")
 
@@ -64,29 +51,6 @@ def test_memory_does_not_grow_with_the_prompt():
         return found.largest
 
     assert largest(512, 32) == largest(128, 32) < largest(512, 512)
-
-
-@pytest.mark.parametrize(("condition", "option"), [("interdomain", "all"), ("s4d", "plain"), ("softmax", "plain")])
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_padding_leaves_no_trace(condition, option, chunk):
-    """Rows with padding, in pieces that end within it, at its end and after it, and then further pieces and steps."""
-    model = variant(condition, option)
-    lengths = (13, 1, 2, 8, 9)
-    prompts = [prompt(model, n, seed=n) for n in lengths]
-    padding = torch.tensor([13 - n for n in lengths])
-    tokens = torch.tensor([[7] * (13 - n) + p for n, p in zip(lengths, prompts, strict=True)])
-    logits, state = prefill(model, tokens, chunk=chunk, padding=padding)
-    more = random_tokens(model.config, 5, 6)
-    found = [logits, *(decode(model, t, state) for t in more[:, :3].T), prefill(model, more[:, 3:], state)[0]]
-    assert state.position.tolist() == [n + 6 for n in lengths]
-    for i, p in enumerate(prompts):
-        logits, alone = prefill(model, torch.tensor([p]))
-        row = more[i : i + 1]
-        wanted = [logits, *(decode(model, t, alone) for t in row[:, :3].T), prefill(model, row[:, 3:], alone)[0]]
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a[i : i + 1], b, rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="a row that has begun"):
-        model(more, state, padding=torch.tensor([0, 0, 1, 0, 0]))
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])
@@ -102,21 +66,6 @@ def test_rows_are_taken_and_copied(condition):
     for i, row in enumerate((2, 0, 2, 2)):
         again = decode(model, next_tokens[i].expand(3), copy.clone())
         torch.testing.assert_close(taken[i], again[row], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("condition", ["interdomain", "softmax"])
-def test_texts_go_on(condition):
-    """From a state, with more tokens of unequal number, as in a chat."""
-    model = variant(condition)
-    prompts = [prompt(model, n, seed=n) for n in (5, 9)]
-    more = [prompt(model, n, seed=n) for n in (4, 7)]
-    options = dict(max_tokens=6, sampling=GREEDY)
-    _, state = read(model, prompts)
-    found = list(generate(model, more, state=state, **options))
-    wanted = list(generate(model, [a + b for a, b in zip(prompts, more, strict=True)], **options))
-    assert found == wanted
-    with pytest.raises(ValueError, match=r"1 text\(s\) for a state of 2"):
-        read(model, more[:1], state)
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
@@ -150,10 +99,7 @@ def test_a_stop_token_ends_its_row_alone():
     steps = list(generate(model, prompts, max_tokens=30, seed=1, stop=stop))
     assert [step[0] for step in steps] == free[0][:end] + [None] * (30 - end)  # the stop token itself is given out
     assert [step[1] for step in steps] == free[1]
-    # Once all have ended, so has the iteration.
-    assert rows(model, prompts[:1], max_tokens=30, seed=1, stop=stop) == [free[0][:end]]
-    assert len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end
-    assert len(list(generate(model, prompts, max_tokens=1))) == 1
+    assert len(list(generate(model, prompts[:1], max_tokens=30, seed=1, stop=stop))) == end  # once all have ended
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=3, top_p=0.5)], ids=str)
@@ -163,9 +109,7 @@ def test_spare_rows_of_a_padded_vocabulary_are_never_chosen(sampling):
         model.output.weight[40:] *= 100
     options = dict(max_tokens=50, sampling=sampling, seed=1)
     assert max(rows(model, [[1, 2]], **options)[0]) >= 40
-    found = rows(model, [[1, 2]], vocab_size=40, **options)[0]
-    assert len(found) == 50
-    assert max(found) < 40
+    assert max(rows(model, [[1, 2]], vocab_size=40, **options)[0]) < 40
 
 
 # Hand-made distribution: 0.5, 0.25, 0.125, 0.0625, 0.0625 in shuffled places.
@@ -179,16 +123,13 @@ DRAWS = 4000
         (Sampling(), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
         (GREEDY, [0, 1, 0, 0, 0]),
         (Sampling(top_k=2), [0, 2 / 3, 0, 0, 1 / 3]),
-        (Sampling(top_k=99), [0.0625, 0.5, 0.0625, 0.125, 0.25]),
         # Kept while the mass ahead of a token is below top_p: the token that crosses it is in.
         (Sampling(top_p=0.45), [0, 1, 0, 0, 0]),
         (Sampling(top_p=0.8), [0, 4 / 7, 0, 1 / 7, 2 / 7]),
-        (Sampling(top_p=1e-9), [0, 1, 0, 0, 0]),
         # Squares of the probabilities, normalised: 16, 4, 1, 1/4, 1/4 of 21.5.
         (Sampling(temperature=0.5), [0.25 / 21.5, 16 / 21.5, 0.25 / 21.5, 1 / 21.5, 4 / 21.5]),
         # The temperature comes first, then top_k, then top_p of what is left.
         (Sampling(temperature=0.5, top_p=0.74), [0, 1, 0, 0, 0]),
-        (Sampling(top_k=2, top_p=0.6), [0, 1, 0, 0, 0]),
         (Sampling(temperature=1e-300), [0, 1, 0, 0, 0]),
         (Sampling(temperature=1e30), [0.2] * 5),
     ],
@@ -202,43 +143,21 @@ def test_sampling(sampling, wanted):
         assert f == w if w in (0, 1) else abs(f - w) < 5 * math.sqrt(w * (1 - w) / DRAWS)
 
 
-def test_what_cannot_be_is_refused_before_anything_is_read():
+def test_what_cannot_be_is_refused():
     model = variant("interdomain")
-    state, tokens = model.init_state(2), random_tokens(model.config, 2, 5)
-    for name, value in (
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-    ):
+    for name, value in (("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.1)):
         with pytest.raises(ValueError, match=f"{name}.*got {value}"):
             Sampling(**{name: value})
-    for prompts, options, words in (
-        ([], {}, "at least one token"),
-        ([[1], []], {}, r"at least one token.*\[1, 0\]"),
-        ([[1], [3, 61]], {}, "61; the vocabulary is 0 to 60"),
-        ([[-1]], {}, "vocabulary"),
-        ([[1.5]], {}, "int64 or int32"),
-        ([[1]], dict(max_tokens=0), "max_tokens"),
-        ([[1]], dict(prefill_chunk=0), "prefill_chunk"),
+    for prompts, words in (
+        ([], "at least one token"),
+        ([[1], []], r"at least one token.*\[1, 0\]"),
+        ([[1], [3, 61]], "61; they must be below 61"),
+        ([[-1]], "must be below"),
     ):
         with pytest.raises(ValueError, match=words):
-            list(generate(model, prompts, **{"max_tokens": 3, **options}))
-    for options, words in (
-        (dict(padding=torch.tensor([6, 0])), "from 0 to 5"),
-        (dict(padding=torch.tensor([-1, 0])), "from 0 to 5"),
-        (dict(padding=torch.tensor([1])), "one a row of 2"),
-        (dict(padding=torch.tensor([0.0, 1.0])), "integers"),
-        (dict(tokens=torch.zeros(2, 0, dtype=torch.int64)), "one at least"),
-        (dict(tokens=torch.arange(5)), "int64 or int32"),
-        (dict(tokens=torch.arange(5)[None]), "for a state of 2 row"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            prefill(model, **(dict(tokens=tokens, state=state) | options))
-    assert state.length == 0
-    with pytest.raises(ValueError, match="needs a state"):
-        model(tokens, padding=torch.tensor([0, 1]))
+            list(generate(model, prompts, max_tokens=3))
+    with pytest.raises(ValueError, match="for a state of 2"):
+        prefill(model, torch.arange(5)[None], model.init_state(2))
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "softmax"])
@@ -249,10 +168,8 @@ def test_decoder_without_a_graph(condition):
     decoder = Decoder(model, state.clone())
     for t in tokens[:, 10:].T:
         assert torch.equal(decoder.step(t), decode(model, t, state))
-    for wrong in ([1], [[1], [2]]):  # a graph would copy one token to both rows
-        for step in (decoder.step, lambda tokens: decode(model, tokens, state)):
-            with pytest.raises(ValueError, match="one of each row"):
-                step(torch.tensor(wrong))
+    with pytest.raises(ValueError, match="one of each row"):  # a graph would copy one token to both rows
+        decoder.step(torch.tensor([1]))
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="a CUDA graph needs a model on CUDA"):
             Decoder(model, state, graph=True)

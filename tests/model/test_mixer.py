@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import Execution, Transformer, mixer
-from interdomain.model.feature_map import rope_frequencies, rope_tables
+from interdomain.model.layers import rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
 from .common import VARIANTS, random_tokens, small_config, variant
@@ -87,7 +87,7 @@ def literal(mixer, x):
 
 
 def run(mixer, x, head_dim):
-    return mixer(x, rope_tables(torch.arange(x.shape[1]), rope_frequencies(head_dim, 1e4), x.dtype))
+    return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, 1e4, x.dtype))
 
 
 @pytest.mark.parametrize(("condition", "option"), [v for v in VARIANTS if v[0] != "softmax"])
@@ -122,3 +122,16 @@ def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
         assert [x.dtype for x in args] == [torch.bfloat16] * (len(args) - 2) + [torch.float32] * 2
         assert options["final_state"] is False
         assert options.get("recompute", i < 2) == (i < 2)
+
+
+def test_rope_angles():
+    head_dim, positions = 96, [0, 1, 7, 4095, 1_000_000]
+    cos, sin = rope_tables(torch.tensor(positions), head_dim, 1e4)
+    assert cos.shape == sin.shape == (len(positions), 1, head_dim // 2)
+    assert cos.dtype == torch.float32
+    for t, position in enumerate(positions):
+        for i in range(head_dim // 2):
+            angle = position / 10_000.0 ** (2 * i / head_dim)  # Python floats: float64
+            # float32 values of exact angles, at a million tokens as at one.
+            assert cos[t, 0, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sin[t, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-7)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from interdomain.model.feature_map import rope_frequencies, rope_tables
 from interdomain.model.generation import prefill
+from interdomain.model.layers import rope_tables
 from interdomain.model.softmax import SoftmaxMixer, Window
 
 from .common import random_tokens, small_config, variant
@@ -34,7 +34,7 @@ def test_plain_masked_softmax(n_kv_heads):
     mixer = SoftmaxMixer(config).double()
     x = 3 * torch.randn(2, 33, config.dim, dtype=torch.float64)
     with torch.no_grad():
-        found = mixer(x, rope_tables(torch.arange(33), rope_frequencies(config.head_dim, 1e4), torch.float64))
+        found = mixer(x, rope_tables(torch.arange(33), config.head_dim, 1e4, torch.float64))
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
 
 
@@ -46,7 +46,7 @@ def test_a_piece_on_a_gpu_needs_no_mask(monkeypatch):
     piece = random_tokens(model.config, 2, 3)
     wanted = model(piece, state.clone())
 
-    def continuing(state, tokens, padding, dtype):
+    def continuing(state, tokens, dtype):
         return Window(causal_lower_right(tokens, state.length + tokens), state.length)
 
     monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(continuing))

@@ -112,24 +112,6 @@ def test_state_is_differentiable():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)  # sums over tokens and vocabulary
 
 
-@pytest.mark.parametrize("condition", ["interdomain", "dual-linear"])
-def test_backends_compute_the_same_model(condition):
-    config = small_config(condition)
-    tokens = random_tokens(config, 2, 100)
-    found = {}
-    for backend in ("chunkwise", "parallel", "fft", "reference"):
-        model = lively(config, torch.float32, backend)
-        logits = model(tokens)
-        logits.logsumexp(-1).mean().backward()
-        found[backend] = [logits.detach(), *(p.grad for p in model.parameters())]
-        names = ["logits", *(name for name, _ in model.named_parameters())]
-    for backend in ("parallel", "fft", "reference"):
-        for name, a, b in zip(names, found[backend], found["chunkwise"], strict=True):
-            # float32 sums in another order, relative to the tensor's largest entry.
-            error = (a - b).abs().max() / b.abs().max()
-            assert error < 2e-5, (backend, name, error)
-
-
 def test_impossible_calls_are_refused():
     model = lively(small_config("interdomain"), backend="trition")
     with pytest.raises(ValueError, match=r"'trition'; allowed: auto, chunkwise"):
@@ -138,14 +120,13 @@ def test_impossible_calls_are_refused():
         model(random_tokens(model.config, 1, 4), model.init_state(1), positions=torch.arange(4)[None])
 
 
-def test_half_precision_leaves_the_dynamics():
-    """model.to(bfloat16) and .half() round weights; a decay of 0.999 would become 1."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_leaves_the_dynamics(dtype):
+    """A decay of 0.999 would become 1."""
     model = variant("interdomain", "rff", torch.float32)
     original = {name: t.clone() for name, t in model.state_dict().items()}
-    for dtype, cast in ((torch.bfloat16, lambda: model.to(torch.bfloat16)), (torch.float16, model.half)):
-        cast()
-        for name, tensor in model.state_dict().items():
-            exact = ".ssm." in name or name.endswith("frequencies")
-            assert tensor.dtype == (torch.float32 if exact else dtype), name
-            assert not exact or torch.equal(tensor, original[name]), name
-        assert model(random_tokens(model.config, 1, 5)).dtype == dtype
+    assert model.to(dtype)(random_tokens(model.config, 1, 5)).dtype == dtype
+    for name, tensor in model.state_dict().items():
+        exact = ".ssm." in name or name.endswith("frequencies")
+        assert tensor.dtype == (torch.float32 if exact else dtype), name
+        assert not exact or torch.equal(tensor, original[name]), name

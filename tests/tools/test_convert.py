@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from interdomain.model import Transformer, cell_of
 from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model.pretrained import load_pretrained, read_config
-from interdomain.model.transformers_names import BASE
+from interdomain.model.pretrained import BASE, load_pretrained, read_config
 from interdomain.tools import convert
 
 from ..common import REPOSITORY
@@ -196,8 +195,7 @@ DAMAGE = {
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
     "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), "reads version 1"),
     "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), "lacks tokens"),
-    "record of no length": (lambda c: edit_record(c, lambda r: r["run"].update(seq_len="")), "seq_len is"),
-    "cut shard": (lambda c: os.truncate(shard(c), 5000), "missing or damaged"),
+    "cut shard": (lambda c: os.truncate(shard(c), 5000), "has 5,000 bytes where"),
     "altered shard": (lambda c: flip_a_bit(shard(c), small_model().norm.weight), "do not match their checksum"),
     "shard elsewhere": (lambda c: edit_index(c, elsewhere), "no shard beside it"),
     "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
@@ -266,7 +264,7 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, ca
     assert "model.safetensors is not as it was written" in error(capsys)
     another_tokenizer(folder)
     run(folder, output, "--to-checkpoint", expect=2)
-    assert "checksum differs from config.json's" in error(capsys)
+    assert "checksum differs from the record's" in error(capsys)
     run(checkpoint, output, "--to-checkpoint", expect=2)  # the wrong way round
     assert "is not a model folder" in error(capsys)
     assert nothing_written(output)
