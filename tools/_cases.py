@@ -44,7 +44,6 @@ class Case:
     # Start from a state and return one, with their gradients, or neither, as training does; features: from past inputs.
     state: bool = True
     recompute: bool = True
-    chunk_size: int | None = None
     documents: bool = False  # several packed into each sequence
     repeat: bool = False  # run twice and compare bits
     mode: str = ""  # of the steps: "", "in place", "graph"; of the features: which projection
@@ -68,7 +67,6 @@ class Case:
             self.mode: self.mode,
             "no state": not self.state and self.kind != "step",
             "kept": not self.recompute,
-            f"chunk {self.chunk_size}": self.chunk_size,
             "documents": self.documents,
             "half of W": self.half,
             f"v wider by {self.wider}": self.wider,
@@ -127,7 +125,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "chunkwise-M16-M32": [q(M=16, T=130, H=8), q(M=32, T=130)],
         # Converted tiles are transposed in registers, which Triton has got wrong on Hopper.
         "chunkwise-fp16": [q(dtype=FP16, T=130, repeat=True), lin(dtype=FP16, T=130)],
-        "chunkwise-chunk32": [q(chunk_size=32, T=130, repeat=True)],
         "fft": [
             *(q("fft", repeat=True, T=130), q("fft", dtype=FP32, T=257), q("fft", G=2, d=96, T=63, state=False)),
             *(lin("fft", T=130), lin("fft", dtype=FP32, T=257, state=False)),
@@ -155,7 +152,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     }
     if cuda:
         return every
-    del every["sequential"]  # Triton's only
     return {
         name: [_tiny(c) for c in cases if c.mode != "graph" and c.backend != "triton"] for name, cases in every.items()
     }
@@ -164,4 +160,4 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
 def _tiny(case: Case) -> Case:
     s = case.shape
     small = Shape(B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2))
-    return replace(case, shape=small, chunk_size=case.chunk_size and 8)
+    return replace(case, shape=small)

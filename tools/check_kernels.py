@@ -81,7 +81,7 @@ def _scan(case: Case, device: torch.device, seed: int) -> tuple[dict, dict, dict
         return found | {f"d{n}": g for n, g in zip(inputs, grads, strict=True)}
 
     def candidate():
-        return run(inputs, cotangents, backend=case.backend, chunk_size=case.chunk_size, **options)
+        return run(inputs, cotangents, backend=case.backend, **options)
 
     got = candidate()
     again = candidate() if case.repeat else None

@@ -28,19 +28,19 @@ from torch import Tensor, conj_physical
 from .packing import Masks
 from .tables import powers
 
-CHUNK = 64  # tokens, where the caller names no chunk_size
+CHUNK = 64  # tokens
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None = None, *, documents: Tensor | None = None, need_final: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
+    documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
     `interdomain_scan`."""
     B, T, H, R = k.shape
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
-    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, chunk_size, documents):  # noqa: B007
+    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, documents):  # noqa: B007
         rows = _load_rows(q, H, segment, log_decay.dtype)
         a = _contract(_scores(rows, z[..., :R, :], docs), rows, S[..., :R, :], tab, docs)
         b = _scale(a @ weights.mT, conj_physical(tab.E))
@@ -51,10 +51,10 @@ def scan_forward(
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, chunk_size: int | None = None, need_decay: bool = True, *,
+    initial_state: Tensor | None, need_decay: bool = True, *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there."""
     B, _, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
     weights = _bilinear(mixing)
@@ -63,7 +63,7 @@ def scan_backward(
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
     # The states before each segment, then the segments in reverse.
-    segments = list(_forward((k, v), log_decay, initial_state, chunk_size, documents))
+    segments = list(_forward((k, v), log_decay, initial_state, documents))
     G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
     while segments:
         segment, tab, docs, z, S, _ = segments.pop()
@@ -90,16 +90,17 @@ def scan_backward(
             weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
             d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_log_decay = torch.view_as_real(d_theta) if need_decay else None
-    return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), _store_state(G)
+    d_initial = None if initial_state is None else _store_state(G)
+    return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), d_initial
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None = None, *,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, chunk_size, documents):  # noqa: B007
+    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, documents):  # noqa: B007
         w, kernel = _linear_kernel(readout, tab)
         if docs is None:
             out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
@@ -112,16 +113,16 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None = None, need_decay: bool = True, *, documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """-> gradients of (z, log_decay or None, readout, initial_state)."""
+    need_decay: bool = True, *, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (z, log_decay, readout, initial_state), None as above."""
     B, _, _, P = z.shape
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
-    segments = list(_forward((z,), log_decay, initial_state, chunk_size, documents))
+    segments = list(_forward((z,), log_decay, initial_state, documents))
     G = _load_state(d_final, B, P, log_decay)
     while segments:
         segment, tab, docs, zT, S, _ = segments.pop()
@@ -153,7 +154,8 @@ def linear_backward(
             c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
             d_theta += (w * conj_physical(c)).sum(1)
     d_log_decay = torch.view_as_real(d_theta) if need_decay else None
-    return dz, d_log_decay, torch.cat((d_w.real, d_w.imag), dim=-1), _store_state(G)
+    d_initial = None if initial_state is None else _store_state(G)
+    return dz, d_log_decay, torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
 
 
 # The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M], states [H, B, N, P, M].
@@ -216,13 +218,12 @@ def _outer(rows: Tensor, b: Tensor) -> Tensor:
 
 
 def _forward(
-    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, chunk_size: int | None,
-    documents: Tensor | None,
+    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
 ) -> Iterator[tuple["_Segment", "_Tables", Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
     B, T = parts[0].shape[:2]
     X = _load_state(initial_state, B, sum(x.shape[3] for x in parts), log_decay)
-    for segment in _segments(T, chunk_size):
+    for segment in _segments(T):
         tab = _tables(log_decay, segment.length)
         z = _load_columns(parts, segment, log_decay.dtype)
         docs = Masks.of(documents, segment, log_decay.dtype)
@@ -310,11 +311,10 @@ class _Segment(NamedTuple):
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
 
-def _segments(T: int, chunk_size: int | None) -> list[_Segment]:
+def _segments(T: int) -> list[_Segment]:
     """All full chunks at once, then the ragged tail as one shorter chunk."""
-    chunk_size = chunk_size or CHUNK
-    full, tail = divmod(T, chunk_size)
-    return [s for s in (_Segment(0, full, chunk_size), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
+    full, tail = divmod(T, CHUNK)
+    return [s for s in (_Segment(0, full, CHUNK), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
 
 
 def _tables(log_decay: Tensor, L: int) -> _Tables:

@@ -25,13 +25,13 @@ from .triton_support import operand_dtype
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None, *, documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
+    *, documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M], which the backward takes)."""
     with torch.cuda.device_of(q):
         q, k, v = (launch.aligned(x) for x in (q, k, v))
         (B, _, H, R), D = k.shape, v.shape[3]
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
+        plan, tab, span = _prepare((q, k, v), log_decay, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         o = launch.padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], R + D, 2) if need_final else None
@@ -39,13 +39,13 @@ def scan_forward(
         if plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
             launch.expand(plan, tab, span, a, v, states, (R, R + D), o, final, mixing=mixing)
         else:
-            launch.expand(plan, tab, span, launch.mix(plan, tab, a, mixing), v, states, (R, R + D), o, final)
+            launch.expand(plan, tab, span, launch.mix(plan, tab, a, mixing)[0], v, states, (R, R + D), o, final)
         return o.contiguous(), final, a
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, chunk_size: int | None, need_decay: bool, a: Tensor | None = None, *,
+    initial_state: Tensor | None, need_decay: bool, a: Tensor | None = None, *,
     documents: Tensor | None = None, parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
@@ -56,12 +56,14 @@ def scan_backward(
         q, k, v, d_o = (launch.aligned(x) for x in (q, k, v, d_o))
         H, R, D = *k.shape[2:], v.shape[3]
         keys, values = (0, R + D), (R, R + D)
-        plan, tab, span = _prepare((q, k, v), log_decay, chunk_size, documents, parallel)
+        plan, tab, span = _prepare((q, k, v), log_decay, documents, parallel)
         states = _states(plan, tab, span, (k, v), log_decay, initial_state)
         a = launch.contract(plan, tab, span, q, k, states, keys) if a is None else launch.dense(a)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
         c = launch.contract(plan, tab, span, d_o, v, states, values, conj=True)
-        b, e, d_mixing = launch.mix_backward(plan, tab, a, c, mixing)
+        b, e, d_mixing = launch.mix(plan, tab, a, mixing, c)
+        assert e is not None
+        assert d_mixing is not None
         del a, c
 
         dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
@@ -77,14 +79,14 @@ def scan_backward(
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None, *,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
     documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     with torch.cuda.device_of(z):
         z = launch.aligned(z)
         B, _, H, P = z.shape
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
+        plan, tab, span = _prepare((z,), log_decay, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         y = launch.padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
@@ -94,13 +96,13 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None, need_decay: bool, *, documents: Tensor | None = None, parallel: bool = False,
+    need_decay: bool, *, documents: Tensor | None = None, parallel: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
         H, P = z.shape[2:]
-        plan, tab, span = _prepare((z,), log_decay, chunk_size, documents, parallel, readout)
+        plan, tab, span = _prepare((z,), log_decay, documents, parallel, readout)
         states = _states(plan, tab, span, (z,), log_decay, initial_state)
         b = tab.constant
         assert b is not None
@@ -115,12 +117,15 @@ def linear_backward(
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, chunk_size: int | None, documents: Tensor | None, parallel: bool,
+    inputs: tuple[Tensor, ...],
+    log_decay: Tensor,
+    documents: Tensor | None,
+    parallel: bool,
     readout: Tensor | None = None,
-) -> tuple[Plan, Tables, Span]:  # fmt: skip
+) -> tuple[Plan, Tables, Span]:
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
-    plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width, chunk_size)
+    plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
     documents = None if documents is None else launch.dense(documents)

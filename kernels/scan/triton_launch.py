@@ -54,24 +54,20 @@ class Tables(NamedTuple):
     constant: Constant | None = None
 
     @classmethod
-    def build(cls, log_decay: Tensor, plan: Plan, span: Span | None = None, readout: Tensor | None = None) -> "Tables":
+    def build(cls, log_decay: Tensor, plan: Plan, span: Span, readout: Tensor | None = None) -> "Tables":
         """`segment` is there if `span` cuts time, `constant` with a linear readout, [H, 2M]."""
-        (H, M, _), L = log_decay.shape, plan.chunk
+        (H, M, _), L, length = log_decay.shape, plan.chunk, span.chunks * plan.chunk
         t, t_conj, t_conj_T = (
             torch.empty(shape, dtype=plan.dtype, device=log_decay.device)
             for shape in ((H, L, 2 * M), (H, L, 2 * M), (H, 2 * M, L))
         )
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
-        segment = log_decay.new_empty(2, H, M, 2) if span and span.segments > 1 else None
-        length = span.chunks * L if span else 0
-        last = span.T - (span.segments - 1) * length if span else 0
-        constant = None
-        if readout is not None:
-            constant = Constant(torch.empty_like(t), t.new_empty(H, L, L))
+        segment = log_decay.new_empty(2, H, M, 2) if span.segments > 1 else None
+        constant = None if readout is None else Constant(torch.empty_like(t), t.new_empty(H, L, L))
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
             dense(log_decay), t, t_conj, t_conj_T, E, step, segment, _dense(readout), *(constant or (None, None)),
-            H, length, last, M=M, L=L, BL=BL, num_warps=4,
+            H, length, span.T - (span.segments - 1) * length, M=M, L=L, BL=BL, num_warps=4,
         )  # fmt: skip
         return cls(t, t_conj, t_conj_T, E, step, segment, constant)
 
@@ -104,35 +100,30 @@ def contract(
     return out
 
 
-def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
-    """b~ = E (W a) for every token. mixing: W, [H, 2M, 2M]."""
-    return _mix(plan, tab, a, mixing, 4)[0]
+def mix(
+    plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, c: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """-> b~ = E (W a) for every token; from c, which is conj(c), also e~ = E conj(W^T conj(c)) and the gradient of W.
 
-
-def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From a and conj(c): b~ = E (W a), e~ = E conj(W^T conj(c)) and the gradient of W, [H, 2M, 2M] fp32."""
-    chunks, M = triton.cdiv(a.shape[2], plan.chunk), a.shape[3] // 2
-    sequences = a.shape[0] * a.shape[1] * (M // _mix_block(plan, M))
-    # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
-    b, e, parts = _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
-    assert e is not None
-    assert parts is not None
-    return b, e, parts.sum((0, 2))
-
-
-def _mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, blocks: int, c: Tensor | None = None):
+    mixing: W, [H, 2M, 2M], and its gradient in fp32.
+    """
     (B, Hq, T, N), H = a.shape, mixing.shape[0]
-    _, warps, stages = plan.mix
-    BM = _mix_block(plan, N // 2)
-    spans = triton.cdiv(T, plan.chunk * blocks)
-    b, e = torch.empty_like(a), None if c is None else torch.empty_like(c)
-    parts = None if c is None else tab.E.new_empty(B, H, Hq // H * spans, N, N)
-    mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
-        a, c, _operand(mixing, plan), tab.E, b, e, parts, T, blocks, Hq, Hq // H,
+    numbers, warps, stages = plan.mix
+    BM = min(N // 2, max(8, numbers // (2 * N)))
+    chunks, programs = triton.cdiv(T, plan.chunk), N // 2 // BM
+    blocks, e, parts = 4, None, None
+    if c is not None:
+        # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
+        blocks = triton.cdiv(chunks, segment_count(B * Hq * programs, chunks, a.device))
+        e = torch.empty_like(c)
+        parts = tab.E.new_empty(B, H, Hq // H * triton.cdiv(chunks, blocks), N, N)
+    b = torch.empty_like(a)
+    mix_kernel[(B * Hq * triton.cdiv(chunks, blocks) * programs,)](
+        a, c, dense(mixing.to(plan.dtype)), tab.E, b, e, parts, T, blocks, Hq, Hq // H,
         M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, EVEN=T % plan.chunk == 0,
         num_warps=warps, num_stages=stages, maxnreg=plan.registers,
     )  # fmt: skip
-    return b, e, parts
+    return b, e, None if parts is None else parts.sum((0, 2))
 
 
 def expand(
@@ -150,7 +141,7 @@ def expand(
     numbers, warps, stages = plan.fused if mixing is not None and plan.fused else plan.expand
     BD = _block(min(_power_of_two(D), 64), numbers // N)
     expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
-        rows, v, scores, None if mixing is None else _operand(mixing, plan), tab.t_conj_T, tab.E, tab.step,
+        rows, v, scores, None if mixing is None else dense(mixing.to(plan.dtype)), tab.t_conj_T, tab.E, tab.step,
         state, out, final, span.documents,
         T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(v), *_strides(out, like=v),
         D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision, EVEN=span.even(plan.chunk),
@@ -166,23 +157,19 @@ def adjoint(
     """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2]. With `v`
     -> the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
 
-    In one launch where the plan joins the two. costate: gradients of the states after every segment, [B, H, S, M, P, 2];
-    state: before every segment, likewise. With `initial` but without `out`, initial is [B, H, S, M, P, 2] and takes the
-    gradients of the states before the segments, each from zero after it.
+    costate: gradients of the states after every segment, [B, H, S, M, P, 2]; state: before every segment, likewise. With
+    `initial` but without `out`, initial is [B, H, S, M, P, 2] and takes the gradients of the states before the segments, each
+    from zero after it.
     """
-    pass_3 = out is not None or initial is not None
-    if pass_3 and v is not None and not plan.joined:
-        adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
-        return adjoint(plan, tab, span, b, d_o, costate, channels, H, v=v, state=state)
     B, T, Hq, D = d_o.shape
     G, N = Hq // H, tab.E.shape[2]
     rows, scores = b if isinstance(b, Constant) else (b, None)
-    _, warps, stages = plan.expand if pass_3 else plan.decay
-    BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)
-    BK = min(_power_of_two(D), 64, plan.decay[0] // 32)
-    BM = _block(N // 2, plan.decay[0] // (2 * BK))
+    numbers, warps, stages = plan.expand
+    BD = _block(min(_power_of_two(D), 64), numbers // N)
+    BK = min(_power_of_two(D), 64, plan.decay // 32)
+    BM = _block(N // 2, plan.decay // (2 * BK))
     blocks = triton.cdiv(D, BK)
-    programs = (triton.cdiv(D, BD) if pass_3 else 0) + (0 if v is None else G * blocks * (N // 2 // BM))
+    programs = triton.cdiv(D, BD) + (0 if v is None else G * blocks * (N // 2 // BM))
     parts = None if v is None else tab.E.new_empty(B, H, G * span.segments * blocks, N)
     adjoint_kernel[(B * H * span.segments * programs,)](
         rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, state, costate, out, initial, parts,
@@ -224,10 +211,8 @@ def chain(tab: Tables, local: Tensor, start: Tensor | None, span: Span, chunk: i
 def aligned(x: Tensor) -> Tensor:
     """x, if its rows can be read 16 bytes at a time, as those of a projection can; else a copy with padded rows.
 
-    Only widths that are no multiple of 16, such as values with a column of ones, and views that start between two 16-byte
-    words come to the copy. Without it every number is an access of its own, with its own address (measured by compilation:
-    580 to 2,488 bytes of spills at D = 65; 136 to 168 in contract at R = 64, and 955 instructions a chunk in place of 742,
-    if q and k start one element in).
+    Widths that are no multiple of 16 (values with a column of ones) and views that start between two 16-byte words are copied:
+    read as they are, every number would be an access of its own, and its address in a register (up to 2,488 bytes spilled).
     """
     strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
@@ -250,22 +235,11 @@ def padded_empty(x: Tensor) -> Tensor:
     return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
 
 
-def _mix_block(plan: Plan, M: int) -> int:
-    """Basis functions of a program of `mix`."""
-    return min(M, max(8, plan.mix[0] // (4 * M)))
-
-
-def _operand(mixing: Tensor, plan: Plan) -> Tensor:
-    if mixing.dtype == plan.dtype:
-        return dense(mixing)
-    return torch.empty(mixing.shape, dtype=plan.dtype, device=mixing.device).copy_(mixing)
-
-
 def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
     """Without the last. `like` stands in where there is no tensor: the same sizes, so no compilation of their own."""
     x = like if x is None else x
     assert x is not None
-    # The stride of a dimension of one is never used, and may be anything: 0 keeps it from asking for another compilation.
+    # The stride of a dimension of one may be anything: 0 keeps it from asking for another compilation.
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
 
 
