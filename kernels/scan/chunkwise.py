@@ -51,10 +51,10 @@ def scan_forward(
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, need_decay: bool = True, *,
+    initial_state: Tensor | None, *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there."""
     B, _, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
     weights = _bilinear(mixing)
@@ -76,22 +76,19 @@ def scan_backward(
         del a, c
 
         kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
-        if need_decay:
-            d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+        d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
         _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
         sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
         Z, G = _costates(sums, G, tab, docs)
         _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
-        if need_decay:
-            position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
-            weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
-            weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
-            d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
-    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
+        position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
+        weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
+        weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
+        d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_initial = None if initial_state is None else _store_state(G)
-    return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), d_initial
+    return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
 
 
 def linear_forward(
@@ -113,8 +110,8 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    need_decay: bool = True, *, documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    *, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state), None as above."""
     B, _, _, P = z.shape
     dtype = log_decay.dtype
@@ -148,14 +145,12 @@ def linear_backward(
         _store_columns(dz, out.view(zT.shape), segment)
         c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
-        if need_decay:
-            weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
-            d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
-            c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
-            d_theta += (w * conj_physical(c)).sum(1)
-    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
+        weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
+        d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
+        c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
+        d_theta += (w * conj_physical(c)).sum(1)
     d_initial = None if initial_state is None else _store_state(G)
-    return dz, d_log_decay, torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
+    return dz, torch.view_as_real(d_theta), torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
 
 
 # The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M], states [H, B, N, P, M].

@@ -5,7 +5,7 @@
 
 `backend` says which module runs (`implementation`): what is compiled, listed or checkpointed does not change with it.
 The ops trust their inputs; `interdomain.scan` checks them.
-A tensor that does not exist (no state asked for, frozen log_decay, nothing saved) is empty: an op returns a fixed number.
+A tensor that does not exist (no state asked for, nothing saved) is empty: an op returns a fixed number.
 """
 
 from types import ModuleType
@@ -80,18 +80,17 @@ def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=
 @torch.library.custom_op("interdomain::scan_backward", mutates_args=())
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, backend: str, need_decay: bool, a: Tensor | None = None,
+    initial_state: Tensor | None, backend: str, a: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
-    return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, need_decay, documents=documents, **saved))
+    return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, **saved))
 
 
 @scan_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, backend, need_decay, a=None, documents=None):
-    d_log_decay = log_decay if need_decay else None
-    return _fake_gradients(q, k, v, d_log_decay, mixing, initial_state)
+def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, backend, a=None, documents=None):
+    return _fake_gradients(q, k, v, log_decay, mixing, initial_state)
 
 
 def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -120,15 +119,15 @@ def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=
 @torch.library.custom_op("interdomain::linear_scan_backward", mutates_args=())
 def linear_scan_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    backend: str, need_decay: bool, documents: Tensor | None = None,
+    backend: str, documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
-    return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, need_decay, documents=documents))
+    return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents))
 
 
 @linear_scan_backward.register_fake
-def _(d_y, d_final, z, log_decay, readout, initial_state, backend, need_decay, documents=None):
-    return _fake_gradients(z, log_decay if need_decay else None, readout, initial_state)
+def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None):
+    return _fake_gradients(z, log_decay, readout, initial_state)
 
 
 # Gradients
@@ -147,14 +146,12 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
 
     def gradient(ctx, d_out, d_final, *_):
         documents, *saved = ctx.saved_tensors
-        tensors, need = saved[: n + 3], ctx.needs_input_grad
+        tensors = saved[: n + 3]
         if d_out is None:  # only the state was used
             d_out = tensors[n - 1].new_zeros(ctx.output_shape)
-        run = ctx.backend, need[n], *saved[n + 3 :], documents
-        grads = list(backward(d_out, d_final, *tensors, *run))
-        grads[n] = grads[n] if need[n] else None
-        grads[-1] = grads[-1] if tensors[-1] is not None else None
-        return *grads, *(None,) * (len(need) - len(grads))
+        *grads, d_initial = backward(d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents)
+        d_initial = None if tensors[-1] is None else d_initial
+        return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
 
     op.register_autograd(gradient, setup_context=setup)
 

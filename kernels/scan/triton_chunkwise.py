@@ -45,10 +45,10 @@ def scan_forward(
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, need_decay: bool, a: Tensor | None = None, *,
+    initial_state: Tensor | None, a: Tensor | None = None, *,
     documents: Tensor | None = None, parallel: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for what is not asked for or not there.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
 
     a: as the forward returned it, or None to compute it again.
     """
@@ -62,8 +62,6 @@ def scan_backward(
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
         c = launch.contract(plan, tab, span, d_o, v, states, values, conj=True)
         b, e, d_mixing = launch.mix(plan, tab, a, mixing, c)
-        assert e is not None
-        assert d_mixing is not None
         del a, c
 
         dq, dk, dv = (launch.padded_empty(x) for x in (q, k, v))
@@ -71,10 +69,9 @@ def scan_backward(
         pairs = ((e, q, keys), (b, d_o, values))
         costates = _costates(plan, tab, span, pairs, log_decay, d_final, H)
         launch.expand(plan, tab, span, e, k, states, keys, dq)
-        decay_k, decay_v = (dict(v=x, state=states) if need_decay else {} for x in (k, v))
-        parts_k = launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial, **decay_k)
-        parts_v = launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial, **decay_v)
-        d_log_decay = None if parts_k is None or parts_v is None else launch.conj_sum(parts_k, parts_v)
+        parts_k = launch.adjoint(plan, tab, span, e, q, costates, keys, H, dk, d_initial, v=k, state=states)
+        parts_v = launch.adjoint(plan, tab, span, b, d_o, costates, values, H, dv, d_initial, v=v, state=states)
+        d_log_decay = launch.conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
 
@@ -96,8 +93,8 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    need_decay: bool, *, documents: Tensor | None = None, parallel: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
+    *, documents: Tensor | None = None, parallel: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = launch.aligned(z), launch.aligned(d_y)
@@ -109,20 +106,15 @@ def linear_backward(
         dz = launch.padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
         costates = _costates(plan, tab, span, ((b, d_y, (0, P)),), log_decay, d_final, H)
-        decay = dict(v=z, state=states) if need_decay else {}
-        parts = launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial, **decay)
-        d_log_decay = None if parts is None else launch.conj_sum(parts)
+        parts = launch.adjoint(plan, tab, span, b, d_y, costates, (0, P), H, dz, d_initial, v=z, state=states)
         d_readout = launch.conj_sum(launch.contract(plan, tab, span, d_y, z, states, (0, P), total=True), pairs=False)
-        return dz.contiguous(), d_log_decay, d_readout, d_initial
+        return dz.contiguous(), launch.conj_sum(parts), d_readout, d_initial
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...],
-    log_decay: Tensor,
-    documents: Tensor | None,
-    parallel: bool,
+    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, parallel: bool,
     readout: Tensor | None = None,
-) -> tuple[Plan, Tables, Span]:
+) -> tuple[Plan, Tables, Span]:  # fmt: skip
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)

@@ -100,12 +100,10 @@ def contract(
     return out
 
 
-def mix(
-    plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, c: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """-> b~ = E (W a) for every token; from c, which is conj(c), also e~ = E conj(W^T conj(c)) and the gradient of W.
+def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, c: Tensor | None = None) -> tuple:
+    """-> b~ = E (W a) for every token; with c, which is conj(c), also e~ = E conj(W^T conj(c)) and the gradient of W in fp32.
 
-    mixing: W, [H, 2M, 2M], and its gradient in fp32.
+    mixing: W, [H, 2M, 2M].
     """
     (B, Hq, T, N), H = a.shape, mixing.shape[0]
     numbers, warps, stages = plan.mix
@@ -182,7 +180,7 @@ def adjoint(
     return parts
 
 
-def conj_sum(*parts: Tensor, pairs: bool = True) -> Tensor:
+def conj_sum(*parts, pairs: bool = True) -> Tensor:
     """Conjugate of the sum of one or two [B, H, n, 2M] fp32 over all but heads: [H, M, 2], or [H, 2M] as (Re | Im)."""
     x, y = parts[0], parts[-1]
     B, H, n, N = x.shape

@@ -58,11 +58,9 @@ def cannot_launch() -> str | None:
 
     Touches no GPU: a process that only asks holds no memory there.
     """
-    if torch.version.hip is not None:  # where no kernel of this package runs (`missing`)
-        return None
     try:
         from triton.backends.nvidia.driver import CudaUtils
-    except ImportError:  # no Triton, or one that is made otherwise
+    except ImportError:  # no Triton, or one for other GPUs
         return None
     try:
         CudaUtils()

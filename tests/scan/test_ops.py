@@ -30,8 +30,8 @@ def test_opcheck(linear, state):
     op, backward = (ops.linear_scan, ops.linear_scan_backward) if linear else (ops.scan, ops.scan_backward)
     torch.library.opcheck(op, (*args, *(() if linear else (False,)), documents, state))
     args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-    for d_final, need_decay in ((d_state, True), (None, False)):
-        given = d_out, d_final, *args, need_decay
+    for d_final in (d_state, None):
+        given = d_out, d_final, *args
         torch.library.opcheck(backward, given, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -74,10 +74,3 @@ def test_paper_linear_is_its_convolution():
     z = torch.cat((leaves["k"], leaves["v"]), dim=-1)
     y, _ = reference.paper_linear(z, leaves["dt"], A, C, leaves["c"])
     torch.testing.assert_close(y, torch.einsum("htj,bjhp->bthp", kernel, z), rtol=1e-10, atol=1e-10)
-
-
-def test_unknown_readout():
-    leaves, _ = make(Case(T=1))
-    A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
-    with pytest.raises(ValueError, match="complex, hermitian, real"):
-        reference.paper_scan(*(leaves[n] for n in ("q", "k", "v", "dt")), A, paper_C(leaves, A), readout="imaginary")
