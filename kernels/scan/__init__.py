@@ -19,15 +19,7 @@ from . import fft, ops, parallel, reference, sequential, step, triton_support
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
 from .step import decay_factor
-from .tables import (
-    MAX_DECAY_PER_TOKEN,
-    READOUTS,
-    decay_exponent,
-    input_gain,
-    mixing_matrix,
-    powers,
-    readout_vector,
-)
+from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, mixing_matrix, powers, readout_vector
 
 __all__ = [
     "BACKENDS",
@@ -58,19 +50,10 @@ _RECORDED = {
 
 
 def interdomain_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    documents: Tensor | None = None,
-    final_state: bool = True,
-    backend: str = "auto",
-    recompute: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, *, initial_state: Tensor | None = None,
+    documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
     check_documents: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
     Args:
@@ -117,16 +100,9 @@ def interdomain_scan(
 
 
 def linear_scan(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    documents: Tensor | None = None,
-    final_state: bool = True,
-    backend: str = "auto",
-    check_documents: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, *, initial_state: Tensor | None = None,
+    documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
     Args:
@@ -153,16 +129,9 @@ def linear_scan(
 
 
 def interdomain_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    state: Tensor,
-    *,
-    decay: Tensor | None = None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *,
+    decay: Tensor | None = None, inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token of `interdomain_scan`: fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
 
     Args:

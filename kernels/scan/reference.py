@@ -12,17 +12,9 @@ from torch import Tensor
 
 
 def paper_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    C: Tensor,
-    *,
-    readout: str = "complex",
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor, C: Tensor, *,
+    readout: str = "complex", normalize: bool = False, initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The mixer's core as the paper writes it: U and Gamma are formed at every step.
 
     Args:
@@ -64,10 +56,8 @@ def paper_scan(
             o = torch.einsum("bhm,bhmd->bhd", qU, Gamma).real
         elif readout == "hermitian":
             o = torch.einsum("bhm,bhmd->bhd", qU.conj(), Gamma).real
-        elif readout == "real":
+        else:  # real
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
-        else:
-            raise ValueError(f"readout is {readout!r}; allowed: complex, hermitian, real")
 
         # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t, kept away from zero with its sign.
         if normalize:

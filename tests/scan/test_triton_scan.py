@@ -111,7 +111,9 @@ def test_at_the_decay_bound(linear):
 @pytest.mark.parametrize(("segments", "T", "dtype"), [(2, 64, FP32), (3, 70, BF16)], ids=str)
 def test_segments(segments, T, dtype, linear, kernels, small_chunks, monkeypatch):
     """Two of whole chunks, which take no masks along time; three, the last one shorter and ragged, in parts of dW, too."""
-    for module in (kernels, kernels.launch):
+    from interdomain.scan import triton_launch
+
+    for module in (kernels, triton_launch):
         monkeypatch.setattr(module, "segment_count", lambda *args: segments)
     check(Case(T=T, B=2, H=1, G=1 if linear else 2, R=16, D=17, state=segments == 3), dtype, linear)
 
@@ -132,13 +134,13 @@ def test_a_state_is_summed_in_fp32(small_chunks):
 def test_states_between_segments(reverse, kernels):
     """The associative scan against the recurrence that it stands for: more than the 16 segments that it takes at once."""
     g = torch.Generator().manual_seed(0)
-    span, H, M, P = kernels.Span(T=19 * 32 + 5, segments=20, chunks=2), 2, 16, 7
+    H, M, P = 2, 16, 7
     theta = torch.stack((-torch.rand(H, M, generator=g) * 0.05, 3 * torch.randn(H, M, generator=g)), dim=-1)
     local = torch.randn(2, H, 20, M, P, 2, generator=g)
     first = torch.randn(2, H, M, P, 2, generator=g)
     log_decay = torch.view_as_complex(theta.double())[..., None]
     plan = kernels.make_plan(torch.device(DEVICE), FP32, M, 16)
-    tables = kernels.launch.Tables.build(theta.to(DEVICE), plan, span)
+    passes = kernels.Passes.build(plan, theta.to(DEVICE), T=19 * 32 + 5, chunks=2)
     states = [torch.view_as_complex(first.double())]
     for i in range(19):
         s = 19 - i if reverse else i
@@ -146,7 +148,7 @@ def test_states_between_segments(reverse, kernels):
         step = step.conj() if reverse else step
         states.append(step * states[-1] + torch.view_as_complex(local[:, :, s].double()))
     expected = torch.view_as_real(torch.stack(states[::-1] if reverse else states, dim=2).resolve_conj())
-    got = kernels.launch.chain(tables, local.to(DEVICE), first.to(DEVICE), span, plan.chunk, reverse=reverse)
+    got = passes.chain(local.to(DEVICE), first.to(DEVICE), reverse=reverse)
     assert error(got.cpu(), expected, "rms") < 1e-6
 
 
