@@ -13,7 +13,7 @@ before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once t
 Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
 keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
 and, viewed as M complex ones, take E in a single multiplication.
-Where documents are packed (`Masks`), a state stops at the end of its own: four masks of zeros and ones say which
+Where documents are packed (`_Masks`), a state stops at the end of its own: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 Everything is recomputed in the backward: what survives the forward is its inputs.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, conj_physical
 
-from .packing import Masks
 from .tables import powers
 
 CHUNK = 64  # tokens
@@ -157,17 +156,17 @@ def linear_backward(
 # b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
 
 
-def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
+def _scores(rows: Tensor, columns: Tensor, docs: "_Masks | None") -> Tensor:
     """tril(q k^T) per chunk, [H, B, N, G L, L]."""
     return _causal(rows @ columns, docs)
 
 
-def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: Masks | None) -> Tensor:
+def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: "_Masks | None") -> Tensor:
     """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
     return _causal((b @ _real(tab.T).mT).view(*rows[:4], -1), docs)
 
 
-def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
+def _causal(scores: Tensor, docs: "_Masks | None") -> Tensor:
     """Zeros above the diagonal and between documents, in place."""
     # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 / Lambda.
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
@@ -176,14 +175,14 @@ def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
     return scores
 
 
-def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
+def _reading(b: Tensor, rows: Tensor, docs: "_Masks | None") -> Tensor:
     """Rows of b [H, B N G L, 2M], zeros where they do not read the state before their chunk."""
     if docs is None:
         return b
     return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
 
 
-def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
+def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
     """Pass 1: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i)."""
     a = scores.flatten(1, 3) @ _real(tab.T)
     rows = rows if docs is None else rows * docs.of_rows(rows)
@@ -198,7 +197,7 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     return out.view(*kernel.shape[:-1], -1)
 
 
-def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
     """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
     out = _real(Z).flatten(1, 3) @ _real(tab.T).mT
     if docs is not None:
@@ -214,19 +213,19 @@ def _outer(rows: Tensor, b: Tensor) -> Tensor:
 
 def _forward(
     parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
-) -> Iterator[tuple["_Segment", "_Tables", Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
+) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
     B, T = parts[0].shape[:2]
     X = _load_state(initial_state, B, sum(x.shape[3] for x in parts), log_decay)
     for segment in _segments(T):
         tab = _tables(log_decay, segment.length)
         z = _load_columns(parts, segment, log_decay.dtype)
-        docs = Masks.of(documents, segment, log_decay.dtype)
+        docs = _Masks.of(documents, segment, log_decay.dtype)
         S, X = _states(z, X, tab, docs)
         yield segment, tab, docs, z, S, X
 
 
-def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
+def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
     S' = Lambda^L (S + sum_j T_j z_j), and X' = Lambda^(L-1-r) of the same sum.
@@ -242,7 +241,7 @@ def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[T
     return S, tab.leave * total
 
 
-def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
+def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
     sums = torch.view_as_complex(sums.view(*sums.shape[:4], -1, 2))
     Z = torch.empty_like(sums)
@@ -264,7 +263,7 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
 
 
 def _decay_gradient_states(
-    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: Masks | None
+    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: "_Masks | None"
 ) -> Tensor:
     """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
     Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
@@ -304,6 +303,31 @@ class _Segment(NamedTuple):
         """[B, T, ...] -> [B, N, L, ...]"""
         stop = self.start + self.chunks * self.length
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
+
+
+class _Masks(NamedTuple):
+    """Which parts of a chunk belong together, as zeros and ones. d is a token's document, p that of the token before the
+    chunk (0 before the first: the initial state's), l that of its last token."""
+
+    same: Tensor  # d_i == d_j, [1, B, N, L, L]
+    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
+    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
+    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
+
+    @classmethod
+    def of(cls, documents: Tensor | None, segment: _Segment, dtype: torch.dtype) -> "_Masks | None":
+        if documents is None:
+            return None
+        d = segment.of(documents)
+        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
+        last = d[:, :, -1]
+        p = torch.cat((before, last[:, :-1]), dim=1)
+        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
+        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
+        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
 
 
 def _segments(T: int) -> list[_Segment]:

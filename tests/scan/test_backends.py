@@ -20,6 +20,7 @@ from .common import (
     run_case,
     run_op,
 )
+from .devices import poison
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -138,7 +139,8 @@ def test_causality(backend, linear):
 
 @linear_or_query
 @pytest.mark.parametrize(("T", "state"), [(1, True), (64, False), (130, True)])
-def test_every_byte_is_written(T, linear, state, poisoned_memory):
+def test_every_byte_is_written(T, linear, state, monkeypatch):
+    poison(monkeypatch)
     inputs, cotangents = op_inputs(Case(T=T, G=3, R=5, D=3, state=state), torch.float32, linear=linear)
     results = run_op(inputs, cotangents, linear, backend="chunkwise")
     assert torch.isnan(torch.empty(3)).all()

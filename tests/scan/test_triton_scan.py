@@ -1,6 +1,6 @@
 """The Triton kernels of `chunkwise` and `parallel` against the fp64 loop: values, final state, every gradient.
 
-On a machine with a GPU these tests run there. Elsewhere test_interpreter.py runs this file in a process of its own.
+On a machine with a GPU these tests run there. Elsewhere test_triton_gpu.py runs this file in a process of its own.
 Chunks are of 64 tokens in bf16 and of 16 in fp32, unless `small_chunks` makes them 16.
 """
 

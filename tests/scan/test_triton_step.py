@@ -1,6 +1,6 @@
 """The fused step against the plain one in fp64, and in place.
 
-On a machine with a GPU these tests run there. Elsewhere test_interpreter.py runs this file in a process of its own.
+On a machine with a GPU these tests run there. Elsewhere test_triton_gpu.py runs this file in a process of its own.
 """
 
 import functools
