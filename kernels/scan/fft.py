@@ -26,31 +26,30 @@ def scan_fft(
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final state [B, H, M, P, 2])."""
-    if documents is not None:
-        return _by_document(scan_fft, (q, k, v), log_decay, mixing, initial_state, documents)
-    return _by_head(_query_head, (q, k, v), log_decay, mixing, initial_state)
+    return _by_document(_query_head, (q, k, v), log_decay, mixing, initial_state, documents)
 
 
 def linear_fft(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """-> (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
-    if documents is not None:
-        return _by_document(linear_fft, (z,), log_decay, readout, initial_state, documents)
-    return _by_head(_linear_head, (z,), log_decay, readout, initial_state)
+    return _by_document(_linear_head, (z,), log_decay, readout, initial_state, documents)
 
 
 def _by_document(
-    scan: Callable, tokens: tuple[Tensor, ...], log_decay: Tensor, table: Tensor, initial_state: Tensor | None,
-    documents: Tensor,
+    head: Callable, tokens: tuple[Tensor, ...], log_decay: Tensor, table: Tensor, initial_state: Tensor | None,
+    documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Every packed document by itself; the initial state is that of document 0."""
+    if documents is None:
+        return _by_head(head, tokens, log_decay, table, initial_state)
     rows, finals = [], []
     for b, numbers in enumerate(documents.cpu()):
         outputs, start, final = [], 0, None
         for number, length in zip(*(x.tolist() for x in numbers.unique_consecutive(return_counts=True)), strict=True):
             state = None if initial_state is None else initial_state[b : b + 1] * (number == 0)
-            out, final = scan(*(x[b : b + 1, start : start + length] for x in tokens), log_decay, table, state)
+            piece = tuple(x[b : b + 1, start : start + length] for x in tokens)
+            out, final = _by_head(head, piece, log_decay, table, state)
             outputs.append(out)
             start += length
         rows.append(torch.cat(outputs, dim=1))

@@ -8,9 +8,8 @@ which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
 import numpy as np
 import torch
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def _widen(handle: TensorHandle) -> np.ndarray:
@@ -70,27 +69,3 @@ def repair(monkeypatch) -> None:
         return splat(self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
 
     monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
-
-    _hasten(monkeypatch)
-
-
-def _hasten(monkeypatch) -> None:
-    """Half of the time: no check for overflow, the language patched once."""
-    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, op: None)
-
-    # A kernel patches the language for its module, and a function that it calls, at every call, for its own.
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(fn):
-        patched.clear()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    def call(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:
-            patched.add(id(self.fn.__globals__))
-            patch(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(InterpretedFunction, "__call__", call)
