@@ -259,17 +259,13 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
     """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
     double = any(x.dtype == torch.float64 for x in inputs.values())
-    allowed = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
-    table_dtype = torch.float64 if double else torch.float32
+    dtypes = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     device = next(iter(inputs.values())).device
-    for name, x in inputs.items():
-        if x.dtype not in allowed:
-            raise ValueError(f"{name} is {x.dtype}; allowed: bfloat16, float16 or float32, or float64 for every tensor")
-    for name, x in ((name, x) for name, x in (*inputs.items(), *tables.items()) if x is not None):
-        if name in tables and x.dtype != table_dtype:
+    for name, x in (inputs | tables).items():
+        allowed = dtypes[-1:] if name in tables else dtypes  # decays, W and states stay in full precision
+        if x is not None and x.dtype not in allowed:
             raise ValueError(
-                f"{name} is {x.dtype}; expected {table_dtype} with these inputs: "
-                "decays, W and states stay in full precision"
+                f"{name} is {x.dtype}; allowed with these inputs: {', '.join(map(str, allowed))} (or float64 for every tensor)"
             )
-        if x.device != device:
+        if x is not None and x.device != device:
             raise ValueError(f"{name} is on {x.device}; the first input is on {device}: move them to one device")
