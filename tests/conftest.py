@@ -21,7 +21,7 @@ LONGEST = (
     "tests/scan/test_triton_compile",
     "tests/hf/test_alone",
     "tests/tools/test_launch",
-    "tests/scan/test_interpreter",
+    "tests/scan/test_triton_gpu",
     "tests/ptx/",
     "tests/model/test_compile",
 )

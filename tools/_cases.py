@@ -55,7 +55,6 @@ class Case:
     backend: str = ""  # of the scan; of a layer's input features
     state: bool = True  # start from a state and return one, with their gradients; or neither, as training does
     recompute: bool = True
-    chunk_size: int | None = None
     documents: bool = False  # several packed into each sequence
     repeat: bool = False  # run twice and compare bits
     mode: str = ""  # of the steps: "", "in place", "graph"; of a layer: which of LAYERS
@@ -126,7 +125,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "chunkwise-M16-M32": [q(M=16, T=130, H=8), q(M=32, T=130)],
         # Converted tiles are transposed in registers, which Triton has got wrong on Hopper.
         "chunkwise-fp16": [q(dtype=FP16, T=130, repeat=True), lin(dtype=FP16, T=130)],
-        "chunkwise-chunk32": [q(chunk_size=32, T=130, repeat=True)],
         "plain": [
             *(q("fft", repeat=True, T=130), q("fft", G=2, d=96, T=63, state=False), lin("fft", dtype=FP32, T=257)),
             *(q("chunkwise-torch", repeat=True), q("chunkwise-torch", dtype=FP32, G=2, d=96, T=130)),
@@ -154,7 +152,7 @@ def _tiny(case: Case) -> Case:
     s = case.shape
     small = Shape(B=min(s.B, 2), T=min(s.T, 33), H=min(s.H, 2), d=s.d // 8, M=s.M // 8, G=min(s.G, 2))
     backend = "torch" if case.backend == "triton" else case.backend
-    return replace(case, shape=small, backend=backend, chunk_size=case.chunk_size and 8)
+    return replace(case, shape=small, backend=backend)
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:

@@ -78,7 +78,7 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
     documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
-    how = {"backend": case.backend, "chunk_size": case.chunk_size}
+    how = {"backend": case.backend}
     how |= {} if case.linear else {"recompute": case.recompute}
     judge = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
     fn = scan.linear_scan if case.linear else scan.interdomain_scan

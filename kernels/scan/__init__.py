@@ -1,8 +1,8 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
 
-reference.py is what all else is compared with. chunkwise.py and parallel.py are plain PyTorch, triton_*.py the kernels for CUDA
-(imported when they run), step.py one token, alternatives/ two backends for comparison. ops.py registers the `torch.library` ops
-and says which module runs a backend; tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
+reference.py is what all else is compared with. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when
+they run); ops.py makes `torch.library` ops of the two. parallel.py and fft.py are plain PyTorch that autograd records, step.py
+is one token, and `sequential`. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
 This package imports torch and triton, nothing else; `interdomain.features`, plugin/ and tools/ may import it.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
@@ -15,19 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import ops, parallel, reference, step, triton_support
+from . import fft, ops, parallel, reference, step, triton_support
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
 from .step import decay_factor
-from .tables import (
-    MAX_DECAY_PER_TOKEN,
-    READOUTS,
-    decay_exponent,
-    input_gain,
-    mixing_matrix,
-    powers,
-    readout_vector,
-)
+from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, mixing_matrix, powers, readout_vector
 
 __all__ = [
     "BACKENDS",
@@ -48,31 +40,20 @@ __all__ = [
 
 BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
 
-# Backends that autograd records where no op runs them (`ops.implementation`).
+# Those that autograd records where no op runs them (`ops.runs_as`).
 _RECORDED = {
+    "sequential": (step.scan_sequential, step.linear_sequential),
     "parallel": (parallel.scan_parallel, parallel.linear_parallel),
+    "fft": (fft.scan_fft, fft.linear_fft),
     "reference": (reference.scan_reference, reference.linear_reference),
 }
-# With the decay bounded at one e-fold per token, the tables of 64 tokens span e^-32 to e^32. Those of 128 tokens span
-# e^-64 to e^64: finite in fp32, but small values times e^-64 fall among the denormals (measured: 2e-2 error in o).
-_MAX_CHUNK = 64
 
 
 def interdomain_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    documents: Tensor | None = None,
-    final_state: bool = True,
-    backend: str = "auto",
-    chunk_size: int | None = None,
-    recompute: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, *, initial_state: Tensor | None = None,
+    documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
     check_documents: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
     Args:
@@ -87,94 +68,70 @@ def interdomain_scan(
             that of document 0, which need not be there, and the final one that of the last token's. None: one sequence.
         final_state: False where only o is wanted, as in training: no final state is written, none is kept by activation
             checkpointing, and None is returned in its place.
-        backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere,
-            `chunkwise-torch` plain PyTorch everywhere; `sequential` is the recurrence in Triton, on CUDA only. `auto` is
-            `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an explicit one never falls back.
-        chunk_size: tokens per chunk, 1 to 64 (in Triton 16, 32 or 64, as far as the tables fit); None for the default. Other
-            backends ignore it.
+        backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere, the others plain
+            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an
+            explicit one never falls back.
         recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
             (256 bytes in bf16 at M = 64), and saves computing it twice. Results and gradients are the same, bit for bit.
         check_documents: False leaves out the check of the numbers (some five small operations) where a caller has counted them.
     Returns: (o [B, T, Hq, D] in v's dtype, the final state in initial_state's form), differentiable in every argument.
-    Raises: ValueError if shapes, dtypes, devices, backend, chunk_size or documents are not as above (on CUDA, and compiled,
-        wrong numbers of documents fail an asynchronous assertion); NotImplementedError for forward-mode differentiation of a
-        backend other than `reference`.
+    Raises: ValueError if shapes, dtypes, devices, backend or documents are not as above (on CUDA, and compiled, wrong numbers
+        of documents fail an asynchronous assertion); NotImplementedError for forward-mode differentiation of `chunkwise`.
     """
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
-    _check_sizes(T=T, B=B, H=H, R=R, D=D, M=M)
     _check_shape("v", v, (B, T, H, D))
     _check_query(q, (B, T), H, R)
     _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
-    if initial_state is not None:
-        _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
+    _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     documents = checked_documents(documents, k, check_documents)
-    backend = _choose(backend, chunk_size, (q, k, v), M)
-    run = ops.implementation(backend, k.device)
-    if run is not None:
-        no_forward_mode(q, k, v, log_decay, mixing, initial_state)
-        save = not recompute and torch.is_grad_enabled() and run.saves
-        args = q, k, v, log_decay, mixing, initial_state, chunk_size or 0, backend, save, documents, final_state
-        o, final, _ = ops.scan(*args)
+    backend = _choose(backend, (q, k, v), M)
+    inputs = q, k, v, log_decay, mixing, initial_state
+    how = ops.runs_as(backend, k.device)
+    if how is not None:
+        no_forward_mode(*inputs)
+        save = not recompute and torch.is_grad_enabled() and how == "triton"
+        o, final, _ = ops.scan(*inputs, backend, save, documents, final_state)
     else:
         with torch.autocast(k.device.type, enabled=False):
-            o, final = _RECORDED[backend][0](q, k, v, log_decay, mixing, initial_state, documents)
+            o, final = _RECORDED[backend][0](*inputs, documents)
     return o, final if final_state else None
 
 
 def linear_scan(
-    z: Tensor,
-    log_decay: Tensor,
-    readout: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    documents: Tensor | None = None,
-    final_state: bool = True,
-    backend: str = "auto",
-    chunk_size: int | None = None,
-    check_documents: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+    z: Tensor, log_decay: Tensor, readout: Tensor, *, initial_state: Tensor | None = None,
+    documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
     Args:
         z: [B, T, H, P], dtypes as in `interdomain_scan`.
         log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, chunk_size, check_documents: as in
-            `interdomain_scan`.
+        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, check_documents: as in `interdomain_scan`.
     Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
     """
-    B, T, H, P = _sizes("z", z, "B", "T", "H", "P")
+    B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
-    _check_sizes(T=T, B=B, H=H, P=P, M=M)
     _check_shape("readout", readout, (H, 2 * M))
-    if initial_state is not None:
-        _check_shape("initial_state", initial_state, (B, H, M, P, 2))
+    _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     documents = checked_documents(documents, z, check_documents)
-    backend = _choose(backend, chunk_size, (z,), M)
-    if ops.implementation(backend, z.device) is not None:
-        no_forward_mode(z, log_decay, readout, initial_state)
-        y, final = ops.linear_scan(
-            z, log_decay, readout, initial_state, chunk_size or 0, backend, documents, final_state
-        )
+    backend = _choose(backend, (z,), M)
+    inputs = z, log_decay, readout, initial_state
+    if ops.runs_as(backend, z.device) is not None:
+        no_forward_mode(*inputs)
+        y, final = ops.linear_scan(*inputs, backend, documents, final_state)
     else:
         with torch.autocast(z.device.type, enabled=False):
-            y, final = _RECORDED[backend][1](z, log_decay, readout, initial_state, documents)
+            y, final = _RECORDED[backend][1](*inputs, documents)
     return y, final if final_state else None
 
 
 def interdomain_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    mixing: Tensor,
-    state: Tensor,
-    *,
-    decay: Tensor | None = None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *,
+    decay: Tensor | None = None, inplace: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One token of `interdomain_scan`: fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
 
     Args:
@@ -214,14 +171,14 @@ def _step(
     _check_shape("state", state, shape)
     _check_tensors(tokens, {**tables, "state": state})
     log_decay, decay, table = tables.values()
-    if decay is not None:
-        _check_shape("decay", decay, log_decay.shape)
+    _check_shape("decay", decay, log_decay.shape)
     if inplace and not state.is_contiguous():
         raise ValueError(f"state has strides {state.stride()}; to be updated in place it must be contiguous")
     with torch.autocast(state.device.type, enabled=False):
         args = *tokens.values(), decay_factor(log_decay) if decay is None else decay, table
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
-        if _fused(state.device) and not recorded:  # the kernels record no gradient
+        fused_here = state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
+        if fused_here and not recorded:  # the kernels record no gradient
             no_forward_mode(*args, state)
             new = state if inplace else state.clone(memory_format=torch.contiguous_format)
             return fused(*args, new), new
@@ -230,12 +187,7 @@ def _step(
 
 
 def resolve_backend(
-    device: torch.device | None,
-    M: int,
-    width: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    chunk_size: int | None = None,
+    device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
     """What `backend="auto"` runs, and the same in words, with the reason where it is not the Triton kernels.
 
@@ -247,40 +199,27 @@ def resolve_backend(
         dtype: float64 if any of q, k, v is, else float32 if any is, else bfloat16.
     """
     chosen, said = "chunkwise", "chunkwise (Triton kernels)"
-    if device is not None and device.type != "cuda":
+    if device is not None and device.type not in ops.KERNEL_DEVICES:
         said = f"chunkwise (plain PyTorch on {device.type})"
-    elif problem := triton_support.unsupported(device, dtype, M, width, chunk_size):
+    elif problem := triton_support.unsupported(device, dtype, M, width):
         chosen, said = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
     if device is not None:
         log_once(f"interdomain.scan: backend 'auto' is {said}")
     return chosen, said
 
 
-def _fused(device: torch.device) -> bool:
-    return device.type == "cuda" and triton_support.missing(device) is None
-
-
-def _choose(backend: str, chunk_size: int | None, inputs: tuple[Tensor, ...], M: int) -> str:
+def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     """The backend that runs: `auto` resolved, an explicit one checked."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if chunk_size is not None and not 1 <= chunk_size <= _MAX_CHUNK:
-        raise ValueError(f"chunk_size is {chunk_size}; allowed: 1 to {_MAX_CHUNK}")
-    device, on_cuda = inputs[0].device, inputs[0].device.type == "cuda"
-    double = any(x.dtype == torch.float64 for x in inputs)
-    dtype = torch.float64 if double else triton_support.operand_dtype(*inputs)
+    device, dtype = inputs[0].device, triton_support.operand_dtype(*inputs)
     width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
     if backend == "auto":
-        return resolve_backend(device, M, width, dtype=dtype, chunk_size=chunk_size)[0]
-    problem, other = None, "'chunkwise-torch' can, in plain PyTorch; 'auto' takes it and logs that"
-    if backend == "sequential":
-        problem = triton_support.missing(device) if on_cuda else f"it is Triton on CUDA, the inputs are on {device}"
-        other = "'reference' is the same loop in plain PyTorch"
-    elif backend in ops.TRITON and on_cuda:
-        problem = triton_support.unsupported(device, dtype, M, width, chunk_size)
-    if problem:
+        return resolve_backend(device, M, width, dtype=dtype)[0]
+    if ops.runs_as(backend, device) == "triton" and (problem := triton_support.unsupported(device, dtype, M, width)):
         raise ValueError(
-            f"backend {backend!r} cannot run this{' on CUDA' if on_cuda else ''}: {problem}. backend={other}"
+            f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
+            "'auto' takes it and logs that"
         )
     return backend
 
@@ -298,11 +237,13 @@ def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:
     if x.ndim != len(axes):
         step = "" if "T" in axes else ": a step has no time axis"
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [{', '.join(axes)}]{step}")
+    if 0 in x.shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; there must be at least one of each of {', '.join(axes)}")
     return x.shape
 
 
-def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
-    if x.shape != expected:
+def _check_shape(name: str, x: Tensor | None, expected: tuple[int, ...]) -> None:
+    if x is not None and x.shape != expected:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {tuple(expected)} from k and log_decay (or z)")
 
 
@@ -315,27 +256,16 @@ def _check_query(q: Tensor, leading: tuple[int, ...], H: int, R: int) -> None:
         )
 
 
-def _check_sizes(**sizes: int) -> None:
-    names = {"T": "token", "B": "sequence", "H": "head of k and v (or z)", "M": "basis function"}
-    for name, size in sizes.items():
-        if size == 0:
-            raise ValueError(f"there is no {names.get(name, 'channel')} ({name} = 0); a scan needs at least one")
-
-
 def _check_tensors(inputs: dict[str, Tensor], tables: dict[str, Tensor | None]) -> None:
     """Dtypes and devices: activations low precision or fp32 with fp32 tables, or everything fp64."""
     double = any(x.dtype == torch.float64 for x in inputs.values())
-    allowed = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
-    table_dtype = torch.float64 if double else torch.float32
+    dtypes = (torch.float64,) if double else (torch.bfloat16, torch.float16, torch.float32)
     device = next(iter(inputs.values())).device
-    for name, x in inputs.items():
-        if x.dtype not in allowed:
-            raise ValueError(f"{name} is {x.dtype}; allowed: bfloat16, float16 or float32, or float64 for every tensor")
-    for name, x in ((name, x) for name, x in (*inputs.items(), *tables.items()) if x is not None):
-        if name in tables and x.dtype != table_dtype:
+    for name, x in (inputs | tables).items():
+        allowed = dtypes[-1:] if name in tables else dtypes  # decays, W and states stay in full precision
+        if x is not None and x.dtype not in allowed:
             raise ValueError(
-                f"{name} is {x.dtype}; expected {table_dtype} with these inputs: "
-                "decays, W and states stay in full precision"
+                f"{name} is {x.dtype}; allowed with these inputs: {', '.join(map(str, allowed))} (or float64 for every tensor)"
             )
-        if x.device != device:
+        if x is not None and x.device != device:
             raise ValueError(f"{name} is on {x.device}; the first input is on {device}: move them to one device")

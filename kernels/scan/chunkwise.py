@@ -13,7 +13,7 @@ before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once t
 Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
 keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
 and, viewed as M complex ones, take E in a single multiplication.
-Where documents are packed (`Masks`), a state stops at the end of its own: four masks of zeros and ones say which
+Where documents are packed (`_Masks`), a state stops at the end of its own: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 Everything is recomputed in the backward: what survives the forward is its inputs.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
@@ -25,22 +25,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, conj_physical
 
-from .packing import Masks
 from .tables import powers
 
-CHUNK = 64  # tokens, where the caller names no chunk_size
+CHUNK = 64  # tokens
 
 
 def scan_forward(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None = None, *, documents: Tensor | None = None, need_final: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
+    documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
     `interdomain_scan`."""
     B, T, H, R = k.shape
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
-    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, chunk_size, documents):  # noqa: B007
+    for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, documents):  # noqa: B007
         rows = _load_rows(q, H, segment, log_decay.dtype)
         a = _contract(_scores(rows, z[..., :R, :], docs), rows, S[..., :R, :], tab, docs)
         b = _scale(a @ weights.mT, conj_physical(tab.E))
@@ -51,10 +50,10 @@ def scan_forward(
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, chunk_size: int | None = None, need_decay: bool = True, *,
+    initial_state: Tensor | None, *,
     documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay or None, mixing, initial_state); the last one also for a None."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there."""
     B, _, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
     weights = _bilinear(mixing)
@@ -63,7 +62,7 @@ def scan_backward(
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
     # The states before each segment, then the segments in reverse.
-    segments = list(_forward((k, v), log_decay, initial_state, chunk_size, documents))
+    segments = list(_forward((k, v), log_decay, initial_state, documents))
     G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
     while segments:
         segment, tab, docs, z, S, _ = segments.pop()
@@ -76,30 +75,28 @@ def scan_backward(
         del a, c
 
         kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
-        if need_decay:
-            d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+        d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
         _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
         sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
         Z, G = _costates(sums, G, tab, docs)
         _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
-        if need_decay:
-            position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
-            weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
-            weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
-            d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
-    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
-    return dq, dk, dv, d_log_decay, _bilinear_gradient(d_weights), _store_state(G)
+        position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
+        weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
+        weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
+        d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
+    d_initial = None if initial_state is None else _store_state(G)
+    return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
 
 
 def linear_forward(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, chunk_size: int | None = None, *,
+    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
     documents: Tensor | None = None, need_final: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, chunk_size, documents):  # noqa: B007
+    for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, documents):  # noqa: B007
         w, kernel = _linear_kernel(readout, tab)
         if docs is None:
             out = (zT.flatten(1, 3) @ kernel.mT).baddbmm_(_real(S).flatten(1, 3), _real(w).mT)
@@ -112,16 +109,16 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    chunk_size: int | None = None, need_decay: bool = True, *, documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """-> gradients of (z, log_decay or None, readout, initial_state)."""
+    *, documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """-> gradients of (z, log_decay, readout, initial_state), None as above."""
     B, _, _, P = z.shape
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
-    segments = list(_forward((z,), log_decay, initial_state, chunk_size, documents))
+    segments = list(_forward((z,), log_decay, initial_state, documents))
     G = _load_state(d_final, B, P, log_decay)
     while segments:
         segment, tab, docs, zT, S, _ = segments.pop()
@@ -147,30 +144,29 @@ def linear_backward(
         _store_columns(dz, out.view(zT.shape), segment)
         c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
-        if need_decay:
-            weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
-            d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
-            c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
-            d_theta += (w * conj_physical(c)).sum(1)
-    d_log_decay = torch.view_as_real(d_theta) if need_decay else None
-    return dz, d_log_decay, torch.cat((d_w.real, d_w.imag), dim=-1), _store_state(G)
+        weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
+        d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
+        c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
+        d_theta += (w * conj_physical(c)).sum(1)
+    d_initial = None if initial_state is None else _store_state(G)
+    return dz, torch.view_as_real(d_theta), torch.cat((d_w.real, d_w.imag), dim=-1), d_initial
 
 
 # The passes. Rows are [H, B, N, G L, d], columns [H, B, N, P, L], a, b, c, e [H, B N G L, 2M], states [H, B, N, P, M].
 # b and e arrive as conj(E b) and conj(E e): then Re(b^T x) is a real inner product of interleaved pairs.
 
 
-def _scores(rows: Tensor, columns: Tensor, docs: Masks | None) -> Tensor:
+def _scores(rows: Tensor, columns: Tensor, docs: "_Masks | None") -> Tensor:
     """tril(q k^T) per chunk, [H, B, N, G L, L]."""
     return _causal(rows @ columns, docs)
 
 
-def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: Masks | None) -> Tensor:
+def _kernel(b: Tensor, tab: "_Tables", rows: torch.Size, docs: "_Masks | None") -> Tensor:
     """D_ij = tril(Re(b_i^T Lambda^(i-j))), [H, B, N, G L, L]."""
     return _causal((b @ _real(tab.T).mT).view(*rows[:4], -1), docs)
 
 
-def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
+def _causal(scores: Tensor, docs: "_Masks | None") -> Tensor:
     """Zeros above the diagonal and between documents, in place."""
     # tril_ writes zeros over what is above the diagonal: those of D hold positive powers of 1 / Lambda.
     per_head = scores.unflatten(-2, (-1, scores.shape[-1])).tril_()
@@ -179,14 +175,14 @@ def _causal(scores: Tensor, docs: Masks | None) -> Tensor:
     return scores
 
 
-def _reading(b: Tensor, rows: Tensor, docs: Masks | None) -> Tensor:
+def _reading(b: Tensor, rows: Tensor, docs: "_Masks | None") -> Tensor:
     """Rows of b [H, B N G L, 2M], zeros where they do not read the state before their chunk."""
     if docs is None:
         return b
     return (b.view(*rows.shape[:4], -1) * docs.of_rows(rows)).view(b.shape)
 
 
-def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
+def _contract(scores: Tensor, rows: Tensor, S: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
     """Pass 1: a_i = X^k_i q_i = E_i (sum_j tril(q k^T)_ij T_j + S q_i)."""
     a = scores.flatten(1, 3) @ _real(tab.T)
     rows = rows if docs is None else rows * docs.of_rows(rows)
@@ -201,7 +197,7 @@ def _expand(kernel: Tensor, b: Tensor, columns: Tensor, S: Tensor) -> Tensor:
     return out.view(*kernel.shape[:-1], -1)
 
 
-def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: Masks | None) -> Tensor:
+def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: "_Masks | None") -> Tensor:
     """Pass 3: dv_j = sum_(i >= j) D_ij do_i + Re(T_j^T Z), as columns [H, B, N, D, L]."""
     out = _real(Z).flatten(1, 3) @ _real(tab.T).mT
     if docs is not None:
@@ -216,21 +212,20 @@ def _outer(rows: Tensor, b: Tensor) -> Tensor:
 
 
 def _forward(
-    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, chunk_size: int | None,
-    documents: Tensor | None,
-) -> Iterator[tuple["_Segment", "_Tables", Masks | None, Tensor, Tensor, Tensor]]:  # fmt: skip
+    parts: tuple[Tensor, ...], log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None,
+) -> Iterator[tuple["_Segment", "_Tables", "_Masks | None", Tensor, Tensor, Tensor]]:  # fmt: skip
     """Segments in order, each with its tables, masks, columns of `parts`, states before its chunks and the state after it."""
     B, T = parts[0].shape[:2]
     X = _load_state(initial_state, B, sum(x.shape[3] for x in parts), log_decay)
-    for segment in _segments(T, chunk_size):
+    for segment in _segments(T):
         tab = _tables(log_decay, segment.length)
         z = _load_columns(parts, segment, log_decay.dtype)
-        docs = Masks.of(documents, segment, log_decay.dtype)
+        docs = _Masks.of(documents, segment, log_decay.dtype)
         S, X = _states(z, X, tab, docs)
         yield segment, tab, docs, z, S, X
 
 
-def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
+def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """States before every chunk in the frame S = Lambda^(r+1) X, and the state after the last one, X itself.
 
     S' = Lambda^L (S + sum_j T_j z_j), and X' = Lambda^(L-1-r) of the same sum.
@@ -246,7 +241,7 @@ def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[T
     return S, tab.leave * total
 
 
-def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: Masks | None) -> tuple[Tensor, Tensor]:
+def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
     sums = torch.view_as_complex(sums.view(*sums.shape[:4], -1, 2))
     Z = torch.empty_like(sums)
@@ -268,7 +263,7 @@ def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
 
 
 def _decay_gradient_states(
-    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: Masks | None
+    z: Tensor, S: Tensor, Z: Tensor, weighted: Tensor, tab: "_Tables", docs: "_Masks | None"
 ) -> Tensor:
     """Across chunks, conjugated: reading the state, sum_i (i + 1) (E b)_i (S do_i), and carrying it over the chunk,
     Z (L S + sum_j (L - 1 - j) T_j z_j). No weight exceeds L, whatever T is.
@@ -310,11 +305,35 @@ class _Segment(NamedTuple):
         return x[:, self.start : stop].unflatten(1, (self.chunks, self.length))
 
 
-def _segments(T: int, chunk_size: int | None) -> list[_Segment]:
+class _Masks(NamedTuple):
+    """Which parts of a chunk belong together, as zeros and ones. d is a token's document, p that of the token before the
+    chunk (0 before the first: the initial state's), l that of its last token."""
+
+    same: Tensor  # d_i == d_j, [1, B, N, L, L]
+    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
+    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
+    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
+
+    @classmethod
+    def of(cls, documents: Tensor | None, segment: _Segment, dtype: torch.dtype) -> "_Masks | None":
+        if documents is None:
+            return None
+        d = segment.of(documents)
+        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
+        last = d[:, :, -1]
+        p = torch.cat((before, last[:, :-1]), dim=1)
+        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
+        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
+        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)
+
+
+def _segments(T: int) -> list[_Segment]:
     """All full chunks at once, then the ragged tail as one shorter chunk."""
-    chunk_size = chunk_size or CHUNK
-    full, tail = divmod(T, chunk_size)
-    return [s for s in (_Segment(0, full, chunk_size), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
+    full, tail = divmod(T, CHUNK)
+    return [s for s in (_Segment(0, full, CHUNK), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
 
 
 def _tables(log_decay: Tensor, L: int) -> _Tables:

@@ -5,13 +5,10 @@ import hashlib
 import inspect
 import logging
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-
-PLAIN = "plain PyTorch has: backend='reference' of the scan, 'torch' of the input features"
 
 
 def log_once(line: str) -> None:
@@ -33,16 +30,10 @@ def no_forward_mode(*tensors: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(f"the kernels have no forward-mode derivative; {PLAIN}")
-
-
-def differentiated_once(backward: Any) -> None:
-    """Make a gradient that has no gradient itself raise NotImplementedError."""
-
-    def refuse(ctx, *cotangents):
-        raise NotImplementedError(f"this gradient has no derivative of its own (a second one); {PLAIN}")
-
-    backward.register_autograd(refuse)
+        raise NotImplementedError(
+            "the kernels have no forward-mode derivative; plain PyTorch has: backend='reference' of the scan, 'torch' of "
+            "the input features"
+        )
 
 
 def tag_caches(module: str) -> None:

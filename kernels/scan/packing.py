@@ -1,11 +1,4 @@
-"""Documents packed into one sequence: a state stops at the end of its document.
-
-Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, R key features, D value
-width, P = R + D channels, M basis functions. `documents` is [B, T] int32: numbers that do not fall along T, 0 for the
-tokens that continue the initial state.
-"""
-
-from typing import NamedTuple
+"""Documents packed into one sequence: a state stops at the end of its document. B batch, T time."""
 
 import torch
 from torch import Tensor
@@ -48,28 +41,3 @@ def _check_numbers(documents: Tensor) -> None:
         number, last = documents[b, t].item(), before[b, t].item()
         got = f"{number} at the first token" if t == 0 else f"{number} after {last} at token {t}"
         raise ValueError(f"{ALLOWED}: got {got} of sequence {b}. Sort the documents, or number them in their order.")
-
-
-class Masks(NamedTuple):
-    """Which parts of a chunk belong together, as zeros and ones. d is a token's document, p that of the token before the
-    chunk (0 before the first: the initial state's), l that of its last token; numbers do not fall, so that equal is one."""
-
-    same: Tensor  # d_i == d_j, [1, B, N, L, L]
-    reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk
-    writes: Tensor  # d_j == l, [1, B, N, 1, L]: token j is in the state after it
-    keeps: Tensor  # p == l, [1, B, N, 1, 1]: the state before is in the state after
-
-    @classmethod
-    def of(cls, documents: Tensor | None, segment, dtype: torch.dtype) -> "Masks | None":
-        if documents is None:
-            return None
-        d = segment.of(documents)
-        before = documents[:, segment.start - 1 : segment.start] if segment.start else torch.zeros_like(d[:, :1, 0])
-        last = d[:, :, -1]
-        p = torch.cat((before, last[:, :-1]), dim=1)
-        masks = d[..., None] == d[:, :, None], (d == p[..., None])[:, :, None], (d == last[..., None])[:, :, None]
-        return cls(*(m[None].to(dtype) for m in (*masks, (p == last)[..., None, None])))
-
-    def of_rows(self, rows: Tensor) -> Tensor:
-        """`reads` for rows [H, B, N, G L, d], G heads one after the other."""
-        return self.reads.mT.repeat(1, 1, 1, rows.shape[3] // self.reads.shape[-1], 1)

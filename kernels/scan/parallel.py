@@ -16,16 +16,25 @@ def scan_parallel(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dtype = log_decay.dtype
+    """o_t = Re(b_t^T X^v_t) with b_t = W [Re a_t; Im a_t] and a_t = X^k_t q_t, on states that all exist."""
+    dtype, M, R, H = log_decay.dtype, log_decay.shape[1], q.shape[-1], k.shape[2]
     X, final = all_states(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), log_decay, initial_state, documents)
-    return query_readout(X, q.to(dtype), mixing).to(v.dtype), final
+    q = q.to(dtype).unflatten(2, (H, -1))  # [B, T, H, G, R]
+    keys, values = X[..., :R], X[..., R:]
+    a = torch.cat([torch.einsum("bthmr,bthgr->bthgm", part, q) for part in (keys.real, keys.imag)], dim=-1)
+    b_re, b_im = torch.einsum("hnm,bthgm->bthgn", mixing, a).split(M, dim=-1)
+    o = torch.einsum("bthgm,bthmd->bthgd", b_re, values.real) - torch.einsum("bthgm,bthmd->bthgd", b_im, values.imag)
+    return o.flatten(2, 3).to(v.dtype), final
 
 
 def linear_parallel(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y_t = Re(sum_m w_m X_t[m])."""
     X, final = all_states(z.to(log_decay.dtype), log_decay, initial_state, documents)
-    return linear_readout(X, readout).to(z.dtype), final
+    w_re, w_im = readout.chunk(2, dim=-1)
+    y = torch.einsum("hm,bthmp->bthp", w_re, X.real) - torch.einsum("hm,bthmp->bthp", w_im, X.imag)
+    return y.to(z.dtype), final
 
 
 def all_states(
@@ -50,20 +59,3 @@ def all_states(
                 earlier = earlier * (documents[:, shift:] == documents[:, :-shift])[..., None, None, None]
             X = torch.cat((X[:, :shift], X[:, shift:] + earlier), dim=1)
     return X, torch.view_as_real(X[:, -1]).contiguous()
-
-
-def query_readout(X: Tensor, q: Tensor, mixing: Tensor) -> Tensor:
-    """o_t = Re(b_t^T X^v_t) with b_t = W [Re a_t; Im a_t] and a_t = X^k_t q_t, on states that all exist."""
-    M, R, H = X.shape[3], q.shape[-1], X.shape[2]
-    q = q.unflatten(2, (H, -1))  # [B, T, H, G, R]
-    keys, values = X[..., :R], X[..., R:]
-    a = torch.cat([torch.einsum("bthmr,bthgr->bthgm", part, q) for part in (keys.real, keys.imag)], dim=-1)
-    b_re, b_im = torch.einsum("hnm,bthgm->bthgn", mixing, a).split(M, dim=-1)
-    o = torch.einsum("bthgm,bthmd->bthgd", b_re, values.real) - torch.einsum("bthgm,bthmd->bthgd", b_im, values.imag)
-    return o.flatten(2, 3)
-
-
-def linear_readout(X: Tensor, readout: Tensor) -> Tensor:
-    """y_t = Re(sum_m w_m X_t[m]) on states that all exist."""
-    w_re, w_im = readout.split(X.shape[3], dim=-1)
-    return torch.einsum("hm,bthmp->bthp", w_re, X.real) - torch.einsum("hm,bthmp->bthp", w_im, X.imag)

@@ -5,22 +5,16 @@ M basis functions. Slow, differentiable, at home in fp64. Shares no helper with 
 against its T x T matrix form (tests/scan/test_reference.py).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 
 def paper_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    C: Tensor,
-    *,
-    readout: str = "complex",
-    normalize: bool = False,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dt: Tensor, A: Tensor, C: Tensor, *,
+    readout: str = "complex", normalize: bool = False, initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The mixer's core as the paper writes it: U and Gamma are formed at every step.
 
     Args:
@@ -39,8 +33,7 @@ def paper_scan(
     beta = (Lambda - 1) / A
 
     # 2. The input is keys beside values; with normalisation, beside a channel of ones that becomes eta.
-    channels = [k, v, torch.ones_like(v[..., :1])] if normalize else [k, v]
-    z = torch.cat(channels, dim=-1)  # [B, T, H, P]
+    z = torch.cat([k, v, torch.ones_like(v[..., :1])] if normalize else [k, v], dim=-1)  # [B, T, H, P]
 
     # 3. The state carries the input gain; callers speak unit gain, x = beta X.
     x = torch.zeros(*k.shape[:1], *A.shape, z.shape[-1], dtype=A.dtype, device=A.device)  # [B, H, M, P]
@@ -63,10 +56,8 @@ def paper_scan(
             o = torch.einsum("bhm,bhmd->bhd", qU, Gamma).real
         elif readout == "hermitian":
             o = torch.einsum("bhm,bhmd->bhd", qU.conj(), Gamma).real
-        elif readout == "real":
+        else:  # real
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
-        else:
-            raise ValueError(f"readout is {readout!r}; allowed: complex, hermitian, real")
 
         # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t, kept away from zero with its sign.
         if normalize:
@@ -105,16 +96,11 @@ def scan_reference(
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """backend="reference" of `interdomain_scan`: token by token, one state, no chunk."""
-    dtype, R = log_decay.dtype, q.shape[-1]
-    B, T, H = k.shape[:3]
-    M = log_decay.shape[1]
+    dtype, R, M = log_decay.dtype, q.shape[-1], log_decay.shape[1]
+    q_grouped = q.to(dtype).unflatten(2, (k.shape[2], -1))  # [B, T, H, G, R]
     z = torch.cat((k.to(dtype), v.to(dtype)), dim=-1)
-    q_grouped = q.to(dtype).unflatten(2, (H, -1))  # [B, T, H, G, R]
-    Lambda = _decay(log_decay)[:, :, None]  # [H, M, 1]
-    X = _initial(initial_state, (B, H, M, z.shape[-1]), Lambda)
     outputs = []
-    for t in range(T):
-        X = Lambda * _within(documents, t, X) + z[:, t, :, None, :]  # [B, H, M, P]
+    for t, X in enumerate(_states(z, log_decay, initial_state, documents)):
         a = torch.einsum("bhmr,bhgr->bhgm", X[..., :R], q_grouped[:, t].to(X.dtype))
         b = torch.einsum("hnm,bhgm->bhgn", mixing, torch.cat((a.real, a.imag), dim=-1))
         b = torch.complex(b[..., :M], b[..., M:])
@@ -126,33 +112,23 @@ def linear_reference(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """backend="reference" of `linear_scan`."""
-    B, T, H, P = z.shape
     M = log_decay.shape[1]
-    Lambda = _decay(log_decay)[:, :, None]
     w = torch.complex(readout[:, :M], readout[:, M:])
-    X = _initial(initial_state, (B, H, M, P), Lambda)
     outputs = []
-    for t in range(T):
-        X = Lambda * _within(documents, t, X) + z[:, t, :, None, :].to(log_decay.dtype)
+    for X in _states(z.to(log_decay.dtype), log_decay, initial_state, documents):
         outputs.append(torch.einsum("hm,bhmp->bhp", w, X).real)
     return torch.stack(outputs, dim=1).to(z.dtype), torch.view_as_real(X)
 
 
-def _within(documents: Tensor | None, t: int, X: Tensor) -> Tensor:
-    """The state before token t, zero where the token begins a document; the initial state is that of document 0."""
-    if documents is None:
-        return X
-    same = documents[:, t] == (documents[:, t - 1] if t else 0)
-    return torch.where(same[:, None, None, None], X, torch.zeros_like(X))
-
-
-def _decay(log_decay: Tensor) -> Tensor:
+def _states(z: Tensor, log_decay: Tensor, initial_state: Tensor | None, documents: Tensor | None) -> Iterator[Tensor]:
+    """X_t = Lambda X_(t-1) + z_t^T for z [B, T, H, P], each [B, H, M, P]."""
     # Rounded once: the loop multiplies this rounding error T times.
     Lambda = torch.exp(torch.view_as_complex(log_decay.double().contiguous()))
-    return torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))
-
-
-def _initial(state: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    if state is None:
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return torch.view_as_complex(state.contiguous())
+    Lambda = torch.view_as_complex(torch.view_as_real(Lambda).to(log_decay.dtype))[:, :, None]  # [H, M, 1]
+    X = torch.zeros_like(Lambda) if initial_state is None else torch.view_as_complex(initial_state.contiguous())
+    for t in range(z.shape[1]):
+        if documents is not None:  # zero where the token begins a document; the initial state is that of document 0
+            same = documents[:, t] == (documents[:, t - 1] if t else 0)
+            X = same[:, None, None, None] * X
+        X = Lambda * X + z[:, t, :, None, :]
+        yield X

@@ -268,17 +268,16 @@ def adjoint_kernel(
     D: tl.constexpr, G: tl.constexpr, M: tl.constexpr, L: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr, HELD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3 (to p_dv, p_y), the part of the decay's gradient that the same tensors carry (to p_out), or both side by side.
+    """Pass 3 (to p_dv, p_y) and, with p_out, beside it the part of the decay's gradient that the same tensors carry.
 
-    Both walk the chunks of a segment in reverse and read b~ and do. Where both are asked for, the programs of one
-    (batch, state head, segment) have consecutive numbers: they run at the same time, and what one of them has fetched the
-    others find in L2. Bytes from memory per token and query head then: b~, do, v in and dv out, each once.
+    Both walk the chunks of a segment in reverse and read b~ and do. The programs of one (batch, state head, segment) have
+    consecutive numbers: they run at the same time, and what one has fetched the others find in L2. Bytes from memory per
+    token and query head then: b~, do, v in and dv out, each once.
 
-    Grid: B H S (ADJOINT ceil(D / BD) + DECAY G ceil(D / BK) (M / BM)) programs.
+    Grid: B H S (ceil(D / BD) + DECAY G ceil(D / BK) (M / BM)) programs.
     """
-    ADJOINT: tl.constexpr = (p_dv is not None) or (p_y is not None)
     DECAY: tl.constexpr = p_out is not None
-    NA: tl.constexpr = (D + BD - 1) // BD if ADJOINT else 0
+    NA: tl.constexpr = (D + BD - 1) // BD
     ND: tl.constexpr = (D + BK - 1) // BK * (M // BM)
     N: tl.constexpr = NA + (G * ND if DECAY else 0)
     i_g = tl.program_id(0) // N

@@ -18,216 +18,210 @@ from .triton_plan import Plan, segment_count
 from .triton_tables import chain_kernel, sum_kernel, tables_kernel
 
 
-class Span(NamedTuple):
-    """Time cut into segments that run side by side: S segments of `chunks` chunks, the last one shorter.
+class Passes(NamedTuple):
+    """The passes over one set of sequences: tile sizes, time cut into segments that run side by side, and powers of Lambda,
+    rounded once from fp64. r = L // 2 balances their range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
 
-    documents: numbers of packed documents, [B, T] int32, dense, or None.
-    """
-
+    plan: Plan
     T: int
-    segments: int
-    chunks: int
-    documents: Tensor | None = None
-
-    def even(self, chunk: int) -> bool:
-        """Whether the passes leave out the masks of a short last chunk. Not with documents: `adjoint` beside `decay` would
-        spill 296 bytes (Triton 3.9)."""
-        return self.T % chunk == 0 and self.documents is None
-
-
-class Constant(NamedTuple):
-    """What stands for b~ in the linear readout, the same in every chunk."""
-
-    rows: Tensor  # E w, [H, L, 2M] in the operands' dtype
-    scores: Tensor  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
-
-
-class Tables(NamedTuple):
-    """Powers of Lambda, rounded once from fp64. r = L // 2 balances the range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
-
+    segments: int  # S
+    chunks: int  # of a segment; the last one may be shorter
+    documents: Tensor | None  # numbers of packed documents, [B, T] int32, dense
     t: Tensor  # Lambda^(r-j) as (Re | Im), [H, L, 2M]
     t_conj: Tensor  # (Re | -Im)
     t_conj_T: Tensor  # the same, [H, 2M, L]
     E: Tensor  # Lambda^(i-r), [H, L, 2M] fp32
     step: Tensor  # Lambda^(r+1) and Lambda^L, [H, 2, 2M] fp32
-    segment: Tensor | None = None  # Lambda^n, n the tokens of a segment and of the last one, [2, H, M, 2] fp32
-    constant: Constant | None = None
+    power: Tensor | None  # where S > 1: Lambda^n, n the tokens of a segment and of the last one, [2, H, M, 2] fp32
+    # What stands for b~ in the linear readout, the same in every chunk:
+    rows: Tensor | None  # E w, [H, L, 2M] in the operands' dtype
+    scores: Tensor | None  # D_ij = Re(w^T Lambda^(i-j)) for j <= i, [H, L, L]; summed over M before it is rounded
 
     @classmethod
-    def build(cls, log_decay: Tensor, plan: Plan, span: Span | None = None, readout: Tensor | None = None) -> "Tables":
-        """`segment` is there if `span` cuts time, `constant` with a linear readout, [H, 2M]."""
-        (H, M, _), L = log_decay.shape, plan.chunk
+    def build(
+        cls, plan: Plan, log_decay: Tensor, T: int, chunks: int, documents: Tensor | None = None,
+        readout: Tensor | None = None,
+    ) -> "Passes":  # fmt: skip
+        """readout: w, [H, 2M], for the linear one."""
+        (H, M, _), L, length = log_decay.shape, plan.chunk, chunks * plan.chunk
+        segments = triton.cdiv(T, length)
         t, t_conj, t_conj_T = (
             torch.empty(shape, dtype=plan.dtype, device=log_decay.device)
             for shape in ((H, L, 2 * M), (H, L, 2 * M), (H, 2 * M, L))
         )
         E, step = log_decay.new_empty(H, L, 2 * M), log_decay.new_empty(H, 2, 2 * M)
-        segment = log_decay.new_empty(2, H, M, 2) if span and span.segments > 1 else None
-        length = span.chunks * L if span else 0
-        last = span.T - (span.segments - 1) * length if span else 0
-        constant = None
-        if readout is not None:
-            constant = Constant(torch.empty_like(t), t.new_empty(H, L, L))
+        power = log_decay.new_empty(2, H, M, 2) if segments > 1 else None
+        rows, scores = (None, None) if readout is None else (torch.empty_like(t), t.new_empty(H, L, L))
         BL = max(1, min(L, 256 // M))  # fp64 sines are long: few numbers per thread
         tables_kernel[(H * L // BL,)](
-            dense(log_decay), t, t_conj, t_conj_T, E, step, segment, _dense(readout), *(constant or (None, None)),
-            H, length, last, M=M, L=L, BL=BL, num_warps=4,
+            dense(log_decay), t, t_conj, t_conj_T, E, step, power, dense(readout), rows, scores,
+            H, length, T - (segments - 1) * length, M=M, L=L, BL=BL, num_warps=4,
         )  # fmt: skip
-        return cls(t, t_conj, t_conj_T, E, step, segment, constant)
+        return cls(plan, T, segments, chunks, dense(documents), t, t_conj, t_conj_T, E, step, power, rows, scores)
+
+    @property
+    def even(self) -> bool:
+        """Whether the passes leave out the masks of a short last chunk. Not with documents: `adjoint` beside `decay` would
+        spill 296 bytes (Triton 3.9)."""
+        return self.T % self.plan.chunk == 0 and self.documents is None
+
+    def options(self, tile: tuple[int, int, int]) -> dict:
+        """What every pass takes. tile: of the plan."""
+        _, warps, stages = tile
+        sizes = dict(M=self.E.shape[2] // 2, L=self.plan.chunk, PRECISION=self.plan.precision)
+        return sizes | dict(num_warps=warps, num_stages=stages, maxnreg=self.plan.registers)
+
+    def contract(
+        self, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int], final: Tensor | None = None, *,
+        total: bool = False, conj: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for `conj_sum`
+        (Hq = H).
+
+        state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
+        """
+        B, T, Hq, R = q.shape
+        H, N = k.shape[2], self.E.shape[2]
+        BR = min(_power_of_two(R), 64) if total else _power_of_two(R)
+        BM = _block(N // 2, self.plan.contract[0] // (4 * BR if total else 2 * BR))
+        blocks = triton.cdiv(R, BR)
+        if total:
+            out = torch.empty(B, H, self.segments * blocks, N, dtype=torch.float32, device=q.device)
+        else:
+            out = torch.empty(B, Hq, T, N, dtype=self.plan.dtype, device=q.device)
+        contract_kernel[(B * Hq * self.segments * blocks * (N // 2 // BM),)](
+            q, k, self.t, self.E, self.step, state, out, final, self.documents,
+            T, self.segments, self.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(q), *_strides(k),
+            R=R, BR=BR, BM=BM, SUM=total, CONJ=conj, EVEN=self.even, **self.options(self.plan.contract),
+        )  # fmt: skip
+        return out
+
+    def mix(self, a: Tensor, mixing: Tensor, c: Tensor | None = None) -> tuple:
+        """-> b~ = E (W a) for every token; with c, which is conj(c), also e~ = E conj(W^T conj(c)) and W's gradient in fp32.
+
+        mixing: W, [H, 2M, 2M].
+        """
+        (B, Hq, T, N), H = a.shape, mixing.shape[0]
+        BM = min(N // 2, max(8, self.plan.mix[0] // (2 * N)))
+        chunks, programs = triton.cdiv(T, self.plan.chunk), N // 2 // BM
+        b, blocks, e, parts = torch.empty_like(a), 4, None, None
+        if c is not None:
+            # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
+            blocks = triton.cdiv(chunks, segment_count(B * Hq * programs, chunks, a.device))
+            e = torch.empty_like(c)
+            parts = self.E.new_empty(B, H, Hq // H * triton.cdiv(chunks, blocks), N, N)
+        mix_kernel[(B * Hq * triton.cdiv(chunks, blocks) * programs,)](
+            a, c, dense(mixing.to(self.plan.dtype)), self.E, b, e, parts, T, blocks, Hq, Hq // H,
+            BM=BM, EVEN=T % self.plan.chunk == 0, **self.options(self.plan.mix),
+        )  # fmt: skip
+        return b, e, None if parts is None else parts.sum((0, 2))
+
+    def expand(
+        self, b: Tensor | None, v: Tensor, state: Tensor | None, channels: tuple[int, int], out: Tensor | None,
+        final: Tensor | None = None, *, mixing: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Pass 2 of (b~, v) into out [B, T, Hq, D] and the last state into final [B, H, M, P, 2].
+
+        b: [B, Hq, T, 2M], None for the linear readout; with `mixing`, W [H, 2M, 2M], it is a and b~ = E (W a). Without `out`
+        final is [B, H, S, M, P, 2] and takes the states after the segments, each started from zero.
+        """
+        B, T, H, D = v.shape
+        Hq, N = (H if out is None else out.shape[2]), self.E.shape[2]
+        rows, scores = (b, None) if b is not None or out is None else (self.rows, self.scores)
+        tile = self.plan.fused if mixing is not None and self.plan.fused else self.plan.expand
+        BD = _block(min(_power_of_two(D), 64), tile[0] // N)
+        W = None if mixing is None else dense(mixing.to(self.plan.dtype))
+        expand_kernel[(B * Hq * self.segments * triton.cdiv(D, BD),)](
+            rows, v, scores, W, self.t_conj_T, self.E, self.step, state, out, final, self.documents,
+            T, self.segments, self.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(v), *_strides(out, like=v),
+            D=D, BD=BD, EVEN=self.even, **self.options(tile),
+        )  # fmt: skip
+
+    def adjoint(
+        self, b: Tensor | None, d_o: Tensor, costate: Tensor | None, channels: tuple[int, int], out: Tensor | None = None,
+        initial: Tensor | None = None, *, v: Tensor | None = None, state: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2]. With `v`
+        -> the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
+
+        b: as in `expand`. costate: gradients of the states after every segment, [B, H, S, M, P, 2]; state: before every
+        segment, likewise. Without `out` initial is [B, H, S, M, P, 2] and takes the gradients of the states before the
+        segments, each from zero after it.
+        """
+        B, T, Hq, D = d_o.shape
+        H, _, N = self.E.shape
+        G, decay = Hq // H, self.plan.decay
+        rows, scores = (self.rows, self.scores) if b is None else (b, None)
+        BD = _block(min(_power_of_two(D), 64), self.plan.expand[0] // N)
+        BK = min(_power_of_two(D), 64, decay // 32)
+        BM = _block(N // 2, decay // (2 * BK))
+        blocks = triton.cdiv(D, BK)
+        programs = triton.cdiv(D, BD) + (0 if v is None else G * blocks * (N // 2 // BM))
+        parts = None if v is None else self.E.new_empty(B, H, G * self.segments * blocks, N)
+        adjoint_kernel[(B * H * self.segments * programs,)](
+            rows, d_o, v, scores, self.t_conj, self.t_conj_T, self.E, self.step, state, costate, out, initial, parts,
+            self.documents, T, self.segments, self.chunks, H, channels[1], channels[0],
+            *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
+            D=D, G=G, BD=BD, BK=BK, BM=BM, HELD=self.plan.held and self.documents is None, EVEN=self.even,
+            **self.options(self.plan.expand),
+        )  # fmt: skip
+        return parts
+
+    def states(self, initial: Tensor | None, P: int, *parts: Tensor) -> Tensor | None:
+        """States before every segment, [B, H, S, M, P, 2], of k and v, or z; None for one segment from zero."""
+        if self.segments == 1:
+            return dense(initial)
+        local, first = self._local(parts[0].shape[0], P), 0
+        for x in parts:
+            self.expand(None, x, None, (first, P), None, local)
+            first += x.shape[3]
+        return self.chain(local, initial)
+
+    def costates(self, d_final: Tensor | None, *pairs: tuple[Tensor | None, Tensor, tuple[int, int]]) -> Tensor | None:
+        """Gradients of the states after every segment, of (b, d_o, channels) as in `adjoint`; None for one and zero."""
+        if self.segments == 1:
+            return dense(d_final)
+        _, rows, (_, P) = pairs[0]
+        local = self._local(rows.shape[0], P)
+        for b, rows, channels in pairs:
+            self.adjoint(b, rows, None, channels, None, local)
+        return self.chain(local, d_final, reverse=True)
+
+    def _local(self, B: int, P: int) -> Tensor:
+        H, _, N = self.E.shape
+        return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
+
+    def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor:
+        """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
+
+        start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
+        """
+        B, H, S, M, P, _ = local.shape
+        out = torch.empty_like(local)
+        BE = 32
+        chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
+            local, dense(start), self.power, out, self.documents, S, H, P, self.T, self.chunks * self.plan.chunk,
+            M=M, BS=16, BE=BE, REVERSE=reverse, num_warps=4,
+        )  # fmt: skip
+        return out
 
 
-def contract(
-    plan: Plan, tab: Tables, span: Span, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int],
-    final: Tensor | None = None, *, total: bool = False, conj: bool = False,
-) -> Tensor:  # fmt: skip
-    """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for `conj_sum`
-    (Hq = H).
-
-    state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
-    """
-    B, T, Hq, R = q.shape
-    H, N = k.shape[2], tab.E.shape[2]
-    numbers, warps, stages = plan.contract
-    BR = min(_power_of_two(R), 64) if total else _power_of_two(R)
-    BM = _block(N // 2, numbers // (4 * BR if total else 2 * BR))
-    blocks = triton.cdiv(R, BR)
-    if total:
-        out = torch.empty(B, H, span.segments * blocks, N, dtype=torch.float32, device=q.device)
-    else:
-        out = torch.empty(B, Hq, T, N, dtype=plan.dtype, device=q.device)
-    contract_kernel[(B * Hq * span.segments * blocks * (N // 2 // BM),)](
-        q, k, tab.t, tab.E, tab.step, state, out, final, span.documents,
-        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(q), *_strides(k),
-        R=R, M=N // 2, L=plan.chunk, BR=BR, BM=BM, PRECISION=plan.precision, SUM=total, CONJ=conj,
-        EVEN=span.even(plan.chunk), num_warps=warps, num_stages=stages, maxnreg=plan.registers,
-    )  # fmt: skip
-    return out
-
-
-def mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor) -> Tensor:
-    """b~ = E (W a) for every token. mixing: W, [H, 2M, 2M]."""
-    return _mix(plan, tab, a, mixing, 4)[0]
-
-
-def mix_backward(plan: Plan, tab: Tables, a: Tensor, c: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From a and conj(c): b~ = E (W a), e~ = E conj(W^T conj(c)) and the gradient of W, [H, 2M, 2M] fp32."""
-    chunks, M = triton.cdiv(a.shape[2], plan.chunk), a.shape[3] // 2
-    sequences = a.shape[0] * a.shape[1] * (M // _mix_block(plan, M))
-    # The programs of a stretch of time add up a gradient of their own, 16 M^2 bytes: as few as fill the GPU.
-    b, e, parts = _mix(plan, tab, a, mixing, triton.cdiv(chunks, segment_count(sequences, chunks, a.device)), c)
-    assert e is not None
-    assert parts is not None
-    return b, e, parts.sum((0, 2))
-
-
-def _mix(plan: Plan, tab: Tables, a: Tensor, mixing: Tensor, blocks: int, c: Tensor | None = None):
-    (B, Hq, T, N), H = a.shape, mixing.shape[0]
-    _, warps, stages = plan.mix
-    BM = _mix_block(plan, N // 2)
-    spans = triton.cdiv(T, plan.chunk * blocks)
-    b, e = torch.empty_like(a), None if c is None else torch.empty_like(c)
-    parts = None if c is None else tab.E.new_empty(B, H, Hq // H * spans, N, N)
-    mix_kernel[(B * Hq * spans * (N // 2 // BM),)](
-        a, c, _operand(mixing, plan), tab.E, b, e, parts, T, blocks, Hq, Hq // H,
-        M=N // 2, L=plan.chunk, BM=BM, PRECISION=plan.precision, EVEN=T % plan.chunk == 0,
-        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
-    )  # fmt: skip
-    return b, e, parts
-
-
-def expand(
-    plan: Plan, tab: Tables, span: Span, b: Tensor | Constant | None, v: Tensor, state: Tensor | None,
-    channels: tuple[int, int], out: Tensor | None, final: Tensor | None = None, *, mixing: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Pass 2 of (b~, v) into out [B, T, Hq, D] and the last state into final [B, H, M, P, 2].
-
-    b: [B, Hq, T, 2M], or Constant; with `mixing`, W [H, 2M, 2M], it is a and b~ = E (W a). Without `out` b is not used,
-    and final is [B, H, S, M, P, 2] and takes the states after the segments, each started from zero.
-    """
-    rows, scores = b if isinstance(b, Constant) else (b, None)
-    B, T, H, D = v.shape
-    Hq, N = (H if out is None else out.shape[2]), tab.E.shape[2]
-    numbers, warps, stages = plan.fused if mixing is not None and plan.fused else plan.expand
-    BD = _block(min(_power_of_two(D), 64), numbers // N)
-    expand_kernel[(B * Hq * span.segments * triton.cdiv(D, BD),)](
-        rows, v, scores, None if mixing is None else _operand(mixing, plan), tab.t_conj_T, tab.E, tab.step,
-        state, out, final, span.documents,
-        T, span.segments, span.chunks, Hq, Hq // H, channels[1], channels[0], *_strides(v), *_strides(out, like=v),
-        D=D, M=N // 2, L=plan.chunk, BD=BD, PRECISION=plan.precision, EVEN=span.even(plan.chunk),
-        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
-    )  # fmt: skip
-
-
-def adjoint(
-    plan: Plan, tab: Tables, span: Span, b: Tensor | Constant, d_o: Tensor, costate: Tensor | None,
-    channels: tuple[int, int], H: int, out: Tensor | None = None, initial: Tensor | None = None, *,
-    v: Tensor | None = None, state: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2]. With `v`
-    -> the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
-
-    In one launch where the plan joins the two. costate: gradients of the states after every segment, [B, H, S, M, P, 2];
-    state: before every segment, likewise. With `initial` but without `out`, initial is [B, H, S, M, P, 2] and takes the
-    gradients of the states before the segments, each from zero after it.
-    """
-    pass_3 = out is not None or initial is not None
-    if pass_3 and v is not None and not plan.joined:
-        adjoint(plan, tab, span, b, d_o, costate, channels, H, out, initial)
-        return adjoint(plan, tab, span, b, d_o, costate, channels, H, v=v, state=state)
-    B, T, Hq, D = d_o.shape
-    G, N = Hq // H, tab.E.shape[2]
-    rows, scores = b if isinstance(b, Constant) else (b, None)
-    _, warps, stages = plan.expand if pass_3 else plan.decay
-    BD = _block(min(_power_of_two(D), 64), plan.expand[0] // N)
-    BK = min(_power_of_two(D), 64, plan.decay[0] // 32)
-    BM = _block(N // 2, plan.decay[0] // (2 * BK))
-    blocks = triton.cdiv(D, BK)
-    programs = (triton.cdiv(D, BD) if pass_3 else 0) + (0 if v is None else G * blocks * (N // 2 // BM))
-    parts = None if v is None else tab.E.new_empty(B, H, G * span.segments * blocks, N)
-    adjoint_kernel[(B * H * span.segments * programs,)](
-        rows, d_o, v, scores, tab.t_conj, tab.t_conj_T, tab.E, tab.step, state, costate, out, initial, parts,
-        span.documents, T, span.segments, span.chunks, H, channels[1], channels[0],
-        *_strides(d_o), *_strides(v, like=d_o), *_strides(out, like=d_o),
-        D=D, G=G, M=N // 2, L=plan.chunk, BD=BD, BK=BK, BM=BM, PRECISION=plan.precision,
-        HELD=plan.held and span.documents is None, EVEN=span.even(plan.chunk),
-        num_warps=warps, num_stages=stages, maxnreg=plan.registers,
-    )  # fmt: skip
-    return parts
-
-
-def conj_sum(*parts: Tensor, pairs: bool = True) -> Tensor:
+def conj_sum(*parts, pairs: bool = True) -> Tensor:
     """Conjugate of the sum of one or two [B, H, n, 2M] fp32 over all but heads: [H, M, 2], or [H, 2M] as (Re | Im)."""
     x, y = parts[0], parts[-1]
     B, H, n, N = x.shape
     out = x.new_empty((H, N // 2, 2) if pairs else (H, N))
     sum_kernel[(H * N // 32,)](
         x, y, out, B, H, n, y.shape[2] if len(parts) == 2 else 0, M=N // 2, BN=32, BR=32, PAIRS=pairs, num_warps=4
-    )  # fmt: skip
-    return out
-
-
-def chain(tab: Tables, local: Tensor, start: Tensor | None, span: Span, chunk: int, *, reverse: bool = False) -> Tensor:
-    """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
-
-    start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
-    """
-    B, H, S, M, P, _ = local.shape
-    out = torch.empty_like(local)
-    BE = 32
-    chain_kernel[(B * H * triton.cdiv(M * P, BE),)](
-        local, _dense(start), tab.segment, out, span.documents, S, H, P, span.T, span.chunks * chunk,
-        M=M, BS=16, BE=BE, REVERSE=reverse, num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
 def aligned(x: Tensor) -> Tensor:
     """x, if its rows can be read 16 bytes at a time, as those of a projection can; else a copy with padded rows.
 
-    Only widths that are no multiple of 16, such as values with a column of ones, and views that start between two 16-byte
-    words come to the copy. Without it every number is an access of its own, with its own address (measured by compilation:
-    580 to 2,488 bytes of spills at D = 65; 136 to 168 in contract at R = 64, and 955 instructions a chunk in place of 742,
-    if q and k start one element in).
+    Widths that are no multiple of 16 (values with a column of ones) and views that start between two 16-byte words are copied:
+    read as they are, every number would be an access of its own, and its address in a register (up to 2,488 bytes spilled).
     """
     strides = (s for s, n in zip(x.stride(), x.shape[:-1], strict=False) if n > 1)
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in strides):
@@ -235,13 +229,11 @@ def aligned(x: Tensor) -> Tensor:
     return padded_empty(x).copy_(x)
 
 
-def dense(x: Tensor) -> Tensor:
-    """x, if it is contiguous and starts at a 16-byte word; else a copy that does."""
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else dense(x)
+def dense(x):
+    """x, if it is contiguous and starts at a 16-byte word, or None; else a copy that does."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def padded_empty(x: Tensor) -> Tensor:
@@ -250,22 +242,11 @@ def padded_empty(x: Tensor) -> Tensor:
     return torch.empty(*x.shape[:-1], -(-width // 16) * 16, dtype=x.dtype, device=x.device)[..., :width]
 
 
-def _mix_block(plan: Plan, M: int) -> int:
-    """Basis functions of a program of `mix`."""
-    return min(M, max(8, plan.mix[0] // (4 * M)))
-
-
-def _operand(mixing: Tensor, plan: Plan) -> Tensor:
-    if mixing.dtype == plan.dtype:
-        return dense(mixing)
-    return torch.empty(mixing.shape, dtype=plan.dtype, device=mixing.device).copy_(mixing)
-
-
 def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
     """Without the last. `like` stands in where there is no tensor: the same sizes, so no compilation of their own."""
     x = like if x is None else x
     assert x is not None
-    # The stride of a dimension of one is never used, and may be anything: 0 keeps it from asking for another compilation.
+    # The stride of a dimension of one may be anything: 0 keeps it from asking for another compilation.
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:3], x.shape, strict=False))
 
 

@@ -17,11 +17,9 @@ Programs are numbered along one grid axis (the others end at 65,535). Notation a
     p_n       numbers of packed documents,                                          [B, T] int32
 
 A pointer that is None is compiled out: no state before (p_x), none asked for (p_y), no documents (p_n).
-Complex numbers are stacked (Re | Im) along one axis: a complex product is then one real matrix product, and the halves
-are split in registers where they meet E or a power of Lambda.
-A state enters a chunk as `step * what the last chunk left`, where step is enter for the first chunk and carry after it.
-No product takes a transposed accumulator as an operand: Triton 3.4 to 3.7.0 miscompile that on Hopper. What is needed
-transposed is computed transposed; `tl.trans` is applied to tiles as they were loaded.
+Complex numbers are stacked (Re | Im) along one axis: a complex product is one real matrix product, and the halves are split in
+registers where they meet E or a power of Lambda. A state enters a chunk times enter in the first chunk, times carry after it.
+No product takes a transposed accumulator: Triton 3.4 to 3.7.0 miscompile that on Hopper. `tl.trans` is applied to loaded tiles.
 Operands are bf16 with fp32 accumulation, or fp32 with `PRECISION` (never plain TF32).
 EVEN: every chunk has L tokens. A mask that ends in `| EVEN` the compiler then knows to be true, and leaves out.
 """
@@ -43,18 +41,15 @@ def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
 def state_offsets(o_n, o_p, P, M: tl.constexpr):
     """Where number o_n of (Re | Im), channel o_p of a state [M, P, 2] lies.
 
-    For stores after the loop. Loads before it spell this out in 32 bits: an expression common to both would be computed
-    once, and its addresses kept in registers, one per number of the state, all through the loop.
+    For stores after the loop. Loads before it spell this out in 32 bits: an expression common to both would be computed once,
+    and its addresses kept in registers all through the loop.
     """
     return tl.cast(o_n % M, tl.int64) * (2 * P) + 2 * o_p + o_n // M
 
 
 @triton.jit
 def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
-    """Numbers of a chunk's tokens [L], of the token before the chunk (0 before the first) and of its last token.
-
-    They do not fall along T, so that two equal numbers are one document and all between them is, too.
-    """
+    """Numbers of a chunk's tokens [L], of the token before the chunk (0 before the first) and of its last token."""
     i_t = i_c * L
     o_t = i_t + tl.arange(0, L)
     p_n += i_b * T

@@ -20,19 +20,14 @@ class Plan(NamedTuple):
     precision: str  # of fp32 products; bf16 ones have no choice
     contract: tuple[int, int, int]  # state numbers of a program (2 BM BR), warps, stages
     expand: tuple[int, int, int]  # state numbers of a program (2M BD), warps, stages; also for adjoint
-    decay: tuple[int, int, int]  # costate numbers of a program (2 BM BD, twice), warps, stages
+    decay: int  # costate numbers of a program (2 BM BD, twice); its launch is adjoint's
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
-    fused: tuple[int, int, int] | None  # as expand, for one that multiplies by W itself; None: mix does
-    registers: int | None  # that a thread may have; None: for ptxas to choose
+    fused: tuple[int, int, int] | None = None  # as expand, for one that multiplies by W itself; None: mix does
+    registers: int | None = None  # that a thread may have; None: for ptxas to choose
     held: bool = False  # whether adjoint and decay keep first operands of several products in registers
 
-    @property
-    def joined(self) -> bool:
-        """Whether `adjoint` and `decay` go in one launch: where they take the same warps and stages."""
-        return self.expand[1:] == self.decay[1:]
 
-
-def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chunk_size: int | None) -> Plan:
+def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> Plan:
     """Fixed sizes by (architecture, dtype, M, width): no autotuning, so no first-call storms and no run-to-run drift.
 
     bf16: chunks of 64 where the tensor cores take 64-row tiles (sm_90 and sm_100), of 32 elsewhere.
@@ -41,30 +36,28 @@ def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int, chun
     """
     major = capability(device)[0]
     wide = major in (9, 10)
-    if dtype == torch.bfloat16:
-        # On sm_100 and sm_103 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
-        # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
-        # On sm_90 chunks under 64 mix `mma` and `wgmma` in a loop, and Triton (3.6, 3.9) has the next chunk loaded over what a
-        # product still reads (tests/ptx finds it).
-        stages = 1 if major == 10 or (major == 9 and chunk_size in (16, 32)) else 2
-        state = (8192, 4, stages)
-        plan = Plan(64 if wide else 32, dtype, "ieee", state, state, (4096, 4, stages), (8192, 4, stages), None, None)
-        if major == 9 and M < 128 and width <= 64:  # every block of values multiplies by W: two blocks at most
-            plan = plan._replace(fused=(4096, 4, stages))
-        if major == 9 and chunk_size in (None, 64):
-            # Where products are `wgmma`, which reads them from shared memory every time, and where registers are left.
-            plan = plan._replace(held=16 < M < 128)
-        if wide and M == 128:  # b~ tiles of 32 KB: two of them would leave room for one program only
-            plan = plan._replace(expand=(8192, 4, 1))
-        if width > 128:
-            plan = plan._replace(contract=(8192, 4, 1))
-    else:
+    if dtype == torch.float32:
         # Two warps keep Hopper on mma.sync: its own instruction takes fp32 operands in one orientation only.
-        warps = 2 if wide else 4
+        tile = (2048, 2 if wide else 4, 1)
         # Where all does not fit, at M = 128, ptxas would settle for 32 registers if it were not told that it may have more.
-        tiles = (2048, warps, 1), (2048, warps, 1), (1024, warps, 1), (2048, warps, 1)
-        plan = Plan(16, dtype, "tf32x3", *tiles, None, 255)
-    return plan if chunk_size is None else plan._replace(chunk=chunk_size)
+        return Plan(16, dtype, "tf32x3", tile, tile, 1024, tile, registers=255)
+    # On sm_100 and sm_103 a state is an accumulator in tensor memory, which is scaled in every chunk and read by other
+    # products: Triton miscompiles that with more than one stage (triton-lang/triton #10590, #10993).
+    tile = (8192, 4, 1 if major == 10 else 2)
+    one_stage = (8192, 4, 1)
+    hopper = major == 9 and M < 128
+    return Plan(
+        64 if wide else 32, dtype, "ieee",
+        contract=one_stage if width > 128 else tile,
+        # b~ tiles of 32 KB at M = 128: two of them would leave room for one program only.
+        expand=one_stage if wide and M == 128 else tile,
+        decay=4096,
+        mix=tile,
+        # Every block of values multiplies by W: two blocks at most.
+        fused=(4096, 4, 2) if hopper and width <= 64 else None,
+        # Where products are `wgmma`, which reads them from shared memory every time, and where registers are left.
+        held=hopper and M > 16,
+    )  # fmt: skip
 
 
 def capability(device: torch.device) -> tuple[int, int]:

@@ -9,11 +9,9 @@ channels, M basis functions, S blocks of them.
     linear readout: expand alone, over all channels, with b = w
 
 Decoding is bound by reading and writing the states: 16 M P bytes per state head and token, fp32. A head is many programs, so
-that one sequence fills a GPU (one program per head would be 32 of them at 1.3B), and tiles are small, so that many are in
-flight on every multiprocessor. W is read once per batch row, mostly from the L2 cache: 16 M^2 bytes per head, or half of that
-(its upper half, see `interdomain_step`). Between the kernels pass 8 S M bytes per head. No position enters and nothing is
-decided on the host: a step can be captured in a CUDA graph and replayed. There is no autotuning, which would run the update in
-place many times, and there are no atomics: results repeat bit for bit. These functions record no gradient.
+that one sequence fills a GPU. W is read once per batch row, mostly from the L2 cache: 16 M^2 bytes per head, or half of that
+(see `interdomain_step`). Nothing is decided on the host: a step can be captured in a CUDA graph. There is no autotuning, which
+would run the update in place many times, and no atomics: results repeat bit for bit. These functions record no gradient.
 """
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 BASIS_SIZES = (16, 32, 64, 128)
-CHUNK_SIZES = (16, 32, 64)
 # Pass 1 needs the whole width of a key in one tile. Above 128: head width 128 and the ones column of the normalised form.
 MAX_WIDTH = 256
 
@@ -34,9 +33,7 @@ def missing(device: torch.device | None) -> str | None:
     return None
 
 
-def unsupported(
-    device: torch.device | None, dtype: torch.dtype, M: int, width: int, chunk_size: int | None
-) -> str | None:
+def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: int) -> str | None:
     """Why operands of this dtype cannot run on the chunkwise Triton kernels; None if they can.
 
     width: the larger of R and D, 0 for the linear readout, which takes every width. device: as in `missing`.
@@ -44,28 +41,13 @@ def unsupported(
     problem = missing(device)
     if problem:
         return problem
-    # With dynamic shapes torch.compile has symbols here, which no text can hold.
-    M, chunk_size = int(M), chunk_size and int(chunk_size)
     if dtype == torch.float64:
         return "the inputs are float64 and the Triton kernels compute in bf16 or fp32"
     if M not in BASIS_SIZES:
-        return f"M is {M} and the Triton kernels have M = {', '.join(map(str, BASIS_SIZES))}"
+        # int: with dynamic shapes torch.compile has symbols here, which no text can hold.
+        return f"M is {int(M)} and the Triton kernels have M = {', '.join(map(str, BASIS_SIZES))}"
     if width > MAX_WIDTH:
         return f"R or D is above {MAX_WIDTH}, the widest that the Triton kernels have"
-    if chunk_size is not None and chunk_size not in CHUNK_SIZES:
-        return f"chunk_size is {chunk_size} and the Triton kernels have {', '.join(map(str, CHUNK_SIZES))}"
-    if chunk_size is not None:
-        return _too_long(chunk_size, M, dtype, device)
-    return None
-
-
-def _too_long(chunk_size: int, M: int, dtype: torch.dtype, device: torch.device | None) -> str | None:
-    """Whether the tables of a chunk fit into shared memory: counted by compilation."""
-    if dtype == torch.float32:
-        if chunk_size > 16 and chunk_size * M > 1024:
-            return f"chunk_size is {chunk_size} at M = {M}: in fp32, tables of this size do not fit; 16 do"
-    elif chunk_size * M > 4096 and device and device.type == "cuda" and not _has_large_shared_memory(device.index):
-        return f"chunk_size is {chunk_size} at M = {M}: on this GPU, tables of this size do not fit; 32 do"
     return None
 
 
@@ -76,11 +58,9 @@ def cannot_launch() -> str | None:
 
     Touches no GPU: a process that only asks holds no memory there.
     """
-    if torch.version.hip is not None:  # where no kernel of this package runs (`missing`)
-        return None
     try:
         from triton.backends.nvidia.driver import CudaUtils
-    except ImportError:  # no Triton, or one that is made otherwise
+    except ImportError:  # no Triton, or one for other GPUs
         return None
     try:
         CudaUtils()
@@ -94,20 +74,14 @@ def cannot_launch() -> str | None:
 
 
 def operand_dtype(*inputs: Tensor) -> torch.dtype:
-    """Of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), fp32 if any input is fp32."""
-    return torch.float32 if any(x.dtype == torch.float32 for x in inputs) else torch.bfloat16
+    """Of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), else the widest of the inputs'."""
+    dtypes = [x.dtype for x in inputs]
+    return next((dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16)
 
 
 def _has_bf16_tensor_cores(device_index: int | None) -> bool:
     return torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
-def _has_large_shared_memory(device_index: int | None) -> bool:
-    """More than 99 KB per program: the GPUs of data centres."""
-    major, minor = torch.cuda.get_device_capability(device_index)
-    return major in (9, 10) or (major, minor) in ((8, 0), (8, 7))
-
-
 # What torch.compiler.assume_constant_result sets; it would import torch.compile's front end, as long again as torch itself.
 _has_bf16_tensor_cores._dynamo_marked_constant = True
-_has_large_shared_memory._dynamo_marked_constant = True

@@ -1,6 +1,6 @@
 """The Triton kernels of the input features against the literal float64 reference.
 
-On a machine with a GPU these tests run there. Elsewhere tests/scan/test_interpreter.py runs this file in a process of its own.
+On a machine with a GPU these tests run there. Elsewhere tests/scan/test_triton_gpu.py runs this file in a process of its own.
 """
 
 import pytest

@@ -141,12 +141,12 @@ def test_loops_of_different_length():
     assert torch.equal(out[:64], (t * (t + 1) // 2).int())
 
 
-def findings_of(capability, T, *, R=64, M=64, linear=False, documents=False, **options):
+def findings_of(capability, T, *, R=64, M=64, linear=False, documents=False):
     """{(kernel, kind)} of one forward and backward in bf16."""
     inputs, cotangents = op_inputs(Case(T=T, H=1, R=R, D=R, M=M), torch.float32, torch.bfloat16, linear)
-    options |= {"documents": packed(T)[:1]} if documents else {}
+    numbers = packed(T)[:1] if documents else None
     with emulated(capability) as found:
-        run_op(inputs, cotangents, linear, backend="chunkwise", **options)
+        run_op(inputs, cotangents, linear, backend="chunkwise", documents=numbers)
     assert len(found) > 5
     return {(kernel, kind) for kernel, findings in found for kind, _ in findings}
 
@@ -168,9 +168,8 @@ def test_compiled_kernels_have_no_race(capability, settings):
 
 @pytest.mark.slow_group("kernels/", "tests/ptx/")
 def test_the_race_that_one_stage_avoids(monkeypatch):
-    """Triton loads the next chunk of 32 over what wgmma still reads, where a plan for sm_90 had two stages."""
-    assert findings_of(90, T=100, chunk_size=32) == set()
+    """Triton loads the next chunk of 32 over what wgmma still reads, if a plan for sm_90 has chunks of 32 and two stages."""
     make_plan = triton_chunkwise.make_plan
-    monkeypatch.setattr(triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(mix=(8192, 4, 2)))
-    found = findings_of(90, T=100, chunk_size=32)
-    assert ("mix_kernel", "write to what wgmma still reads") in found
+    plan = dict(chunk=32, mix=(8192, 4, 2), held=False)
+    monkeypatch.setattr(triton_chunkwise, "make_plan", lambda *args: make_plan(*args)._replace(**plan))
+    assert ("mix_kernel", "write to what wgmma still reads") in findings_of(90, T=100)

@@ -7,14 +7,14 @@ import functools
 import math
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from interdomain import scan
 from interdomain.scan import reference
 
-RUNNABLE = ("chunkwise", "parallel", "fft", "reference")
-WRITTEN_OUT = ("chunkwise", "fft")  # with a backward of their own, on every device
-ON_CPU = tuple(backend for backend in scan.BACKENDS if backend != "sequential")
+BACKENDS = ("chunkwise", "sequential", "parallel", "fft", "reference")
+linear_or_query = pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
 
 # name: (bound, measure). `max`: largest error over largest value. `rms`: RMS of the error over RMS of the value.
 TOLERANCES = {
@@ -151,28 +151,32 @@ def paper_C(leaves, like):
 
 
 @functools.cache
-def paper_query(case):
-    leaves, cotangents = leaves_of(case, "q", "k", "v")
+def paper(case, linear):
+    """Values and every gradient of the paper's loop."""
+    leaves, cotangents = leaves_of(case, "k", "v", "c" if linear else "q")
     A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
-    o, state = reference.paper_scan(
-        *(leaves[n] for n in ("q", "k", "v", "dt")),
-        A,
-        paper_C(leaves, A),
-        readout=case.readout,
-        initial_state=leaves.get("initial_state"),
-    )
-    return {"o": o, "state": state, **gradients((o, state), (cotangents["o"], cotangents["state"]), leaves)}
+    dynamics = leaves["dt"], A, paper_C(leaves, A)
+    state = leaves.get("initial_state")
+    if linear:
+        z = torch.cat((leaves["k"], leaves["v"]), dim=-1)
+        outputs = reference.paper_linear(z, *dynamics, leaves["c"], initial_state=state)
+    else:
+        tokens = (leaves[n] for n in "qkv")
+        outputs = reference.paper_scan(*tokens, *dynamics, readout=case.readout, initial_state=state)
+    return results(outputs, cotangents, leaves, linear)
 
 
-@functools.cache
-def paper_linear(case):
-    leaves, cotangents = leaves_of(case, "k", "v", "c")
-    A = paper_A(leaves["dt"], leaves["log_A_real"], leaves["A_imag"])
-    z = torch.cat((leaves["k"], leaves["v"]), dim=-1)
-    y, state = reference.paper_linear(
-        z, leaves["dt"], A, paper_C(leaves, A), leaves["c"], initial_state=leaves.get("initial_state")
-    )
-    return {"y": y, "state": state, **gradients((y, state), (cotangents["y"], cotangents["state"]), leaves)}
+def run_case(case, linear, run):
+    """The same of `run(*tokens, log_decay, mixing or readout, initial_state)`."""
+    leaves, cotangents = leaves_of(case, "k", "v", "c" if linear else "q")
+    tokens = [torch.cat((leaves["k"], leaves["v"]), dim=-1)] if linear else [leaves[n] for n in "qkv"]
+    outputs = run(*tokens, *tables(leaves, case.readout), leaves.get("initial_state"))
+    return results(outputs, cotangents, leaves, linear)
+
+
+def results(outputs, cotangents, leaves, linear):
+    grads = gradients(outputs, (cotangents["y" if linear else "o"], cotangents["state"]), leaves)
+    return {"out": outputs[0], "state": outputs[1], **grads}
 
 
 def tables(leaves, readout):
@@ -183,19 +187,8 @@ def tables(leaves, readout):
     return theta, scan.mixing_matrix(gain, leaves.get("C"), readout)
 
 
-def run_query(case, run):
-    """`run(q, k, v, log_decay, mixing, initial_state)` on the case, values and every gradient."""
-    leaves, cotangents = leaves_of(case, "q", "k", "v")
-    theta, W = tables(leaves, case.readout)
-    o, state = run(leaves["q"], leaves["k"], leaves["v"], theta, W, leaves.get("initial_state"))
-    return {"o": o, "state": state, **gradients((o, state), (cotangents["o"], cotangents["state"]), leaves)}
-
-
-def run_linear(case, run):
-    leaves, cotangents = leaves_of(case, "k", "v", "c")
-    theta, w = tables(leaves, case.readout)
-    y, state = run(torch.cat((leaves["k"], leaves["v"]), dim=-1), theta, w, leaves.get("initial_state"))
-    return {"y": y, "state": state, **gradients((y, state), (cotangents["y"], cotangents["state"]), leaves)}
+def function(linear):
+    return scan.linear_scan if linear else scan.interdomain_scan
 
 
 def op_inputs(case, dtype, activations=None, linear=False):
@@ -217,8 +210,8 @@ def op_inputs(case, dtype, activations=None, linear=False):
 
 
 def run_op(inputs, cotangents, linear=False, **kwargs):
-    """Forward and backward through the door; dict of outputs and gradients."""
-    out, state = (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, **kwargs)
+    """Forward and backward of the public function; dict of outputs and gradients."""
+    out, state = function(linear)(**inputs, **kwargs)
     return {"out": out, "state": state, **gradients((out, state), cotangents, inputs)}
 
 

@@ -34,7 +34,6 @@ def poison(monkeypatch):
 
 def use_kernels(monkeypatch):
     """On a CPU the public functions take the Triton kernels; the interpreter rounds to bf16 as a GPU does; memory is NaN."""
-    from interdomain import scan
     from interdomain.features import support
     from interdomain.scan import ops
 
@@ -43,10 +42,7 @@ def use_kernels(monkeypatch):
 
         triton_interpreter.repair(monkeypatch)
         monkeypatch.setattr(support, "unsupported", lambda *args: None)
-        monkeypatch.setattr(scan, "_choose", lambda backend, *_: backend)  # which refuses tensors on a CPU
-        monkeypatch.setattr(scan, "_fused", lambda device: True)
-    for backend, implementation in ops.TRITON.items():
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, backend, implementation)
+        monkeypatch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
     poison(monkeypatch)
 
 

@@ -5,9 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
+from interdomain.scan import chunkwise
 from interdomain.scan.packing import checked_documents
 
-from .common import ON_CPU, Case, assert_agree, gradients, op_inputs, run_op
+from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
 
 # Per sequence, the first tokens of documents: on the boundaries of chunks of 16 and between them, and one after the
 # other. The first sequence continues its initial state, the second begins anew.
@@ -27,17 +28,15 @@ def packed(T, starts=STARTS, device="cpu"):
 def one_by_one(inputs, cotangents, documents, linear=False):
     """Each document through the loop in float64, the first from the initial state if it is number 0."""
     inputs = {n: x.detach().double().requires_grad_() for n, x in inputs.items()}
-    fn = scan.linear_scan if linear else scan.interdomain_scan
-    per_token = ("z",) if linear else ("q", "k", "v")
     rows, finals = [], []
     for b, numbers in enumerate(documents.tolist()):
         pieces, firsts = [], [t for t, n in enumerate(numbers) if t == 0 or n != numbers[t - 1]]
         for start, stop in zip(firsts, (*firsts[1:], len(numbers)), strict=True):
-            piece = {n: x[b : b + 1, start:stop] if n in per_token else x for n, x in inputs.items()}
+            piece = {n: x[b : b + 1, start:stop] if n in ("q", "k", "v", "z") else x for n, x in inputs.items()}
             state = piece.pop("initial_state", None)
             if state is not None and numbers[start] == 0:
                 piece["initial_state"] = state[b : b + 1]
-            out, final = fn(**piece, backend="reference")
+            out, final = function(linear)(**piece, backend="reference")
             pieces.append(out)
         rows.append(torch.cat(pieces, dim=1))
         finals.append(final)
@@ -46,74 +45,61 @@ def one_by_one(inputs, cotangents, documents, linear=False):
     return {"out": outputs[0], "state": outputs[1], **grads}
 
 
-def problem(linear, case=CASE, dtype=torch.float64, activations=None):
-    inputs, cotangents = op_inputs(case, dtype, activations, linear)
-    return inputs, cotangents, packed(case.T)
+@linear_or_query
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_one_by_one(backend, linear, monkeypatch):
+    monkeypatch.setattr(chunkwise, "CHUNK", 16)
+    inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
+    documents = packed(CASE.T)
+    got = run_op(inputs, cotangents, linear, backend=backend, documents=documents)
+    assert_agree(got, one_by_one(inputs, cotangents, documents, linear), "float64")
 
 
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-@pytest.mark.parametrize("backend", [b for b in ON_CPU if b != "auto"])
-def test_documents_one_by_one(backend, linear):
-    inputs, cotangents, documents = problem(linear)
-    expected = one_by_one(inputs, cotangents, documents, linear)
-    got = run_op(inputs, cotangents, linear, backend=backend, documents=documents, chunk_size=16)
-    assert_agree(got, expected, "float64")
-
-
-@pytest.mark.parametrize("linear", [False, True], ids=["query", "linear"])
-def test_one_document_is_a_sequence(linear):
-    """Number 0 throughout changes no bit of what is summed; another number drops the initial state."""
-    inputs, cotangents, _ = problem(linear)
+@linear_or_query
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_document_is_a_sequence(backend, linear):
+    """Of number 0, it goes on from the initial state; another number drops that."""
+    inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
     zeros = torch.zeros(2, 70, dtype=torch.int64)
-    for backend in ("chunkwise", "fft", "reference"):
-        assert_agree(
-            run_op(inputs, cotangents, linear, backend=backend, documents=zeros),
-            run_op(inputs, cotangents, linear, backend=backend),
-            "float64",
-        )
-    fresh = run_op(inputs, cotangents, linear, documents=zeros + 3)
-    rest = {n: x for n, x in inputs.items() if n != "initial_state"}
-    assert_agree({n: x for n, x in fresh.items() if n != "dinitial_state"}, run_op(rest, cotangents, linear), "float64")
-    assert not fresh["dinitial_state"].any()
+    options = dict(linear=linear, backend=backend)
+    assert_agree(
+        run_op(inputs, cotangents, documents=zeros, **options), run_op(inputs, cotangents, **options), "float64"
+    )
+    fresh = run_op(inputs, cotangents, documents=zeros + 3, **options)
+    assert not fresh.pop("dinitial_state").any()
+    del inputs["initial_state"]
+    assert_agree(fresh, run_op(inputs, cotangents, **options), "float64")
 
 
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (
-            torch.zeros(2, 69, dtype=torch.int32),
-            r"shape \(2, 69\); expected int32 or int64 of shape \[B, T\] = \(2, 70\)",
-        ),
+        (torch.zeros(2, 69, dtype=torch.int32), r"expected int32 or int64 of shape \[B, T\] = \(2, 70\)"),
         (torch.zeros(2, 70, dtype=torch.bool), r"torch.bool of shape \(2, 70\); expected int32 or int64"),
         (torch.zeros(2, 70, dtype=torch.int32, device="meta"), "documents is on meta and k .* on cpu"),
     ],
 )
-def test_refusals(documents, message):
-    for linear in (False, True):
-        inputs, _, _ = problem(linear)
-        with pytest.raises(ValueError, match=message):
-            (scan.linear_scan if linear else scan.interdomain_scan)(**inputs, documents=documents)
+@linear_or_query
+def test_refusals(documents, message, linear):
+    with pytest.raises(ValueError, match=message):
+        function(linear)(**op_inputs(CASE, torch.float64, linear=linear)[0], documents=documents)
 
 
-WRONG = {
-    "falling": ([[0, 0, 1, 2], [0, 1, 1, 0]], "got 0 after 1 at token 3 of sequence 1"),
-    "negative": ([[-1, 0, 1, 2], [0, 1, 1, 2]], "got -1 at the first token of sequence 0"),
-    "too large": ([[0, 0, 0, 0], [0, 1, 1, 2**31]], "got 2147483648 after 1 at token 3 of sequence 1"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_numbers_that_are_no_documents(wrong):
+@pytest.mark.parametrize(
+    ("numbers", "got"),
+    [
+        ([[0, 0, 1, 2], [0, 1, 1, 0]], "got 0 after 1 at token 3 of sequence 1"),
+        ([[-1, 0, 1, 2], [0, 1, 1, 2]], "got -1 at the first token of sequence 0"),
+        ([[0, 0, 0, 0], [0, 1, 1, 2**31]], "got 2147483648 after 1 at token 3 of sequence 1"),
+    ],
+    ids=["falling", "negative", "too large"],
+)
+def test_numbers_that_are_no_documents(numbers, got):
     """An error at the call on a CPU; compiled, and on CUDA, an assertion that the host does not wait for."""
-    numbers, got = WRONG[wrong]
     numbers, right = torch.tensor(numbers), torch.tensor([[0, 0, 1, 2**31 - 1], [5, 5, 5, 5]])
-    small = Case(T=4, B=2, R=4, D=3, M=4)
-    for linear in (False, True):
-        inputs, _ = op_inputs(small, torch.float32, linear=linear)
-        fn = scan.linear_scan if linear else scan.interdomain_scan
-        fn(**inputs, documents=right)
-        with pytest.raises(ValueError, match=rf"from 0 to 2\^31 - 1, never falling along T: {got}"):
-            fn(**inputs, documents=numbers)
+    inputs, _ = op_inputs(Case(T=4, B=2, R=4, D=3, M=4), torch.float32, linear=True)
+    with pytest.raises(ValueError, match=rf"from 0 to 2\^31 - 1, never falling along T: {got}"):
+        scan.linear_scan(**inputs, documents=numbers)
     compiled = torch.compile(scan.linear_scan, fullgraph=True, backend="aot_eager")
     compiled(**inputs, documents=right)
     with pytest.raises(RuntimeError, match="documents must number"):

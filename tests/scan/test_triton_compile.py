@@ -12,37 +12,20 @@ REGISTERS = 255  # of a thread, at 128 threads and two programs per multiprocess
 # Bytes per thread: a few loads per chunk of 800 instructions. fp32 is there to check with; 3xTF32 holds operands twice.
 SPILL = {"bf16": 256, "fp32": 512}
 # Of the other kernels: spilled bytes, shared memory. `features` has 1 KB before the loop, and spills 136 bytes, in Triton 3.6.
-OTHERS = {"sequential": (64, 48 * 1024), "step": (64, 48 * 1024), "features": (144, 2048), "features_step": (0, 2048)}
+OTHERS = {"step": (64, 48 * 1024), "features": (144, 2048), "features_step": (0, 2048)}
 
 ROWS = {
     # R x D x M: all launches that train on sm_90 in bf16; beside them, of each kernel the one that does most.
     (90, "bf16"): [
         *("64x64x64:training", "64x64x64:documents+ragged+most", "64x64x64:linear+most", "96x96x64:most"),
-        *("sequential/64x64x64:documents+most", "step/64x64x64", "features/64x64x64:k", "features_step/64x64x64"),
+        *("step/64x64x64", "features/64x64x64:k", "features_step/64x64x64"),
     ],
     (90, "fp32"): ["64x64x64:ragged+most"],
     (80, "bf16"): ["64x64x64:ragged+most", "features/96x96x64:k+past+documents"],
-    (89, "fp32"): ["sequential/128x129x128:linear+G2+most", "step/128x129x128:G2"],
+    (89, "fp32"): ["step/128x129x128:G2"],
 }
-KERNELS = {
-    *(
-        "contract_kernel",
-        "expand_kernel",
-        "mix_kernel",
-        "adjoint_kernel",
-        "tables_kernel",
-        "chain_kernel",
-        "sum_kernel",
-    ),
-    *(
-        "contract_scan_kernel",
-        "expand_scan_kernel",
-        "reverse_scan_kernel",
-        "contract_step_kernel",
-        "expand_step_kernel",
-    ),
-    *("forward_kernel", "backward_kernel", "step_kernel"),
-}
+SCAN = ("contract", "expand", "mix", "adjoint", "tables", "chain", "sum", "contract_step", "expand_step")
+KERNELS = {f"{name}_kernel" for name in (*SCAN, "forward", "backward", "step")}  # the last three are of the features
 
 
 @pytest.mark.slow_group("kernels/", "tests/scan/", "tests/features/")

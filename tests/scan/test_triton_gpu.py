@@ -1,4 +1,5 @@
-"""On a GPU: the cases of tools/check_kernels.py, at the tile sizes that ship. Without one: that their rehearsal runs."""
+"""On a GPU: the cases of tools/check_kernels.py, at the tile sizes that ship. Without one: the tests of the kernels in Triton's
+interpreter, and that the rehearsal of those cases runs."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch
 from interdomain.tools import check_kernels
 from interdomain.tools._cases import groups
 
-from .devices import DEVICE, in_process
+from .devices import DEVICE, INTERPRETED, in_process
 
 
 @pytest.mark.gpu
@@ -15,6 +16,16 @@ from .devices import DEVICE, in_process
 def test_check_kernels(group):
     rows = [check_kernels.run_case(case, torch.device("cuda")) for case in groups(True)[group]]
     assert not [row for row in rows if row["result"] != "PASS"]
+
+
+@pytest.mark.slow_group("kernels/", "tests/scan/", "tests/features/")
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
+@pytest.mark.parametrize("files", [("scan/test_triton_scan", "scan/test_triton_step"), ("features/test_triton",)])
+def test_in_the_interpreter(files):
+    pytest.importorskip("triton")
+    files = [f"tests/{name}.py" for name in files]
+    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    assert "skipped" not in in_process("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow_group("kernels/", "tests/rehearse.py", "tests/scan/")

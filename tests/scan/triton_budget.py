@@ -1,11 +1,10 @@
 """Registers, spills and shared memory of the Triton kernels, by compilation alone: needs no GPU.
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
-`sequential/` and `step/` name the recurrence and the step, `features/` and `features_step/` the input features of heads of R.
-After them, `:linear`, `:documents`, `:training` (no state in or out), `:ragged` (the last chunk is short), `:G2`, `:L32`
-(chunks of 32), of the features `:k` (which projection), joined by `+`; `most` takes of each kernel the launch that does most.
-More may follow, `80 fp32 ...` for another GPU and dtype. The launches are recorded, not described a second time: what is
-compiled is what runs, and what would compile to the same is listed once. TRITON_INTERPRET must not be 1.
+`step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:linear`,
+`:documents`, `:training` (no state in or out), `:ragged` (a short last chunk), `:G2`, of the features `:k` (which projection);
+`most` takes of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. Launches are
+recorded, not described a second time: what is compiled is what runs. TRITON_INTERPRET must not be 1.
 """
 
 import json
@@ -24,17 +23,10 @@ from triton.compiler import ASTSource
 from interdomain.features import triton_launch as features_launch
 from interdomain.features import triton_step as features_step
 from interdomain.scan import triton_chunkwise, triton_launch, triton_plan, triton_step
-from interdomain.scan.alternatives import sequential
 
 from ..features.common import EPS, MIXES, Case, documents, make
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -87,21 +79,22 @@ def recorded(module, run):
     return found
 
 
-def scan_launches(module, T, dtype, R, D, M, kinds, G, chunk):
-    """One forward and backward; with an initial state and a cotangent on the final one unless for training."""
-    B, H = 2, 2
+def scan_launches(dtype, R, D, M, kinds, G):
+    """One forward and backward; two segments and a state in and out, unless for training."""
+    B, H, module = 2, 2, triton_chunkwise
+    T = (64 if "training" in kinds else 1024) - 4 * ("ragged" in kinds)
     kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if "documents" in kinds else {}
     state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
     theta, final = torch.zeros(H, M, 2), {"need_final": state is not None}
     if "linear" in kinds:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
-        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, chunk, **final, **kw)
-        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, chunk, True, **kw)
+        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **final, **kw)
+        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, **kw)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
-        inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state, chunk)
+        inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state)
         module.scan_forward(*inputs, **final, **kw)
-        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, True, **kw)
+        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, **kw)
 
 
 def step_launches(dtype, R, D, M, kinds, G):
@@ -141,20 +134,14 @@ def launches(capability, dtype, shape):
     sizes, _, kinds = rest.partition(":")
     (R, D, M), kinds = map(int, sizes.split("x")), kinds.split("+")
     G = next((int(k[1:]) for k in kinds if re.fullmatch(r"G\d+", k)), 1)
-    chunk = next((int(k[1:]) for k in kinds if re.fullmatch(r"L\d+", k)), None)
     triton_plan.capability = lambda device: divmod(capability, 10)
-    if family == "sequential":
-        found = recorded(sequential, lambda: scan_launches(sequential, 40, dtype, R, D, M, kinds, G, chunk))
-    elif family == "step":
-        found = recorded(triton_step, lambda: step_launches(dtype, R, D, M, kinds, G))
-    elif family == "features":
-        found = recorded(features_launch, lambda: features_launches(dtype, R, kinds))
-    elif family == "features_step":
-        found = recorded(features_step, lambda: features_step_launches(dtype, R))
-    else:  # two segments, which have states between them, but for training
-        T = (64 if "training" in kinds else 1024) - 4 * ("ragged" in kinds)
-        run = lambda: scan_launches(triton_chunkwise, T, dtype, R, D, M, kinds, G, chunk)  # noqa: E731
-        found = recorded(triton_launch, run)
+    module, run = {
+        "": (triton_launch, lambda: scan_launches(dtype, R, D, M, kinds, G)),
+        "step": (triton_step, lambda: step_launches(dtype, R, D, M, kinds, G)),
+        "features": (features_launch, lambda: features_launches(dtype, R, kinds)),
+        "features_step": (features_step, lambda: features_step_launches(dtype, R)),
+    }[family]
+    found = recorded(module, run)
     return most(found) if "most" in kinds else found
 
 

@@ -8,10 +8,8 @@ which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
 import numpy as np
 import torch
 import triton.language as tl
-from triton.language import core
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 def _widen(handle: TensorHandle) -> np.ndarray:
@@ -71,74 +69,3 @@ def repair(monkeypatch) -> None:
         return splat(self, shape, TensorHandle(arg.data, tl.int1) if arg.data.dtype == bool else arg)
 
     monkeypatch.setattr(InterpreterBuilder, "create_splat", create_splat)
-
-    _hasten(monkeypatch)
-
-
-def _hasten(monkeypatch) -> None:
-    """A third of the time: no check for overflow, the language patched once, types of operands decided once."""
-    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda self, lhs, rhs, op: None)
-
-    # A kernel patches the language for its module, and a function that it calls, at every call, for its own.
-    patch, patched = interpreter._patch_lang, set()
-
-    def patch_once(fn):
-        patched.clear()
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    def call(self, *args, **kwargs):
-        if id(self.fn.__globals__) not in patched:
-            patched.add(id(self.fn.__globals__))
-            patch(self.fn)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
-    monkeypatch.setattr(InterpretedFunction, "__call__", call)
-
-    # Types that met before meet in the same types again, and NumPy spreads the operands of an operation by itself. A number
-    # becomes the same tensor whenever it meets tensors of the same type.
-    promote, broadcast, joint = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value, {}
-    numbers = {}
-
-    def binary_op_type_checking_impl(self, lhs, rhs, *args, **kwargs):
-        left, right = isinstance(lhs, core.tensor), isinstance(rhs, core.tensor)
-        if kwargs or not (left or right):
-            return promote(self, lhs, rhs, *args, **kwargs)
-        if left and right:
-            key = lhs.type.name, rhs.type.name, *args
-            if key in joint:
-                first, second = joint[key]
-                return (
-                    lhs if first is None else self.tensor(lhs.handle, first),
-                    rhs if second is None else self.tensor(rhs.handle, second),
-                )
-            both = promote(self, lhs, rhs, *args)
-            if both[0].dtype.name == lhs.dtype.name and both[1].dtype.name == rhs.dtype.name:
-                joint[key] = [None if y is x else y.type for x, y in zip((lhs, rhs), both, strict=True)]
-            return both
-        given, number = (lhs, rhs) if left else (rhs, lhs)
-        key = given.type.name, left, type(number), repr(number), *args
-        if key not in numbers:
-            both = promote(self, lhs, rhs, *args)
-            if both[right] is not given:
-                return both
-            numbers[key] = both[left]
-        return (given, numbers[key]) if left else (numbers[key], given)
-
-    def broadcast_impl_value(self, lhs, rhs):
-        if lhs.shape is rhs.shape:
-            return lhs, rhs
-        key = lhs.type.name, rhs.type.name, "spread"
-        if key not in joint:
-            joint[key] = [x.type for x in broadcast(self, lhs, rhs)]
-        return tuple(
-            x if x.type.name == type.name else self.tensor(spread(x.handle, type), type)
-            for x, type in zip((lhs, rhs), joint[key], strict=True)
-        )
-
-    def spread(handle, type):
-        return TensorHandle(np.broadcast_to(handle.data, type.shape.values), handle.dtype)
-
-    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
-    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_impl_value)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.tools.logging import init_logger
 
 from interdomain.model.initialize import clean_name
-from interdomain.scan import ops
+from interdomain.scan import chunkwise
 from interdomain.titan import errors
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
@@ -61,12 +61,8 @@ class Watch:
         if self.spoil:
             stack.callback(model.register_forward_hook(self.spoiled).remove)
         if "scan" in self.probes:
-            chunkwise = ops.IMPLEMENTATIONS["chunkwise"]
-            watched = {
-                name: self.counted(name, getattr(chunkwise, name)) for name in ("scan_forward", "linear_forward")
-            }
-            stack.callback(ops.IMPLEMENTATIONS.__setitem__, "chunkwise", chunkwise)
-            ops.IMPLEMENTATIONS["chunkwise"] = chunkwise._replace(**watched)
+            for name in ("scan_forward", "linear_forward"):
+                self.replace(stack, chunkwise, name, lambda forward, name=name: self.counted(name, forward))
             for layer in model.layers.values():
                 if hasattr(layer.attention, "ssm"):
                     layer.attention.ssm.register_forward_hook(self.dynamics)

@@ -70,7 +70,7 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypa
         mixer = SimpleNamespace(backend=backend, features=features)
         return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled))
 
-    for needs in (("auto", "auto", False), ("fft", "torch", True), ("sequential", "torch", False)):
+    for needs in (("auto", "auto", False), ("fft", "torch", True), ("parallel", "torch", False)):
         with pytest.raises(ValueError, match=r"^there is no C compiler\. Without them: --compile\.no-enable --mixer"):
             device.refuse_for_device(config(*needs))
     device.refuse_for_device(config("chunkwise-torch", "torch", False))

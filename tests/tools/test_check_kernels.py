@@ -1,10 +1,12 @@
 """check_kernels in CPU tiny mode: what it writes, what it finds, and how it judges."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from interdomain.model import mixer
-from interdomain.scan import ops
+from interdomain.scan import chunkwise, ops
 from interdomain.tools import _apart, _bench, bench_kernels, check_kernels
 
 from .test_bench_kernels import results
@@ -34,14 +36,21 @@ def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
     assert [row["result"] for row in results(tmp_path, "check")["tables"]["cases"]["rows"]] == ["PASS"] * 3
 
 
+def replace_chunkwise(monkeypatch, **functions):
+    """Of the backend `chunkwise`, and not of `chunkwise-torch`, which is the same module."""
+    changed, real = SimpleNamespace(**vars(chunkwise) | functions), ops.implementation
+    chosen = lambda backend, device: changed if backend == "chunkwise" else real(backend, device)  # noqa: E731
+    monkeypatch.setattr(ops, "implementation", chosen)
+
+
 def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatch):
-    kernel = ops.IMPLEMENTATIONS["chunkwise"]
+    backward = chunkwise.scan_backward
 
     def broken(*args, **kw):
-        dq, dk, *rest = kernel.scan_backward(*args, **kw)
+        dq, dk, *rest = backward(*args, **kw)
         return dq, 1.05 * dk, *rest
 
-    monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_backward=broken))
+    replace_chunkwise(monkeypatch, scan_backward=broken)
     assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-M128", "chunkwise-linear"]) == 1
     contents = results(tmp_path, "check")
     assert contents["status"] == "failed"
@@ -70,20 +79,20 @@ def test_broken_input_features_fail_the_check(kind, name, stage, monkeypatch):
 
 
 def test_nan_other_bits_and_exceptions_fail(monkeypatch):
-    kernel, calls = ops.IMPLEMENTATIONS["chunkwise"], []
+    calls, forward = [], chunkwise.scan_forward
     (case,) = check_kernels.groups(False)["chunkwise-M128"]
 
     def run(make):
-        monkeypatch.setitem(ops.IMPLEMENTATIONS, "chunkwise", kernel._replace(scan_forward=make))
+        replace_chunkwise(monkeypatch, scan_forward=make)
         return check_kernels.run_case(case, CPU)
 
     def nan(*args, **kw):
-        o, state, *kept = kernel.scan_forward(*args, **kw)
+        o, state, *kept = forward(*args, **kw)
         return o * float("nan"), state, *kept
 
     def unsteady(*args, **kw):
         calls.append(1)
-        o, state, *kept = kernel.scan_forward(*args, **kw)
+        o, state, *kept = forward(*args, **kw)
         return o, state + 1e-7 * len(calls), *kept
 
     def fails(*args, **kw):

@@ -1,8 +1,0 @@
-import pytest
-
-from .devices import poison
-
-
-@pytest.fixture
-def poisoned_memory(monkeypatch):
-    poison(monkeypatch)
