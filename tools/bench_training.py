@@ -89,7 +89,6 @@ def flags(case: Case, args: argparse.Namespace, data: Path, output: Path) -> lis
         "activation_checkpoint.mode": case.checkpointing,
         "metrics.log_freq": args.log_freq,
         "metrics.mixer_freq": 0,
-        "metrics.histogram_freq": 0,
     }
     switches = ["validation.no-enable", "checkpoint.no-enable", "metrics.enable_tensorboard"]
     switches += ["metrics.disable_color_printing", "compile.enable" if case.mode == "compile" else "compile.no-enable"]

@@ -52,11 +52,6 @@ def device_here() -> torch.device:
     return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
 
 
-def gpu_memory() -> int:
-    """Bytes of this machine's smallest GPU."""
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-
-
 def refuse_for_device(job_config: JobConfig) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
@@ -71,9 +66,7 @@ def refuse_for_device(job_config: JobConfig) -> None:
         return
     impossible = {
         "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
-        "training.gc_debug": job_config.training.gc_debug,
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
-        "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
         "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",
     }
     asked = [name for name, wanted in impossible.items() if wanted]

@@ -157,7 +157,7 @@ def short(tmp_path_factory):
     return folder / "tiny"
 
 
-BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
+BFLOAT16 = {"training__precision": "bf16", "training__steps": 2}
 WITH_CHECKPOINTS = {"checkpoint__enable": True}
 VALIDATED = {"validation__enable": True}
 SHORT = {**VALIDATED, "training__steps": 3}
