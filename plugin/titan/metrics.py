@@ -120,7 +120,7 @@ def life_signs(model: Transformer) -> dict[str, float]:
             signs[f"{name}/timescale_tokens_min"] = timescale.min()
             signs[f"{name}/timescale_tokens_median"] = timescale.median()
             signs[f"{name}/timescale_tokens_max"] = timescale.max()
-            signs[f"{name}/one_minus_abs_lambda_min"] = -torch.expm1(real).min()
+            signs[f"{name}/one_minus_abs_lambda_min"] = -torch.expm1(real.max())
             signs[f"{name}/dt_median"] = dt.quantile(0.5)
     values = torch.stack(list(signs.values())).tolist() if signs else []
     return dict(zip(signs, values, strict=True))
