@@ -11,8 +11,6 @@ from interdomain.scan.triton_support import cannot_launch
 from .host import replace_device
 from .schema import JobConfig
 
-PLAIN = ("chunkwise-torch", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
-
 
 def _cpu_module() -> types.SimpleNamespace:
     """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
@@ -57,7 +55,7 @@ def refuse_for_device(job_config: JobConfig) -> None:
     nothing can be compiled for it."""
     if torch.accelerator.is_available():
         mixer = job_config.mixer
-        plain = mixer.features == "torch" and mixer.backend in PLAIN and not job_config.compile.enable
+        plain = mixer.features == "torch" and mixer.backend == "chunkwise-torch" and not job_config.compile.enable
         if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
             raise ValueError(
                 f"{problem}. Without them: --compile.no-enable --mixer.backend chunkwise-torch --mixer.features torch, which "

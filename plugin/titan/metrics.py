@@ -22,6 +22,7 @@ from .run_log import RunLog
 
 class InterdomainMetrics(MetricsProcessor):
     job_config: Any
+    logger: Any
     model_parts: list[Any]
     optimizers: GroupedOptimizers
 

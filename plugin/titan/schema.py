@@ -259,6 +259,8 @@ class Comm:
     init_timeout_seconds: Count = 300  # Of collectives until the first step is done.
     train_timeout_seconds: Count = 100  # Of collectives after it.
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder remembers; 0: none.
+    #: fake_backend simulates as many ranks as the variable NGPU says in one process, to try a configuration.
+    mode: Literal["default", "fake_backend"] = "default"
 
 
 @dataclass

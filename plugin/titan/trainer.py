@@ -69,7 +69,7 @@ def run(job: JobConfig) -> None:
 @one_paragraph
 def check(job: JobConfig) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
-    plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
+    plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
     refuse_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
@@ -97,7 +97,8 @@ class InterdomainTrainer(Trainer):
         self.device = local_device()
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
-        require_shared(config, self.lock)
+        if config.comm.mode == "default":  # else there are no other ranks
+            require_shared(config, self.lock)
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 

@@ -1,4 +1,4 @@
-"""What one training step costs between the ranks and between host and device, counted on two ranks."""
+"""What one training step costs between the ranks and between host and device, counted on TorchTitan's fake backend."""
 
 import json
 
@@ -9,8 +9,7 @@ from .conftest import flags
 pytestmark = pytest.mark.e2e
 
 COUNT = """
-import collections, json, sys
-import torch.distributed as dist
+import collections, json, os, sys
 from torch.utils._python_dispatch import TorchDispatchMode
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
@@ -25,27 +24,27 @@ class Count(TorchDispatchMode):
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
 
-trainer = InterdomainTrainer(read_job_config(sys.argv[2:]))
+os.environ["NGPU"] = sys.argv[1]
+trainer = InterdomainTrainer(read_job_config(sys.argv[3:]))
 batches = trainer.batch_generator(trainer.dataloader)
 for trainer.step in (1, 2):  # the first step is logged
     assert trainer.should_continue_training()
     with Count() as count:
         trainer.train_step(batches)
-if dist.get_rank() == 0:
-    open(sys.argv[1], "w").write(json.dumps(count.seen))
+open(sys.argv[2], "w").write(json.dumps(count.seen))
 trainer.close()
-dist.destroy_process_group()
 """
 
 
-def test_what_a_step_sends(corpus, launch, tmp_path):
+def test_a_step_on_256_ranks(corpus, launch, tmp_path):
     """Gradients once, however many micro-batches; the dynamics' in one piece; and the host reads nothing."""
     (tmp_path / "count.py").write_text(COUNT)
     seen = {}
     for accumulation in (1, 2):
-        settings = {"training__local_batch_size": 1, "training__global_batch_size": 2 * accumulation}
-        given = flags(corpus, tmp_path / "run", **settings, metrics__log_freq=100)
-        launch(2, tmp_path / "count.py", tmp_path / "seen.json", *given)
+        settings = {"training__local_batch_size": 1, "training__global_batch_size": 256 * accumulation}
+        settings |= {"comm__mode": "fake_backend", "metrics__log_freq": 100}
+        given = flags(corpus, tmp_path / "run", **settings)
+        launch(1, tmp_path / "count.py", 256, tmp_path / "seen.json", *given)
         seen[accumulation] = json.loads((tmp_path / "seen.json").read_text())
     gathers = {accumulation: found.pop("_allgather_base_") for accumulation, found in seen.items()}
     assert gathers[2] <= 2 * gathers[1]
