@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan import metrics
@@ -31,10 +32,14 @@ def test_life_signs_at_the_start():
 
 @pytest.fixture
 def logged(monkeypatch):
-    """logged(log_freq, mixer_freq, first): the scalars of every logged step of a run of 50 steps of two seconds."""
+    """logged(log_freq, mixer_freq, first): the scalars of every logged step of a run of 50 steps of two seconds.
+
+    It validates after step 15, for a hundred seconds.
+    """
     clock, seen = SimpleNamespace(now=0.0), {}
     ticking = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     monkeypatch.setattr(metrics, "time", ticking)
+    monkeypatch.setattr(MetricsProcessor, "log_validation", lambda self, *_: setattr(self, "time_last_log", clock.now))
     monkeypatch.setattr(metrics, "gradient_norms", lambda *_: {})
     monkeypatch.setattr(metrics, "life_signs", lambda *_: {"sign": 1.0})
 
@@ -53,6 +58,9 @@ def logged(monkeypatch):
             if this.should_log(step):
                 this.log_step(step, 1.0, 1.0, 1.0)
                 this.data_loading_times, this.time_last_log = [], clock.now  # as TorchTitan's `log`
+            if step == 15:
+                clock.now += 100
+                this.log_validation(1.0, step)
         return seen
 
     return logged
