@@ -102,7 +102,8 @@ class PackedLoader(BaseDataLoader):
             raise ValueError(
                 f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
                 "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
-                "training.seq_len and debug.seed, or start over in the new data with "
+                "training.seq_len and debug.seed, or begin another run from it in the new data: --job.dump_folder, "
+                "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and "
                 "--checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state_dict["consumed_samples"]

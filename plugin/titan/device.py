@@ -65,7 +65,6 @@ def refuse_for_device(job_config: JobConfig) -> None:
     impossible = {
         "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
-        "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",
     }
     asked = [name for name, wanted in impossible.items() if wanted]
     if asked:

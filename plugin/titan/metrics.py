@@ -16,7 +16,7 @@ from interdomain.scan.tables import decay_exponent
 from .gradients import norms
 from .host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from .optimizer import GroupedOptimizers
-from .plan import RunPlan, tokens_at
+from .plan import RunPlan
 from .run_log import RunLog
 
 
@@ -34,7 +34,6 @@ class InterdomainMetrics(MetricsProcessor):
         if not isinstance(self.logger, LoggerContainer):
             self.logger = LoggerContainer()
         self.plan, self.num_flops_per_token = plan, plan.flops_per_token
-        self.resumed = (0, 0)  # (step, tokens) that this process continues from; a checkpoint that is loaded sets it
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
 
     def begin(self, first_step: int) -> None:
@@ -49,7 +48,7 @@ class InterdomainMetrics(MetricsProcessor):
         training, guard = self.job_config.training, self.optimizers.guard
         seconds, steps = time.perf_counter() - self.time_last_log, len(self.data_loading_times) / self.plan.accumulation
         extra = {
-            "n_tokens_seen": self.tokens_at(step),
+            "n_tokens_seen": step * self.plan.tokens_per_step,
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
@@ -68,9 +67,6 @@ class InterdomainMetrics(MetricsProcessor):
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
         logger.info("validation perplexity: %.3f", perplexity(loss))
 
-    def tokens_at(self, step: int) -> int:
-        return tokens_at(step, self.resumed, self.plan.tokens_per_step)
-
     def _mixer_is_due(self, step: int) -> bool:
         """Whether a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
         freq, log_freq = self.job_config.metrics.mixer_freq, self.job_config.metrics.log_freq
@@ -83,7 +79,7 @@ class InterdomainMetrics(MetricsProcessor):
             return
         first, began = self.started
         left = timedelta(seconds=round((now - began) / (step - first) * (steps - step)))
-        tokens = f"{self.tokens_at(step):,} of {self.tokens_at(steps):,} tokens"
+        tokens = f"{step * self.plan.tokens_per_step:,} of {self.plan.tokens:,} tokens"
         logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
 
 

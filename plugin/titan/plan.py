@@ -147,13 +147,6 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     )
 
 
-def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
-    """Tokens trained on up to the end of a step, by a start that goes on from `resumed`, (step, tokens): earlier steps may have
-    been of another number than `per_step`."""
-    first, tokens = resumed
-    return tokens + (step - first) * per_step
-
-
 def model_config(job_config: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
     model, mixer = job_config.model, job_config.mixer

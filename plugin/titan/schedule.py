@@ -77,8 +77,7 @@ def refuse_jump(job_config: JobConfig, steps: int, warmup: int) -> None:
     Raises: ValueError with both rates.
     """
     checkpoint, schedule = job_config.checkpoint, job_config.lr_scheduler
-    wanted = checkpoint.enable and not checkpoint.load_only and not schedule.allow_jump
-    if not wanted or "lr_scheduler" in checkpoint.exclude_from_loading or os.environ.get("RANK", "0") != "0":
+    if not checkpoint.enable or schedule.allow_jump or os.environ.get("RANK", "0") != "0":
         return
     found = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
     if not found:

@@ -137,9 +137,13 @@ def refuse_unsupported(job_config: JobConfig) -> None:
     """Raises: ValueError with the setting, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
     checkpoint = job_config.checkpoint
-    for name in ("initial_load_path", "load_only", "exclude_from_loading"):
-        if getattr(checkpoint, name) and not checkpoint.enable:  # TorchTitan would pass over it
-            raise ValueError(
-                f"checkpoint.{name} does nothing where checkpoint.enable is off: nothing is loaded and nothing saved. Turn it "
-                f"on (--checkpoint.enable), or leave checkpoint.{name} out."
-            )
+    if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
+        raise ValueError(
+            "checkpoint.initial_load_path does nothing where checkpoint.enable is off: nothing is loaded and nothing saved. "
+            "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
+        )
+    if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
+        raise ValueError(
+            "checkpoint.exclude_from_loading leaves parts out of another run's checkpoint: begin a run in a folder of its own, "
+            "with checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only."
+        )

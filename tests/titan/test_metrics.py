@@ -47,9 +47,9 @@ def logged(monkeypatch):
         this = InterdomainMetrics.__new__(InterdomainMetrics)
         frequencies = [f"--metrics.log_freq={log_freq}", f"--metrics.mixer_freq={mixer_freq}"]
         this.job_config = read_job_config(["--job.config_file", str(TINY), *frequencies])
-        this.plan = SimpleNamespace(tokens_per_step=512, steps=50, accumulation=2)
+        this.plan = SimpleNamespace(tokens_per_step=512, tokens=25_600, steps=50, accumulation=2)
         this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
-        this.model_parts, this.resumed, this.started = [None], (0, 0), None
+        this.model_parts, this.started = [None], None
         this.log = lambda step, *given: seen.setdefault(step, given[-1])
         this.data_loading_times, this.time_last_log = [], clock.now
         for step in range(first, 51):

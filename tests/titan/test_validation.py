@@ -107,7 +107,7 @@ def test_which_steps_and_how_much(corpus):
 def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, compiled, validated, caplog):
     settings = {"validation__tokens": 64, "validation__freq": 3, "compile__enable": compiled}
     validating, noted = validator(corpus, **settings), []
-    validating.checkpoints.claim_validation = lambda at: missed
+    validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
     assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in validating.metrics.losses]
