@@ -106,7 +106,8 @@ class PackedLoader(BaseDataLoader):
             raise ValueError(
                 f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
                 "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
-                "training.seq_len and debug.seed, or start over in the new data with "
+                "training.seq_len and debug.seed, or begin another run from it in the new data: --job.dump_folder, "
+                "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and "
                 "--checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state_dict["consumed_samples"]
@@ -178,7 +179,7 @@ class StreamLoader(BaseDataLoader):
                 f"the checkpoint was streaming {state_dict['identity']} on {state_dict['ranks']} rank(s), this run streams "
                 f"{self.fingerprint} on {self.ranks}: a stream cannot be continued otherwise than it was. Restore these, "
                 "prepare a corpus (python -m interdomain.tools.prepare_data), which continues on any number of ranks, or "
-                "start over in the data with --checkpoint.exclude_from_loading dataloader."
+                "begin another run from it (checkpoint.initial_load_path)."
             )
         self.dataset.load_state_dict(json.loads(json.loads(state_dict["states"])[self.rank]))
 

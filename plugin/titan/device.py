@@ -74,7 +74,6 @@ def refuse_for_device(job_config: JobConfig) -> None:
         "training.gc_debug": job_config.training.gc_debug,
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
         "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
-        "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",
     }
     asked = [name for name, wanted in impossible.items() if wanted]
     if asked:

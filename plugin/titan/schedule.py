@@ -127,12 +127,12 @@ def refuse_jump(job_config: JobConfig, steps: int, warmup: int) -> None:
 def _continued(job_config: JobConfig) -> Path | None:
     """The checkpoint that this start will continue with its schedule."""
     checkpoint = job_config.checkpoint
-    wanted = checkpoint.enable and not checkpoint.load_only and not job_config.lr_scheduler.allow_jump
-    if not wanted or "lr_scheduler" in checkpoint.exclude_from_loading or os.environ.get("RANK", "0") != "0":
+    if not checkpoint.enable or job_config.lr_scheduler.allow_jump or os.environ.get("RANK", "0") != "0":
         return None
     found = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
     if found:
         return found.get(checkpoint.load_step, found[max(found)])
-    if checkpoint.initial_load_path and not checkpoint.initial_load_model_only:
+    whole = not checkpoint.initial_load_model_only and "lr_scheduler" not in checkpoint.exclude_from_loading
+    if checkpoint.initial_load_path and whole:
         return Path(checkpoint.initial_load_path)
     return None

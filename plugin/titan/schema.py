@@ -262,18 +262,15 @@ class Checkpoint:
     last_save_model_only: Annotated[
         bool, Bound("false, for a last checkpoint that can be continued from; tools.convert exports", lambda x: not x)
     ] = False
-    #: Train on while a checkpoint is written: by a thread (async), or by a process with pinned memory.
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    #: async: train on while a thread writes a checkpoint.
+    async_mode: Literal["disabled", "async"] = "disabled"
     #: Checkpoints that are kept; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
     load_step: int = -1  # Go back to the checkpoint of this step. -1: continue from the latest.
-    #: Parts of a checkpoint that are begun anew: optimizer, lr_scheduler, dataloader, train_state.
+    #: Parts of initial_load_path that are begun anew (optimizer, lr_scheduler, dataloader, train_state), where it is not taken
+    #: for its weights alone.
     exclude_from_loading: list[str] = field(default_factory=list)
     enable_first_step_checkpoint: bool = False  # Save after the first step as well.
-    load_only: bool = False  # Load a checkpoint and save none.
-    #: Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
-    #: only its index and the lengths of its files.
-    checksums: bool = True
 
 
 @dataclass

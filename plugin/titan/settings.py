@@ -204,9 +204,14 @@ def _refuse_other(setting: str, values: list[str], allowed: tuple[str, ...]) -> 
 
 def _refuse_checkpointing(checkpoint: Any) -> None:
     _refuse_other("checkpoint.exclude_from_loading", checkpoint.exclude_from_loading, PARTS)
-    for name in ("initial_load_path", "load_step", "load_only", "exclude_from_loading"):
+    if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
+        raise ValueError(
+            "checkpoint.exclude_from_loading leaves parts out of another run's checkpoint: begin a run in a folder of its own, "
+            "with checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only."
+        )
+    for name in ("initial_load_path", "load_step"):
         value = getattr(checkpoint, name)
-        if value not in (None, -1, False, []) and not checkpoint.enable:  # TorchTitan would pass over it
+        if value not in (None, -1) and not checkpoint.enable:  # TorchTitan would pass over it
             raise ValueError(
                 f"checkpoint.{name} = {value!r} does nothing where checkpoint.enable is off: nothing is loaded and nothing "
                 f"saved. Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."

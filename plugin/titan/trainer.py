@@ -175,7 +175,6 @@ class InterdomainTrainer(Trainer):
         reduce_replicated(model.parameters())
         norm = clip(model.parameters(), self.job_config.training.max_norm)
         skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
-        self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step(skip)
         self.lr_schedulers.step()
         self.preemption.cast(asked)
@@ -201,7 +200,6 @@ class InterdomainTrainer(Trainer):
             self.preemption.listen()
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
-            self.preemption.cast_now(self.device)
         if not super().should_continue_training():
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()

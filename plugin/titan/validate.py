@@ -60,8 +60,8 @@ class FixedValidator(BaseValidator):
         return super().should_validate(step) or step == self.job_config.training.steps
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
-        """Validate the step that the run continues from, if that was due and did not finish. Tried once. Collective."""
-        if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
+        """Validate the step that the run continues from, if that was due and did not finish. Collective."""
+        if not (step and self.should_validate(step) and self.checkpoints.lacks_validation(step)):
             return
         config = self.job_config
         shapes = {(part.local_batch_size, part.seq_len) for part in (config.training, config.validation)}

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 from interdomain.tools import prepare_data
 
 from ..common import TIMEOUT
@@ -27,24 +28,23 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def torchrun_command(ranks, *program, forked=False):
-    """On this machine. forked: of a file, by torchrun.py, in less time."""
-    torchrun = [HERE / "torchrun.py"] if forked else ["-m", "torch.distributed.run"]
-    return [str(part) for part in (sys.executable, *torchrun, "--standalone", f"--nproc-per-node={ranks}", *program)]
+def torchrun_command(ranks, *program):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
+    return [str(part) for part in command]
 
 
-def torchrun(ranks, *program, timeout=TIMEOUT, forked=False, **options):
+def torchrun(ranks, *program, **options):
     """Returns the finished process with its output as text."""
-    return subprocess.run(
-        torchrun_command(ranks, *program, forked=forked),
-        env=environment(),
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        **options,
-    )
+    options |= {"capture_output": True, "text": True, "timeout": TIMEOUT, "check": False}
+    return subprocess.run(torchrun_command(ranks, *program), env=environment(), cwd=REPOSITORY, **options)
+
+
+def assert_same_tensors(ours, reference):
+    """Of two checkpoints, to the bit: weights and the optimizer's state."""
+    index = tensor_index(reference)
+    assert tensor_index(ours).keys() == index.keys()
+    ours, reference = (read_tensors(folder, list(index), index) for folder in (ours, reference))
+    assert not [name for name in index if not torch.equal(ours[name], reference[name])]
 
 
 def flags(corpus, folder, toml=TINY, **settings):
@@ -79,8 +79,7 @@ def launch(tmp_path_factory):
 
         def launch(ranks, *program):
             log = tmp_path_factory.mktemp("log") / "log.txt"
-            start = {"ranks": ranks, "program": [str(part) for part in program], "log": str(log)}
-            forks.stdin.write(json.dumps(start) + "\n")
+            forks.stdin.write(json.dumps([ranks, [str(part) for part in program], str(log)]) + "\n")
             forks.stdin.flush()
             status, output = forks.stdout.readline(), log.read_text()
             assert status == "0\n", output[-8000:]
@@ -114,11 +113,8 @@ class Runs:
         """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order."""
         steps = len(self.seen(name)["log"])
         ranks = [self.seen(name, rank)["samples"] for rank in range(self.ranks)]
-        each = [len(samples) // steps for samples in ranks]
-        return [
-            sorted(h for samples, n in zip(ranks, each, strict=True) for h in samples[i * n : (i + 1) * n])
-            for i in range(steps)
-        ]
+        n = len(ranks[0]) // steps
+        return [sorted(h for samples in ranks for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
 
 
 @pytest.fixture(autouse=True)
@@ -192,19 +188,17 @@ def two(tmp_path_factory, corpus, short, launch):
         runs.add(f"through documents {condition}", **local, **whole, mixer__condition=condition, **once)
     other = runs.folder / "interdomain"
     runs.add("other model", folder=other, **local, mixer__condition="s4d", **WITH_CHECKPOINTS, stops=True)
-    asynchronous = {"checkpoint__async_mode": "async", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
-    runs.add("asynchronous", **local, **WITH_CHECKPOINTS, **asynchronous, training__steps=4)
+    saves = {**WITH_CHECKPOINTS, "checkpoint__async_mode": "async", "checkpoint__interval": 1}
+    runs.add("asynchronous", **local, **saves, training__steps=5)
     return runs.start()
 
 
-def half(runs, folder, step=3, whole=True):
-    """`folder` with the checkpoint of step 3 of a run on two ranks that was killed at step 6: with its TensorBoard events,
-    and no checkpoint after it. Not whole: without its index."""
-    copy = folder / "checkpoint" / f"step-{step}"
-    shutil.copytree(runs.folder / "interdomain" / "checkpoint" / "step-3", copy)
-    shutil.copytree(runs.folder / "interdomain" / "tb", folder / "tb")
-    if not whole:
-        (copy / ".metadata").unlink()
+def half(runs, folder):
+    """`folder` with the checkpoint of step 3 of a run on two ranks that was killed at step 6: with its TensorBoard events, and
+    no checkpoint after it but the remains of a save."""
+    for name in ("checkpoint/step-3", "tb"):
+        shutil.copytree(runs.folder / "interdomain" / name, folder / name)
+    (folder / "checkpoint" / "step-5").mkdir()
     return folder
 
 
@@ -217,11 +211,9 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
     drawn = {"metrics__enable_tensorboard": True}
     runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS, **drawn)
-    other_rate = half(two, runs.folder / "other rate")
-    runs.add("other rate", folder=other_rate, optimizer__lr=2e-4, training__steps=4, **WITH_CHECKPOINTS)
-    started = half(two, runs.folder / "started", step=5, whole=False)
+    runs.add("other rate", folder=half(two, runs.folder / "other rate"), optimizer__lr=2e-4, **WITH_CHECKPOINTS)
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
-    runs.add("started", folder=started, checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
+    runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
     runs.add("accumulated", training__local_batch_size=2, training__steps=4)
     for condition in ("softmax", "s4d"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
@@ -244,11 +236,5 @@ def four(tmp_path_factory, corpus, launch, two):
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     local = {"training__local_batch_size": 2}
     runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
-    runs.add(
-        "after two",
-        folder=half(two, runs.folder / "after two"),
-        **local,
-        **WITH_CHECKPOINTS,
-        checkpoint__keep_latest_k=2,
-    )
+    runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)
     return runs.start()

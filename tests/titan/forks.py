@@ -1,6 +1,6 @@
 """Starts of several ranks without torchrun's seconds: TorchTitan is imported once, and the ranks of every start are forks.
 
-Each line of the input is a start, {"ranks": N, "program": [FILE, ARGUMENT, ...], "log": FILE}; when its ranks have ended, a
+Each line of the input is a start, [RANKS, PROGRAM (a list: its file, its arguments), LOG FILE]; when its ranks have ended, a
 line with the exit status is the answer. The first rank that fails ends the others.
 """
 
@@ -13,19 +13,16 @@ import socket
 import sys
 import traceback
 
-import torchtitan.train  # noqa: F401
-
 import interdomain.titan.trainer  # noqa: F401
 from tests.common import TIMEOUT
 
 
-def run(program, rank, log):
+def run(rank, program, log):
     signal.alarm(TIMEOUT)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     for output in (1, 2):
         os.dup2(log, output)
     sys.argv = program
-    sys.path.insert(0, os.path.dirname(program[0]))
     try:
         runpy.run_path(program[0], run_name="__main__")
     except BaseException:
@@ -37,15 +34,13 @@ def run(program, rank, log):
 
 def start(ranks, program, log):
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     running, status = set(), 0
     with open(log, "ab") as file:
         for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                run(program, rank, file.fileno())
+            if (pid := os.fork()) == 0:
+                run(rank, program, file.fileno())
             running.add(pid)
     while running:
         pid, ended = os.wait()
@@ -61,4 +56,4 @@ if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     for line in sys.stdin:
-        print(start(**json.loads(line)), flush=True)
+        print(start(*json.loads(line)), flush=True)

@@ -130,7 +130,6 @@ COSINE, CONSTANT, AT_THE_END = {}, {"lr_scheduler__decay_ratio": 0.0}, {"lr_sche
         (COSINE, {"lr_scheduler__total_steps": 20}, None),  # the floor, on and on
         (COSINE, {"lr_scheduler__total_steps": 20, "optimizer__lr": 1e-3}, None),
         (COSINE, {"lr_scheduler__allow_jump": True}, None),
-        (COSINE, {"checkpoint__exclude_from_loading": "lr_scheduler"}, None),
         (COSINE, CONSTANT, "0.003"),
         (CONSTANT, CONSTANT, None),
         (AT_THE_END, AT_THE_END, "0.003"),

@@ -113,7 +113,7 @@ DUE = {"validation__freq": 3, "validation__local_batch_size": 8}  # of 6 steps; 
 )
 def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, settings, validated, caplog):
     validating, noted = validator(corpus, validation__tokens=64, **settings), []
-    validating.checkpoints.claim_validation = lambda at: missed
+    validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
     losses = validating.metrics.losses

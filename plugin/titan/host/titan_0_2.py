@@ -46,8 +46,8 @@ from torchtitan.train import Trainer
 
 HOOKED = {
     Trainer: "init_distributed train train_step should_continue_training state_dict load_state_dict close",
-    CheckpointManager: "load save close dcp_save _states_to_load maybe_wait_for_staging _async_wait _save_last_step "
-    "_purge_stale_checkpoints _create_checkpoint_id",
+    CheckpointManager: "load save close dcp_save _states_to_load _async_wait _save_last_step _purge_stale_checkpoints "
+    "_create_checkpoint_id",
     OptimizersContainer: "step zero_grad state_dict load_state_dict _validate_length _post_init",
     LRSchedulersContainer: "step state_dict load_state_dict",
     MetricsProcessor: "should_log log log_validation close",
