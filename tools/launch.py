@@ -109,12 +109,8 @@ def check_data(job) -> str:
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
-    tokenizer = open_tokenizer(job)
-    if job.data.stream:
-        said = f"{job.data.stream} (streamed, vocabulary {tokenizer.vocab_size:,}"
-    else:
-        train = open_dataset(job, "train")
-        said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
+    said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     return said + ")"

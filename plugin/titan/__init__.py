@@ -2,7 +2,7 @@
 
 `schema` and `settings` read a configuration, `plan` refuses what cannot run before anything is built, and `trainer` builds the
 run and holds its training step. `parallelize`, `gradients`, `optimizer`, `dataloader`, `validate`, `metrics` are its parts;
-`checkpoint`, `resume_from`, `integrity`, `lock`, `preemption` and `guard` keep it from being lost. `host` alone imports
+`checkpoint`, `resume_from`, `lock`, `preemption` and `guard` keep it from being lost. `host` alone imports
 TorchTitan. This package imports interdomain.model, .data, .scan and .features; only `tools` imports it.
 """
 

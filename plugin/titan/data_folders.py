@@ -14,7 +14,7 @@ from interdomain.data import (
     read_manifest,
 )
 
-from .plan import model_config, seed_of
+from .plan import model_config
 from .schema import JobConfig
 
 
@@ -36,10 +36,7 @@ def corpora_of(job_config: JobConfig) -> list[str]:
 def open_tokenizer(job_config: JobConfig) -> Tokenizer:
     """The run's tokenizer, checked against every corpus and the model's vocabulary."""
     data = job_config.data
-    if data.stream:
-        _refuse_for_stream(job_config)
-    corpora = [] if data.stream else corpora_of(job_config)
-    prepared = [corpus for corpus in corpora if os.path.isdir(corpus)]
+    prepared = [corpus for corpus in corpora_of(job_config) if os.path.isdir(corpus)]
     if not prepared and not data.tokenizer:
         raise ValueError(
             f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
@@ -65,17 +62,6 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
     return tokenizer
 
 
-def _refuse_for_stream(job_config: JobConfig) -> None:
-    data = job_config.data
-    lacks = not data.tokenizer or (job_config.validation.enable and not data.validation_corpus)
-    if lacks or data.corpus or data.weights or data.reset_state_at_documents:
-        raise ValueError(
-            f"data.stream = {data.stream!r} is text without a validation split: it needs data.tokenizer, and "
-            "data.validation_corpus where validation.enable is true. Leave out data.corpus (--data.corpus ''), data.weights "
-            "and data.reset_state_at_documents; or prepare a corpus (python -m interdomain.tools.prepare_data)."
-        )
-
-
 def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDataset:
     """The `train` or `validation` windows of the run: [seq_len + 1] tokens each."""
     data = job_config.data
@@ -96,7 +82,7 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
         # A prepared corpus knows its own vocabulary.
         vocab_size = None if os.path.isdir(corpus) else model_config(job_config).vocab_size
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
-        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=seed_of(job_config), shuffle=split == "train"))
+        datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job_config.debug.seed, shuffle=split == "train"))
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
 
 

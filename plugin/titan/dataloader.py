@@ -1,26 +1,23 @@
-"""Batches of packed windows for TorchTitan: of prepared corpora, or streamed from a Hugging Face dataset for a first look."""
+"""Batches of packed windows of prepared corpora, for TorchTitan."""
 
 import json
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
 from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
-from interdomain.data.readers import open_stream
 
 from .data_folders import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
-from .host import DATASETS, BaseDataLoader, DatasetConfig, HuggingFaceTextDataset, logger
+from .host import BaseDataLoader, logger
 from .plan import RunPlan
 from .schema import JobConfig
 
-Batch = tuple[
-    dict[str, Tensor], Tensor
-]  # ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens
+# ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens
+Batch = tuple[dict[str, Tensor], Tensor]
 # What a fingerprint is made of, and the settings that change it.
 CAUSES = {
     "corpora": "data.corpus (other files, or prepared again)",
@@ -28,7 +25,6 @@ CAUSES = {
     "seq_len": "training.seq_len",
     "order": "debug.seed",
 }
-SHORT_NAMES = {"fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT"}
 
 
 class PackedLoader(BaseDataLoader):
@@ -96,102 +92,34 @@ class PackedLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         made_of = json.dumps(self.dataset.made_of)
-        return {"consumed_samples": self.consumed, "fingerprint": self.dataset.fingerprint, "made_of": made_of}
+        return {"consumed_samples": self.consumed, "fingerprint": self.fingerprint, "made_of": made_of}
 
     @one_paragraph
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["fingerprint"] != self.dataset.fingerprint:
+        if state_dict["fingerprint"] != self.fingerprint:
             there, here = json.loads(state_dict["made_of"]), self.dataset.made_of
             causes = [setting for name, setting in CAUSES.items() if there.get(name) != here[name]]
             raise ValueError(
                 f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
                 "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
-                "training.seq_len and debug.seed, or start over in the new data with "
+                "training.seq_len and debug.seed, or begin another run from it in the new data: --job.dump_folder, "
+                "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and "
                 "--checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state_dict["consumed_samples"]
 
 
-class _EosOnly:
-    """Documents end in EOS and begin with nothing, as in prepared corpora; TorchTitan's class asks for BOS too."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_eos=add_eos)
-
-
-class StreamLoader(BaseDataLoader):
-    """Text that is tokenised on the way, by TorchTitan's own class; rank r reads its own part of the dataset, over and over.
-
-    A prepared corpus does what this does not: shuffle, continue on another number of ranks, tell whether the data changed since
-    the checkpoint, read as fast as training goes. The state is every rank's position, as text: TorchTitan's own loader would
-    have it unpickled. `load_state_dict` refuses another number of ranks, dataset or sequence length.
-
-    Args:
-        source: NAME[@REVISION][:CONFIG[:SPLIT]] of a dataset with a field `text`, a local folder, or one of SHORT_NAMES.
-    """
-
-    def __init__(
-        self, source: str, tokenizer: Tokenizer, *, seq_len: int, local_batch: int, rank: int, ranks: int
-    ) -> None:
-        logger.warning(
-            "streaming %s: this run can be continued on %d data-parallel rank(s) only, and cannot tell whether the data "
-            "changed.",
-            source,
-            ranks,
-        )
-        path = SHORT_NAMES.get(source, source)
-        DATASETS[source.lower()] = DatasetConfig(path, loader=open_stream, sample_processor=lambda row: row["text"])
-        self.local_batch, self.rank, self.ranks = local_batch, rank, ranks
-        self.fingerprint = json.dumps({"stream": source, "seq_len": seq_len, "tokenizer": tokenizer.sha256})
-        eos_only = cast(Any, _EosOnly(tokenizer))
-        self.dataset = HuggingFaceTextDataset(source, None, eos_only, seq_len, rank, ranks, infinite=True)
-
-    def __iter__(self) -> Iterator[Batch]:
-        windows = iter(self.dataset)
-        while True:
-            taken = [self._take(windows) for _ in range(self.local_batch)]
-            yield {"input": torch.stack([x["input"] for x, _ in taken])}, torch.stack([y for _, y in taken])
-
-    @one_paragraph
-    def _take(self, windows: Iterator[Any]) -> Batch:
-        try:
-            return next(windows)
-        except KeyError as e:
-            raise ValueError(
-                f"the rows of {self.fingerprint} have no field {e}; streaming reads the field 'text'."
-            ) from e
-
-    def state_dict(self) -> dict[str, Any]:
-        """The same on every rank. Collective."""
-        states = [json.dumps(self.dataset.state_dict())] * self.ranks
-        if self.ranks > 1:
-            dist.all_gather_object(states, states[0])
-        return {"ranks": self.ranks, "identity": self.fingerprint, "states": json.dumps(states)}
-
-    @one_paragraph
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if (state_dict["ranks"], state_dict["identity"]) != (self.ranks, self.fingerprint):
-            raise ValueError(
-                f"the checkpoint was streaming {state_dict['identity']} on {state_dict['ranks']} rank(s), this run streams "
-                f"{self.fingerprint} on {self.ranks}: a stream cannot be continued otherwise than it was. Restore these, "
-                "prepare a corpus (python -m interdomain.tools.prepare_data), which continues on any number of ranks, or "
-                "start over in the data with --checkpoint.exclude_from_loading dataloader."
-            )
-        self.dataset.load_state_dict(json.loads(json.loads(state_dict["states"])[self.rank]))
-
-
 @one_paragraph
-def open_data(job_config: JobConfig, plan: RunPlan, rank: int) -> tuple[Tokenizer, PackedLoader | StreamLoader]:
+def open_data(job_config: JobConfig, plan: RunPlan, rank: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
-    data, tokenizer = job_config.data, open_tokenizer(job_config)
-    place = {"local_batch": plan.local_batch, "rank": rank, "ranks": plan.data_ranks}
-    if data.stream:
-        return tokenizer, StreamLoader(data.stream, tokenizer, seq_len=plan.seq_len, **place)
-    dataset = open_dataset(job_config, "train")
+    tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")
     names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
     logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
-    positions = data.reset_state_at_documents
-    return tokenizer, PackedLoader(dataset, **place, prefetch=data.prefetch, positions=positions)
+    return tokenizer, PackedLoader(
+        dataset,
+        local_batch=plan.local_batch,
+        rank=rank,
+        ranks=plan.data_ranks,
+        prefetch=job_config.data.prefetch,
+        positions=job_config.data.reset_state_at_documents,
+    )

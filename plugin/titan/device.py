@@ -11,8 +11,6 @@ from interdomain.scan.triton_support import cannot_launch
 from .host import replace_device
 from .schema import JobConfig
 
-PLAIN = ("chunkwise-torch", "sequential", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
-
 
 def _cpu_module() -> types.SimpleNamespace:
     """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
@@ -52,17 +50,12 @@ def device_here() -> torch.device:
     return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
 
 
-def gpu_memory() -> int:
-    """Bytes of this machine's smallest GPU."""
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-
-
 def refuse_for_device(job_config: JobConfig) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
     if torch.accelerator.is_available():
         mixer = job_config.mixer
-        plain = mixer.features == "torch" and mixer.backend in PLAIN and not job_config.compile.enable
+        plain = mixer.features == "torch" and mixer.backend == "chunkwise-torch" and not job_config.compile.enable
         if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
             raise ValueError(
                 f"{problem}. Without them: --compile.no-enable --mixer.backend chunkwise-torch --mixer.features torch, which "
@@ -71,10 +64,7 @@ def refuse_for_device(job_config: JobConfig) -> None:
         return
     impossible = {
         "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
-        "training.gc_debug": job_config.training.gc_debug,
         "profiling.enable_profiling": job_config.profiling.enable_profiling,
-        "profiling.enable_memory_snapshot": job_config.profiling.enable_memory_snapshot,
-        "checkpoint.async_mode = async_with_pinned_mem": job_config.checkpoint.async_mode == "async_with_pinned_mem",
     }
     asked = [name for name, wanted in impossible.items() if wanted]
     if asked:

@@ -7,19 +7,15 @@ from typing import Any
 from .errors import one_paragraph
 
 
-def arguments_of(argv: list[str]) -> list[str]:
-    """FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS, as the latter."""
-    return ["--job.config_file", *argv] if argv and not argv[0].startswith("-") else list(argv)
-
-
 @one_paragraph
 def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
-    """(what trains, its configuration)"""
+    """(what trains, its configuration) from FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS."""
     # Imported in here: another version of TorchTitan is refused in a paragraph, too.
     from .settings import read_job_config
     from .trainer import run
 
-    return run, read_job_config(arguments_of(argv))
+    named = argv and not argv[0].startswith("-")
+    return run, read_job_config(["--job.config_file", *argv] if named else argv)
 
 
 def main() -> None:

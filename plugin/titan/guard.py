@@ -53,6 +53,5 @@ class Guard:
             stop(
                 f"the last {row} steps up to step {step} were skipped: loss {loss:g}, gradient norm {grad_norm:g} "
                 f"(training.max_skipped_steps = {limit}). The weights are those of step {step - row}. From an earlier "
-                "checkpoint (checkpoint.load_step), try a lower optimizer.lr, a longer warmup, a smaller training.max_norm "
-                "or other data (debug.seed with --checkpoint.exclude_from_loading dataloader)."
+                "checkpoint (checkpoint.load_step), try a lower optimizer.lr, a longer warmup or a smaller training.max_norm."
             )

@@ -1,7 +1,8 @@
 """AdamW with a group of its own for the SSM parameters, and a schedule with one floor (paper, optimizer and schedule)."""
 
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class GroupedOptimizers(OptimizersContainer):
                     groups.append({"params": part, **ssm})
             self.optimizers.append(optimizer(groups, **kwargs))
         self._validate_length(len(model_parts))
-        self._post_init([p for o in self.optimizers for group in o.param_groups for p in group["params"]], kwargs)
+        self._post_init([p for group in self.groups for p in group["params"]], kwargs)
 
     def step(self, skip: Tensor | None = None) -> None:
         """skip: 1.0 on the device for a step that changes nothing (`Guard.verdict`)."""
@@ -66,12 +67,15 @@ class GroupedOptimizers(OptimizersContainer):
         super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        ours = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        ours = [{name: value for name, value in group.items() if name != "params"} for group in self.groups]
         super().load_state_dict(state_dict)
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        for group, hyperparameters in zip(groups, ours, strict=True):
+        for group, hyperparameters in zip(self.groups, ours, strict=True):
             group.update(hyperparameters)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all model parts."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
 class GroupedSchedulers(LRSchedulersContainer):
@@ -81,10 +85,7 @@ class GroupedSchedulers(LRSchedulersContainer):
 
     def __init__(self, optimizers: Iterable[Optimizer], config: Any, steps: int) -> None:
         """config: settings [lr_scheduler]. steps: of the run."""
-
-        def factor(peak: float) -> Callable[[int], float]:
-            return multiple_of_peak(config, peak, steps=steps, warmup=config.warmup_steps)
-
+        factor = functools.partial(multiple_of_peak, config, steps=steps, warmup=config.warmup_steps)
         self.schedulers = [LambdaLR(o, [factor(group["lr"]) for group in o.param_groups]) for o in optimizers]
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,9 +93,7 @@ class GroupedSchedulers(LRSchedulersContainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for scheduler in self.schedulers:
-            scheduler.last_epoch = state_dict["last_epoch"]
-            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-            rates = [peak * factor for peak, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            step = scheduler.last_epoch = state_dict["last_epoch"]
+            rates = [peak * factor(step) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
             for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
-            scheduler._last_lr = rates

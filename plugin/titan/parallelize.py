@@ -16,7 +16,6 @@ from interdomain.model.initialize import initialize
 from .device import device_here
 from .host import (
     SAVED_OPS,
-    TORCH_DTYPE_MAP,
     ActivationCheckpoint,
     ParallelDims,
     apply_ac,
@@ -24,7 +23,6 @@ from .host import (
     disable_fsdp_gradient_division,
     logger,
 )
-from .plan import precision_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
@@ -33,12 +31,7 @@ SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_sca
 def parallelize(model: Transformer, parallel_dims: ParallelDims, job_config: Any) -> None:
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
-        checkpoint_blocks(
-            model,
-            job_config.activation_checkpoint,
-            model_compile_enabled=compiled,
-            base_folder=job_config.job.dump_folder,
-        )
+        checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)
     if compiled:
         apply_compile(model, job_config.compile)
     if job_config.compile.enable and "loss" in job_config.compile.components:
@@ -86,14 +79,13 @@ def _mesh(parallel_dims: ParallelDims) -> DeviceMesh:
 def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
     """FSDP2: one group per block. The dynamics stay plain float32 tensors, complete on every rank (`gradients` says why)."""
     training = job_config.training
-    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
     config: dict[str, Any] = {"mesh": mesh}
     if training.enable_cpu_offload:
         config["offload_policy"] = CPUOffloadPolicy()
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if precision_of(training) == "bf16" else torch.float32,
-        reduce_dtype=reduce_dtype,
+        param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
+        reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
     reshard = {"default": True, "always": True, "never": False}[job_config.parallelism.fsdp_reshard_after_forward]

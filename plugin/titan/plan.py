@@ -4,10 +4,8 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
-import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -25,13 +23,10 @@ from interdomain.model import (
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
 
-from .device import device_here, gpu_memory, refuse_for_device
+from .device import device_here, refuse_for_device
 from .schedule import run_length
-from .schema import JobConfig, Mixer, Parallelism, Training
+from .schema import JobConfig, Mixer, Parallelism
 from .settings import refuse_unsupported
-
-DEFAULT_SEED = 42
-KEPT_SHARE = 0.8  # of a GPU's memory: what a run that keeps the scan's scores may need by the estimate
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class RunPlan:
     warmup_steps: int
     precision: str
     memory: dict[str, int]
-    computed: dict[str, str]  # how, in words: scan, features, scores, a warmup that was shortened
+    computed: dict[str, str]  # how the scan and the features are computed, in words
 
     @property
     def accumulation(self) -> int:
@@ -96,15 +91,13 @@ class RunPlan:
 def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
     """Check `job_config` for a run on `world_size` ranks.
 
-    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused. With `mixer.recompute = auto`
-        the scan's scores are kept where this machine's GPUs have the memory; without a GPU here, the plan computes them again.
+    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused.
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
     refuse_unsupported(job_config)
     if not on_gpus:
         refuse_for_device(job_config)
-    training, config = job_config.training, model_config(job_config)
-    precision = precision_of(training)
+    training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
     replicate, shard = _data_parallel(job_config.parallelism, world_size)
     data_ranks = replicate * shard
     local, seq_len = training.local_batch_size, training.seq_len
@@ -115,31 +108,29 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
             f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
             + _batch_that_divides(global_batch, local, data_ranks)
         )
-    length = run_length(job_config, tokens_per_step=global_batch * seq_len)
+    steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
     model = meta_model(config)
     n_params = count_parameters(model)
-    memory = functools.partial(
-        memory_estimate,
+    memory = memory_estimate(
         config,
         n_params,
         shards=shard,
         local_batch=local,
         seq_len=seq_len,
         checkpointing=job_config.activation_checkpoint.mode,
-        precision=precision,
+        precision=training.precision,
         replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
         accumulated=global_batch > local * data_ranks,
         compiled=job_config.compile.enable and "model" in job_config.compile.components,
+        recompute=mixer.recompute,
     )
-    products = torch.float32 if precision == "float32" else torch.bfloat16
-    mixer = job_config.mixer
-    execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=precision == "bf16-products")
-    execution, computed = _resolved(execution, config, products, None if on_gpus else device_here(), memory)
+    products = training.precision == "bf16-products"
+    execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=products)
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
         execution=execution,
-        seed=seed_of(job_config),
+        seed=job_config.debug.seed,
         n_params=n_params,
         flops_per_token=train_flops_per_token(config, seq_len),
         world_size=world_size,
@@ -148,19 +139,12 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         local_batch=local,
         global_batch=global_batch,
         seq_len=seq_len,
-        steps=length.steps,
-        warmup_steps=length.warmup_steps,
-        precision=precision,
-        memory=memory(recompute=bool(execution.recompute)),
-        computed=computed | ({"warmup": length.shortened} if length.shortened else {}),
+        steps=steps,
+        warmup_steps=warmup_steps,
+        precision=training.precision,
+        memory=memory,
+        computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )
-
-
-def tokens_at(step: int, resumed: tuple[int, int], per_step: int) -> int:
-    """Tokens trained on up to the end of a step, by a start that goes on from `resumed`, (step, tokens): earlier steps may have
-    been of another number than `per_step`."""
-    first, tokens = resumed
-    return tokens + (step - first) * per_step
 
 
 def model_config(job_config: JobConfig) -> ModelConfig:
@@ -175,72 +159,20 @@ def model_config(job_config: JobConfig) -> ModelConfig:
     return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
 
 
-def _resolved(
-    execution: Execution,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    memory: Callable[..., dict[str, int]],
-) -> tuple[Execution, dict[str, str]]:
-    """(how the mixers are computed, with `recompute` decided; the same in words). device: None for another machine's GPUs."""
+def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:
+    """How the scan and the features are computed, in words. device: None for another machine's GPU."""
     mixer, recurrent = config.mixer, config.mixer.kind == "interdomain"
-    on_cpu = device is not None and device.type == "cpu"
-    gpu = None if on_cpu else device
-
-    def auto(resolve: Callable[..., tuple[str, str]], *sizes: int) -> tuple[str, str]:
-        here, (chosen, there) = resolve(device, *sizes, dtype=dtype)[1], resolve(gpu, *sizes, dtype=dtype)
-        return chosen, f"{here}; on a GPU: {there}" if on_cpu else here
-
-    backend, recompute, words = execution.backend, execution.recompute, {}
-    if recurrent:
-        words["scan"] = f"{backend} (mixer.backend)"
-        if backend == "auto":
-            width = config.head_dim + mixer.normalize if mixer.query_readout else 0
-            backend, words["scan"] = auto(scan.resolve_backend, mixer.n_basis, width)
-    words["features"] = f"{execution.features} (mixer.features)"
-    if execution.features == "auto":
-        words["features"] = auto(features.resolve_backend, config.head_dim, mixer.conv_width * recurrent)[1]
-    if recurrent and mixer.query_readout:
-        recompute, words["scores"] = _scores(recompute, backend, device, sum(memory(recompute=False).values()))
-    return replace(execution, recompute=recompute is not False), words
-
-
-def _scores(asked: bool | str, backend: str, device: torch.device | None, needed: int) -> tuple[bool | str, str]:
-    """(whether the scan's scores are computed again in the backward pass, the same in words).
-
-    backend: on a GPU. needed: bytes per device of the run that keeps them.
-    """
-    gib, percent = 2**30, round(100 * KEPT_SHARE)
-    if backend not in ("chunkwise", "parallel"):
-        return asked is not False, f"{backend} keeps none"
-    if asked != "auto":
-        return asked, f"{'computed again' if asked else 'kept, on GPUs'} (mixer.recompute)"
-    if device is None or device.type != "cuda":
-        return True, (
-            f"auto: kept on GPUs of {needed / KEPT_SHARE / gib:.2f} GiB or more, {percent} % of which the run then needs "
-            f"({needed / gib:.2f}){'' if device is None else '; none kept on a CPU'}"
-        )
-    allowed = KEPT_SHARE * gpu_memory()
-    keep = needed <= allowed
-    return not keep, (
-        f"auto: {'kept' if keep else 'computed again'}: about {needed / gib:.2f} GiB with them, and {percent} % of the GPU's "
-        f"memory are {allowed / gib:.2f} GiB"
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    words = (
+        {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
     )
-
-
-def precision_of(training: Training) -> str:
-    """One of PRECISIONS. Raises: ValueError if training.precision and mixed_precision_param exclude each other."""
-    by_parameters = "bf16" if training.mixed_precision_param == "bfloat16" else "float32"
-    if training.precision == "bf16" and by_parameters != "bf16":
-        raise ValueError(
-            "training.precision = 'bf16' and training.mixed_precision_param = 'float32' exclude each other: leave one out, or "
-            "set training.precision to bf16-products or float32."
-        )
-    return training.precision or by_parameters
-
-
-def seed_of(job_config: JobConfig) -> int:
-    return DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
+    if words.get("scan") == "auto":
+        width = config.head_dim + mixer.normalize if mixer.query_readout else 0
+        words["scan"] = scan.resolve_backend(device, mixer.n_basis, width, dtype=dtype)[1]
+    if words["features"] == "auto":
+        conv_width = mixer.conv_width * recurrent
+        words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
+    return words
 
 
 def _batch_that_divides(global_batch: int, local: int, ranks: int) -> str:

@@ -5,15 +5,12 @@ The same command line continues the run. If torchrun itself is killed, the ranks
 the folder of the run that continues.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from interdomain.outcome import LEFT, launcher_has_ended, tell_launcher
 
@@ -59,12 +56,6 @@ class Preemption:
             copied.record()
         self.before, self.last = self.last, (vote, copied)
 
-    def cast_now(self, device: torch.device) -> None:
-        """A vote before the first step. Collective."""
-        vote = torch.full((), float(self.asked is not None), device=device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        self.cast(vote)
-
     def agreed(self) -> bool:
         """Whether any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
         if self.before is None:
@@ -85,16 +76,6 @@ class Preemption:
         logger.info("leaving after step %d (%s): %s. The same command continues from there.", trainer.step, why, result)
         tell_launcher(LEFT)
         raise SystemExit(0)
-
-
-@contextlib.contextmanager
-def children_keep_saving() -> Iterator[None]:
-    """Processes that start in this block never get SIGUSR1, which schedulers send to every process and would end them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with_torchrun(number: int) -> None:

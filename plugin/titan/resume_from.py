@@ -1,39 +1,48 @@
-"""Which checkpoint a start resumes from, which parts of it are not loaded, and which other checkpoints are renamed.
+"""Which checkpoint a start resumes from, whether it is complete, and whether it holds this model. No tensor is read here.
 
-The same command starts a run many times, and what it asks for once must happen once: going back to a step
-(`checkpoint.load_step`), and excluding parts of a checkpoint (`checkpoint.exclude_from_loading`). So every checkpoint's record
-says what happened before it: `branched_from`, the step that the run last went back to, and `started_without`, the parts that
-were excluded.
+A run that went back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the record of every checkpoint
+that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.model.distributed_checkpoint import METADATA, finished_steps, step_of
+from interdomain.model import ModelConfig
+from interdomain.model.distributed_checkpoint import SafeReader, check_lengths, finished_steps, read_sidecar
 
-from .host import DATALOADER, TRAIN_STATE, logger
-from .integrity import is_finished, read_checked
+from .errors import one_paragraph
+from .host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
+
+OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
 
 
 class ResumePoint(NamedTuple):
     """The checkpoint that a start loads."""
 
     folder: Path
-    index: bytes  # the file .metadata
-    record: dict  # the file interdomain.json; {} where there is none
-    excluded_parts: list[str]
+    index: Metadata
+    record: dict  # the file interdomain.json
+    source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
     branched_from: int | None = None  # for the records of the checkpoints that follow
-    goes_back: bool = False  # to this step: the checkpoints after it are renamed
-    latest: bool = False  # where it cannot be read, an older one may replace it
 
 
-def all_steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints in a folder, complete or not."""
-    names = folder.iterdir() if folder.is_dir() else ()
-    return sorted(step for step in map(step_of, names) if step is not None)
+@one_paragraph
+def on_rank_0(act: Callable[[], Any]) -> Any:
+    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except (OSError, ValueError) as e:
+            outcome[1] = e
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def loads_a_model(job_config) -> bool:
@@ -45,79 +54,44 @@ def loads_a_model(job_config) -> bool:
     return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
 
 
-def on_rank_0(act: Callable[[], Any]) -> Any:
-    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    result, error = None, None
-    if dist.get_rank() == 0:
-        try:
-            result = act()
-        except (OSError, ValueError) as e:
-            error = e
-    outcome = [result, error]
-    dist.broadcast_object_list(outcome)
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
-
-
-def find_resume_point(
-    folder: Path, step: int, *, initial: str | None, exclude: list[str], data: str | None, saving: bool
-) -> ResumePoint | None:
-    """The checkpoint of this step, or the latest complete one (-1), or the initial one. On rank 0; an index is read once.
+def find_resume_point(folder: Path, step: int, initial: str | None) -> ResumePoint | None:
+    """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
 
     A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
 
     Args:
-        step: checkpoint.load_step. initial: checkpoint.initial_load_path. exclude: checkpoint.exclude_from_loading.
-        data: this run's fingerprint of the data: the loader's state is excluded again where the data are others.
-        saving: False where the run saves nothing (checkpoint.load_only).
-    Returns: None where there is none.
-    Raises: ValueError for a checkpoint that cannot be loaded or continued; OSError.
+        step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path.
+    Raises: ValueError for a checkpoint that cannot be loaded; OSError.
     """
-    latest = _latest(folder, above=step) if saving or step == -1 else None
-    if step != -1 and (latest is None or latest.record.get("branched_from") != step):
-        path = folder / f"step-{step}"
-        if not is_finished(path):
-            others = ", ".join(map(str, sorted(finished_steps(folder)))) or "none"
-            raise ValueError(f"checkpoint.load_step = {step}: {path} is no complete checkpoint. There are: {others}.")
-        point = ResumePoint(path, *read_checked(path), exclude, step, goes_back=True)
-    elif latest is None:
-        if not initial:
-            return None
-        if not Path(initial).is_dir():
-            raise FileNotFoundError(
-                f"checkpoint.initial_load_path = {initial} is not a folder. Give a checkpoint (step-N)."
+    latest = _latest(folder, above=step)
+    if step != -1 and (latest is None or latest.branched_from != step):
+        steps = finished_steps(folder)
+        if step not in steps:
+            others = ", ".join(map(str, sorted(steps))) or "none"
+            raise ValueError(
+                f"checkpoint.load_step = {step} is no complete checkpoint of {folder}. There are: {others}."
             )
-        return ResumePoint(Path(initial), *read_checked(Path(initial)), exclude)
-    else:
-        excluded = _not_yet_excluded(latest, exclude, data) if saving else exclude
-        point = latest._replace(excluded_parts=excluded, branched_from=latest.record.get("branched_from"))
-        if step != -1:
-            logger.warning(
-                "the run went back to step %d (checkpoint.load_step) before, and continues from %s, which it saved since. To "
-                "go back once more, move the checkpoints after step %d away.",
-                *(step, point.folder, step),
-            )
-    if saving and TRAIN_STATE in point.excluded_parts:
-        raise ValueError(
-            "checkpoint.exclude_from_loading = train_state would count from step 0 again, below the checkpoints in "
-            f"{folder}. Start a run of its own: another job.dump_folder, checkpoint.initial_load_path = {point.folder}."
+        return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
+    if latest is None and initial:
+        return ResumePoint(Path(initial), *_read_checked(Path(initial)), "initial")
+    if latest and step != -1:
+        logger.warning(
+            "the run went back to step %d before: continuing from %s, which it saved since. To go back once more, move the "
+            "checkpoints after step %d away.",
+            *(step, latest.folder, step),
         )
-    return point
+    return latest
 
 
 def _latest(folder: Path, above: int) -> ResumePoint | None:
     """The latest complete checkpoint after a step (-1: of all)."""
-    for step in reversed([step for step in all_steps(folder) if step > above]):
-        path = folder / f"step-{step}"
-        if not is_finished(path):
-            logger.warning("SKIPPED: %s has no %s: the save of it was cut short.", path, METADATA)
-            continue
-        try:
-            return ResumePoint(path, *read_checked(path), [], latest=True)
-        except ValueError as e:
-            set_damaged_aside(path, str(e))
+    for step, path in sorted(finished_steps(folder).items(), reverse=True):
+        if step > above:
+            try:
+                index, record = _read_checked(path)
+                return ResumePoint(path, index, record, "latest", record.get("branched_from"))
+            except ValueError as e:
+                set_damaged_aside(path, str(e))
     damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))
     if damaged and above == -1:  # starting over is not for a program to decide
         raise ValueError(
@@ -127,21 +101,14 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
     return None
 
 
-def _not_yet_excluded(latest: ResumePoint, exclude: list[str], data: str | None) -> list[str]:
-    """Those of `exclude` that were not excluded before this checkpoint was saved."""
-    done = set(latest.record.get("started_without", ()))
-    if latest.record.get("run", {}).get("data_fingerprint") != data:
-        done.discard(DATALOADER)
-    if ignored := [part for part in exclude if part in done]:
-        logger.warning(
-            "checkpoint.exclude_from_loading = %s: the run began without it before %s, which is loaded with it. To begin "
-            "without it once more, set checkpoint.load_step as well.",
-            *(",".join(ignored), latest.folder.name),
-        )
-    return [part for part in exclude if part not in done]
+def _read_checked(folder: Path) -> tuple[Metadata, dict]:
+    """A checkpoint's index and record, after a check of its files and their lengths. Raises: ValueError; OSError."""
+    index = SafeReader(folder).read_metadata()
+    check_lengths(folder, index)
+    return index, read_sidecar(folder)[1]
 
 
-def set_aside(folder: Path, why: str) -> Path:
+def _set_aside(folder: Path, why: str) -> Path:
     """Rename a checkpoint to `step-N.WHY`: no run loads, counts or removes it, and no later save of its step overwrites it."""
     aside, n = folder.with_name(f"{folder.name}.{why}"), 1
     while aside.exists():
@@ -152,15 +119,38 @@ def set_aside(folder: Path, why: str) -> Path:
 
 def set_damaged_aside(folder: Path, reason: str) -> None:
     """On rank 0."""
-    logger.warning("SKIPPED, and renamed to %s: %s", set_aside(folder, "damaged").name, reason)
+    logger.warning("SKIPPED, and renamed to %s: %s", _set_aside(folder, "damaged").name, reason)
 
 
-def set_later_aside(folder: Path) -> None:
-    """After a run has gone back to this checkpoint: rename those after it. On rank 0."""
-    step = step_of(folder)
-    later = [path for other, path in sorted(finished_steps(folder.parent).items()) if step is not None and other > step]
-    for path in later:
-        set_aside(path, "superseded")
-    if later:
-        names = ", ".join(path.name for path in later)
-        logger.warning("went back to step %d: renamed %s to step-N.superseded. Nothing removes them.", step, names)
+def set_later_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after the step that a run has gone back to. On rank 0."""
+    for later, path in sorted(finished_steps(folder).items()):
+        if later > step:
+            logger.warning("went back to step %d: renamed %s to %s", step, path, _set_aside(path, "superseded").name)
+
+
+@one_paragraph
+def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
+    """Refuse a checkpoint of another model, or with another number of tokens per step.
+
+    Args:
+        run: this run's record. tensors: its model's state dict. batch: whether the tokens per step matter.
+    Raises: ValueError.
+    """
+    record = point.record
+    # Settings that make another model of the same tensors. The context length does not.
+    there, here = (ModelConfig.from_dict(r["model"]).to_dict() for r in (record, run))
+    pairs = [(name, there[name], here[name]) for name in here if name not in ("max_seq_len", "mixer")]
+    pairs += [(f"mixer.{name}", there["mixer"][name], value) for name, value in here["mixer"].items()]
+    if batch:
+        pairs += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
+    entries = point.index.state_dict_metadata.items()
+    there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
+    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    pairs += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
+    if differences := [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]:
+        raise ValueError(
+            f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "
+            f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
+            "with --job.dump_folder."
+        )

@@ -26,7 +26,7 @@ def _one_of(names: Iterable[str]) -> Bound:
 
 
 _AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
-Count = Annotated[int, Bound("at least 1", lambda x: 1 <= x < math.inf)]
+Count = Annotated[int, Bound("at least 1", lambda x: x >= 1)]
 CountOr0 = Annotated[int, _AT_LEAST_0]
 Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
 NotNegative = Annotated[float, _AT_LEAST_0]
@@ -37,31 +37,6 @@ Condition = Annotated[str, _one_of(CONDITIONS)]
 ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
 FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
 
-# Settings of TorchTitan's that this plugin does not read: a pattern of their names, and what to do instead. Only TorchTitan's
-# default is accepted, for it changes nothing.
-UNUSED = {
-    r"parallelism\.(tensor|pipeline|context|disable_loss|enable_async|module_fqns)": "The plugin shards with FSDP2, HSDP and "
-    "replication only (1.3B fits one device): use the data_parallel degrees",
-    r"parallelism\.expert|debug\.moe_": "There are no experts in this model",
-    r"training\.dataset": "Set data.corpus",
-    r"validation\.dataset": "Set data.validation_corpus, or use the prepared corpus's own split",
-    r"validation\.steps": "Set validation.tokens: the same tokens every time, on every topology",
-    r"(training|validation)\.dataloader": "Batches are read from memory maps, without workers",
-    r"training\.dtype": "Parameters are float32: use training.precision = bf16 or bf16-products",
-    r"model\.(hf_assets_path|tokenizer_path)": "The tokenizer is the prepared corpus's own, or data.tokenizer",
-    r"model\.(converters|print_after_conversion)|quantize\.": "Quantised training is not supported",
-    r"optimizer\.early_step_in_backward": "It steps before the gradients are clipped and knows no parameter groups",
-    r"lr_scheduler\.min_lr_factor": "Set lr_scheduler.min_lr, the learning rate at the end of the decay",
-    r"metrics\.save_for_all_ranks": "Rank 0 writes the events, of all ranks together",
-    r"checkpoint\.create_seed_checkpoint": "Initial values are a function of the seed, the same on every number of ranks",
-    r"checkpoint\.export_dtype": "Checkpoints are float32: python -m interdomain.tools.convert --dtype bfloat16 exports",
-    r"checkpoint\.(initial_load|last_save)_in_hf": "Convert by python -m interdomain.tools.convert, from a checkpoint to a "
-    "Hugging Face folder and back",
-    r"fault_tolerance\.|checkpoint\.enable_ft_": "TorchFT is not supported",
-    r"memory_estimation\.": "Estimate it by ./launch.sh FILE.toml --dry-run",
-    r"job\.custom_config_module|experimental\.": "This entry imports the plugin by itself",
-}
-
 
 @dataclass
 class Job:
@@ -70,21 +45,17 @@ class Job:
     config_file: str | None = None  # The TOML file to read.
     dump_folder: str = "./outputs"  # Folder of everything that the run writes.
     description: str = "default job"  # What this run is, in your words; printed at the start.
-    print_config: bool = False  # Print the configuration at the start.
-    save_config_file: str | None = None  # Write the configuration as JSON into this file of the dump folder.
 
 
 @dataclass
 class Profiling:
-    """[profiling]: traces by torch.profiler, and CUDA memory snapshots."""
+    """[profiling]: traces by torch.profiler."""
 
     enable_profiling: bool = False  # Write traces.
     save_traces_folder: str = "profile_traces"  # Folder of the traces, in the dump folder.
     profile_freq: Count = 10  # Steps from one trace to the next.
     profiler_active: Count = 1  # Steps that a trace shows.
     profiler_warmup: CountOr0 = 3  # Steps that the profiler warms up for before them.
-    enable_memory_snapshot: bool = False  # Write snapshots of the CUDA allocator.
-    save_memory_snapshot_folder: str = "memory_snapshot"  # Folder of the snapshots, in the dump folder.
 
 
 @dataclass
@@ -97,10 +68,8 @@ class Metrics:
     save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in the dump folder.
     enable_wandb: bool = False  # Log to Weights & Biases as well.
     #: Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
-    #: another; also written at every validation. 0: at validation only.
+    #: another; 0: none.
     mixer_freq: CountOr0 = 100
-    #: Steps between histograms of the mixer's timescales and Delta, from one logged step to another; 0: none.
-    histogram_freq: CountOr0 = 1000
 
 
 @dataclass
@@ -111,9 +80,9 @@ class Model:
     flavor: Size = "debug"  # debug, 125M, 350M, 760M or 1.3B.
     #: Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's.
     vocab_size: CountOr0 = 0
-    dim: Count | None = None  # Width. Unset: as the size says. A head is dim / n_heads wide.
-    n_layers: Count | None = None  # Blocks. Unset: as the size says.
-    n_heads: Count | None = None  # Query heads. Unset: as the size says.
+    dim: CountOr0 = 0  # Width; 0: as the size says. A head is dim / n_heads wide.
+    n_layers: CountOr0 = 0  # Blocks; 0: as the size says.
+    n_heads: CountOr0 = 0  # Query heads; 0: as the size says.
 
 
 @dataclass
@@ -145,8 +114,8 @@ class Mixer:
     backend: ScanBackend = "auto"
     #: Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
     #: layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
-    #: auto: kept where the run then needs at most 80 % of a GPU's memory, as a dry run estimates it. The bits are the same.
-    recompute: Literal["auto", True, False] = "auto"
+    #: The bits are the same.
+    recompute: Literal[True, False] = True  # not bool, whose flag would be --mixer.no-recompute: like the switches
     #: How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
     #: the same function.
     features: FeaturesBackend = "auto"
@@ -159,9 +128,6 @@ class Data:
     #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
     #: by weight (in TOML a list; on the command line with commas).
     corpus: str | list[str] = ""
-    #: Instead of a corpus, for a first look: a Hugging Face dataset (fineweb-edu; NAME[@REVISION][:CONFIG[:SPLIT]]; a local
-    #: folder), tokenised on the way by data.tokenizer. Continues only on the same number of ranks.
-    stream: str = ""
     #: Of the corpora in a mixture, in samples; they need not sum to 1.
     weights: list[float] = field(default_factory=list)
     #: Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split.
@@ -194,14 +160,14 @@ class Optimizer:
 class LRScheduler:
     """[lr_scheduler]: warmup, a constant rate, and a decay to a floor."""
 
-    warmup_steps: CountOr0 | None = None  # Linear warmup over this many steps, where warmup_tokens is 0. Unset: 200.
+    warmup_steps: CountOr0 = 200  # Linear warmup over this many steps, where warmup_tokens is 0.
     warmup_tokens: CountOr0 = 0  # Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps.
-    #: The step with which the decay ends. Unset: the run's last step. After it the rate stays at the floor: set it to the
+    #: The step with which the decay ends; 0: the run's last step. After it the rate stays at the floor: set it to the
     #: length of a finished run to train on at that rate.
-    total_steps: Count | None = None
+    total_steps: CountOr0 = 0
     #: Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
-    #: run can be extended from a checkpoint before the decay). 0: constant, no decay. Unset: decay right after the warmup.
-    decay_ratio: Fraction | None = None
+    #: run can be extended from a checkpoint before the decay). 0: constant, no decay. 1: decay right after the warmup.
+    decay_ratio: Fraction = 1.0
     #: Shape of the decay; sqrt: 1 - the root of the share of the decay that is done.
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group.
@@ -215,26 +181,20 @@ class Training:
 
     local_batch_size: Count = 8  # Sequences per rank and pass.
     #: Sequences per step; what ranks do not hold at once is accumulated. -1: one pass of every rank.
-    global_batch_size: Annotated[
-        int, Bound("at least 1, or -1 for one micro-batch of every rank", lambda x: x >= 1 or x == -1)
-    ] = -1
+    global_batch_size: Annotated[int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)] = -1
     seq_len: Count = 2048  # Tokens per sequence.
     max_norm: Positive = 1.0  # Gradients are scaled down to this norm.
-    steps: Count | None = None  # Train for this many steps, where tokens is 0. Unset: 10,000.
+    steps: Count = 10_000  # Train for this many steps, where tokens is 0.
     tokens: CountOr0 = 0  # Train on this many tokens, rounded up to whole steps; 0: use steps.
     #: Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
     #: weights nor optimizer state; looked at every metrics.log_freq steps.
     max_skipped_steps: Count = 10
     enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer state in the machine's memory (FSDP2).
-    #: What an unset `precision` means: bf16 or float32.
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     #: bf16: parameters as they are used, residual stream, norms and products. bf16-products: products only, over float32
     #: parameters, residual stream, embeddings and norms, as the paper's autocast has it. float32: everything. The optimizer's
-    #: parameters, the dynamics and the loss are float32 in each. Unset: as mixed_precision_param says.
-    precision: Literal["", "bf16", "bf16-products", "float32"] = ""
-    mixed_precision_reduce: Literal["float32"] = "float32"  # Precision in which gradients are summed over ranks.
+    #: parameters, the dynamics and the loss are float32 in each.
+    precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
     gc_freq: Count = 50  # Steps between Python's garbage collections.
-    gc_debug: bool = False  # Look for reference cycles that hold CUDA tensors, at every step.
 
 
 @dataclass
@@ -258,42 +218,24 @@ class Checkpoint:
     initial_load_path: str | None = None
     #: Take the weights of initial_load_path, and neither optimizer state, schedule, data position nor step.
     initial_load_model_only: bool = True
-    #: Must be false: the last checkpoint can be continued from, too.
-    last_save_model_only: Annotated[
-        bool, Bound("false, for a last checkpoint that can be continued from; tools.convert exports", lambda x: not x)
-    ] = False
-    #: Train on while a checkpoint is written: by a thread (async), or by a process with pinned memory.
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    #: async: train on while a thread writes a checkpoint.
+    async_mode: Literal["disabled", "async"] = "disabled"
     #: Checkpoints that are kept; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
     load_step: int = -1  # Go back to the checkpoint of this step. -1: continue from the latest.
-    #: Parts of a checkpoint that are begun anew: optimizer, lr_scheduler, dataloader, train_state.
-    exclude_from_loading: list[str] = field(default_factory=list)
-    enable_first_step_checkpoint: bool = False  # Save after the first step as well.
-    load_only: bool = False  # Load a checkpoint and save none.
-    #: Compare every byte of a checkpoint with its checksum before it is loaded (each rank reads its share once more). false:
-    #: only its index and the lengths of its files.
-    checksums: bool = True
+    #: Parts of initial_load_path that are begun anew, where it is not taken for its weights alone.
+    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]] = field(
+        default_factory=list
+    )
 
 
 @dataclass
 class ActivationCheckpoint:
     """[activation_checkpoint]: what is computed again in the backward pass; by operation, the scan is saved."""
 
-    #: none; selective (see selective_ac_option); full: every block; memory_budget: as torch.compile chooses.
-    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    mode: Literal["selective", "full", "none"] = "selective"  # full: every block; selective: see selective_ac_option.
     #: op: matrix products and the scan's output are saved; a number n: every n-th block is computed again.
     selective_ac_option: str = "op"
-    #: With selective and op: products of the shapes of these linear layers are computed again all the same.
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
-    early_stop: bool = False  # Stop computing again when everything needed is there.
-    memory_budget: Fraction = 0.5  # With memory_budget: 0 as full, 1 as none.
-    #: With memory_budget: write a picture of time against memory into the dump folder.
-    visualize_memory_budget_pareto: bool = False
-    preserve_rng_state: bool = True  # Draw the same random numbers again. The models draw none.
-    #: Compare what is computed again with the first pass (default), or do not (none).
-    determinism_check: Literal["default", "none"] = "default"
-    debug: bool = False  # Trace what is computed again; slow.
 
 
 @dataclass
@@ -301,7 +243,8 @@ class Compile:
     """[compile]: torch.compile of every block."""
 
     enable: bool = False  # Compile.
-    components: list[str] = field(default_factory=lambda: ["model", "loss"])  # What is compiled: model, loss.
+    #: What is compiled.
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: str = "inductor"  # Backend of torch.compile.
 
 
@@ -312,9 +255,7 @@ class Comm:
     init_timeout_seconds: Count = 300  # Of collectives until the first step is done.
     train_timeout_seconds: Count = 100  # Of collectives after it.
     trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder remembers; 0: none.
-    save_traces_folder: str = "comm_traces"  # Folder of the flight recorder's files, in the dump folder.
-    save_traces_file_prefix: str = "rank_"  # What their names begin with.
-    #: fake_backend simulates as many ranks as NGPU says in one process, to try a configuration.
+    #: fake_backend simulates as many ranks as the variable NGPU says in one process, to try a configuration.
     mode: Literal["default", "fake_backend"] = "default"
 
 
@@ -334,9 +275,8 @@ class Validation:
 class Debug:
     """[debug]: seeds and determinism."""
 
-    seed: int | None = None  # Of initial values and the order of the data. Unset: 42.
+    seed: int = 42  # Of initial values and the order of the data.
     deterministic: bool = False  # Use deterministic algorithms only; slower.
-    deterministic_warn_only: bool = False  # Warn where there is none, instead of an error.
 
 
 @dataclass
@@ -359,10 +299,6 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     debug: Debug = field(default_factory=Debug)
     comm: Comm = field(default_factory=Comm)
-
-    def __post_init__(self) -> None:
-        self.given: frozenset[str] = frozenset()  # settings that the command line named
-        self.unused: dict[str, Any] = {}  # settings of `UNUSED` that the file or the command line named
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

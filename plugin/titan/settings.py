@@ -1,20 +1,16 @@
 """Reads the job configuration from a TOML file and flags, and refuses settings that this plugin cannot honour."""
 
+import argparse
 import difflib
-import functools
-import operator
-import re
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
-from torch._dynamo.backends.registry import list_backends
 
-from .host import torchtitan_default
-from .schema import UNUSED, Bound, JobConfig
+from .host import TORCHTITAN_DEFAULTS
+from .schema import JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -22,74 +18,59 @@ KINDS: dict[str, Any] = {
     for section, table in get_type_hints(JobConfig).items()
     for name, kind in get_type_hints(table, include_extras=True).items()
 }
-# Pairs that say the same in two units. A value on the command line replaces the file's in either; a default says nothing.
-COUNTERPARTS = (
-    ("training.steps", "training.tokens"),
-    ("lr_scheduler.warmup_steps", "lr_scheduler.warmup_tokens"),
-)
+# What to set instead of a setting that files written for TorchTitan's own models have.
+INSTEAD = {
+    "training.dataset": "data.corpus",
+    "training.dataset_path": "data.corpus",
+    "training.mixed_precision_param": "training.precision",
+    "validation.dataset": "data.validation_corpus",
+    "validation.steps": "validation.tokens",
+    "model.hf_assets_path": "data.tokenizer",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.min_lr",
+}
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")
-PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")  # of a checkpoint, beside the model
+# These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
+IN_TOKENS = {"training.steps": "training.tokens", "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens"}
 
 
 def read_job_config(arguments: list[str]) -> JobConfig:
     """The job configuration from command-line arguments: a TOML file (--job.config_file F), and flags over what it says.
 
-    Raises: ValueError for a file that is no TOML or has a value that cannot be, or a key or flag that does not exist;
-        FileNotFoundError; SystemExit for --help, and after saying why, for a flag's value of another type.
+    Raises: ValueError for a file that is no TOML or has a key that does not exist or a value that cannot be;
+        FileNotFoundError; SystemExit for --help, and after saying why, for a flag that does not exist or has a wrong value.
     """
-    base, given, unused, rest = JobConfig(), set(), {}, []
-    left = list(arguments)
-    while left:
-        flag, equals, value = (argument := left.pop(0)).partition("=")
-        if not flag.startswith("--") or flag == "--help":
-            rest.append(argument)
-            continue
-        setting = _setting_of(flag)
-        given.add(setting)
-        if setting == "job.config_file":
-            for key, read in _pairs(_read(value if equals else left[0])):
-                if key in KINDS:
-                    _set(base, key, read)
-                elif _instead(key):
-                    unused[key] = read
-                else:
-                    raise ValueError(_unknown(key))
-            _refuse_values(base)
+    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file.add_argument("--job.config_file", "--job.config-file", dest="path")
+    job, path = JobConfig(), file.parse_known_args(arguments)[0].path
+    for setting, value in _pairs(_read(path)) if path else ():
         if setting in KINDS:
-            rest.append(argument)
-        elif equals or not left or left[0].startswith("--"):
-            unused[setting] = value or str(not re.search(r"\.no[-_]", flag))
+            _set(job, setting, value)
         else:
-            unused[setting] = left.pop(0)
-    job = tyro.cli(
+            _refuse_unknown(setting, value)
+    refuse_wrong_values(job)
+    given = {flag[2:].partition("=")[0].replace("-", "_") for flag in arguments}
+    for steps, tokens in IN_TOKENS.items():
+        if steps in given:
+            _set(job, tokens, 0)
+    return tyro.cli(
         JobConfig,
-        args=rest,
-        default=base,
+        args=arguments,
+        default=job,
         prog="./launch.sh FILE.toml",
         description="Settings of a run: keys of the sections of FILE.toml; a flag wins over the file.",
     )
-    job.given, job.unused = frozenset(given), unused
-    for setting in (setting for setting, kind in KINDS.items() if kind == list[str]):  # on the command line with commas
-        _set(job, setting, [name for names in value_of(job, setting) for name in names.split(",")])
-    for pair in COUNTERPARTS:
-        for one, other in (pair, pair[::-1]):
-            if one in given and other not in given and value_of(job, one) != value_of(JobConfig(), one):
-                _set(job, other, value_of(JobConfig(), other))
-    return job
 
 
 def _read(file: str) -> dict[str, Any]:
     try:
         with open(file, "rb") as f:
             return tomllib.load(f)
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(
             f"{file} is not valid TOML: {e}. Correct that place: strings in quotes, true and false in lower case, one "
             "`key = value` to a line, as in train_configs/debug.toml."
         ) from e
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{file} is not valid TOML: it is not text in UTF-8 ({e}).") from e
 
 
 def _pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,32 +82,23 @@ def _pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def _setting_of(flag: str) -> str:
-    """The setting that a flag means: --training.max-norm, --validation.no-enable."""
-    name = flag[2:].replace("-", "_")
-    setting = name if name in KINDS else name.replace(".no_", ".", 1)
-    if setting not in KINDS and not _instead(setting):
-        raise ValueError(_unknown(name, "--"))
-    return setting
-
-
-def _instead(setting: str) -> str | None:
-    """What to do instead of a setting of TorchTitan's that is not read here."""
-    return next((words for pattern, words in UNUSED.items() if re.match(pattern, setting)), None)
-
-
-def _unknown(setting: str, prefix: str = "") -> str:
-    name = setting.rpartition(".")[2]
+def _refuse_unknown(setting: str, value: Any) -> None:
+    """Raises: ValueError unless it is a setting of TorchTitan's at TorchTitan's default, which changes nothing."""
+    if setting in IGNORED or (setting in TORCHTITAN_DEFAULTS and value == TORCHTITAN_DEFAULTS[setting]):
+        return
+    if setting in TORCHTITAN_DEFAULTS:
+        instead = f"Set {INSTEAD[setting]} instead, and leave" if setting in INSTEAD else "Leave"
+        raise ValueError(
+            f"{setting} = {value} is a setting of TorchTitan's that this plugin does not use. {instead} it out."
+        )
     near = difflib.get_close_matches(setting, KINDS, n=3, cutoff=0.7)
-    near += [known for known in KINDS if known.rpartition(".")[2] == name and known not in near]
-    hint = f" Near to it: {', '.join(prefix + one for one in near)}." if near else ""
-    return f"there is no setting {prefix}{setting}.{hint} ./launch.sh --flags lists all that there are."
+    hint = f" Near to it: {', '.join(near)}." if near else ""
+    raise ValueError(f"there is no setting {setting}.{hint} ./launch.sh --flags lists all that there are.")
 
 
 def value_of(job_config: Any, setting: str) -> Any:
-    for name in setting.split("."):
-        job_config = getattr(job_config, name)
-    return job_config
+    section, name = setting.split(".")
+    return getattr(getattr(job_config, section), name)
 
 
 def _set(job_config: JobConfig, setting: str, value: Any) -> None:
@@ -134,59 +106,24 @@ def _set(job_config: JobConfig, setting: str, value: Any) -> None:
     setattr(getattr(job_config, section), name, value)
 
 
-def refuse_unsupported(job_config: JobConfig) -> None:
-    """Raises: ValueError with the setting, what was got, and what is allowed."""
-    _refuse_values(job_config)
-    for setting, value in job_config.unused.items():
-        if setting not in IGNORED and str(value) != str(torchtitan_default(setting)):
-            raise ValueError(
-                f"{setting} = {value} is not used by this plugin. {_instead(setting)}, and leave {setting} out."
-            )
-    _refuse_checkpointing(job_config.checkpoint)
-    _refuse_recomputation(job_config)
-    _refuse_other("compile.components", job_config.compile.components, ("model", "loss"))
-    backend = job_config.compile.backend
-    if job_config.compile.enable and backend not in list_backends(exclude_tags=()):
-        raise ValueError(f"compile.backend = {backend!r} is unknown; allowed: {', '.join(list_backends())}.")
-    profiling = job_config.profiling
-    least = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.enable_profiling and profiling.profile_freq < least:
-        raise ValueError(
-            f"profiling.profile_freq = {profiling.profile_freq} must be at least profiling.profiler_warmup + "
-            f"profiling.profiler_active = {least}."
-        )
-    if job_config.metrics.enable_wandb and not find_spec("wandb"):  # TorchTitan would train on without curves
-        raise ValueError("metrics.enable_wandb needs wandb, not installed here: pip install wandb, or leave it out.")
-
-
-def _refuse_values(job_config: JobConfig) -> None:
-    """What each setting's annotation says: the one loop over all settings."""
+def refuse_wrong_values(job_config: JobConfig) -> None:
+    """What each setting's annotation says: the one loop over all settings. Raises: ValueError."""
     for setting, kind in KINDS.items():
-        value, (plain, bound) = value_of(job_config, setting), _parts(kind)
-        if get_origin(plain) is Literal:
-            if value not in get_args(plain):
-                allowed = ", ".join(map(str, get_args(plain)))
-                raise ValueError(f"{setting} = {value!r} is unknown; allowed: {allowed}.")
-        elif not _fits(value, plain):
-            words = plain.__name__ if type(plain) is type else plain
+        value, bound = value_of(job_config, setting), None
+        if get_origin(kind) is Annotated:
+            kind, bound = kind.__origin__, kind.__metadata__[0]
+        if not _fits(value, kind):
+            words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
             raise ValueError(f"{setting} must be {words}: got {value!r}.")
-        if value is not None and bound and not bound.allows(value):
+        if bound and not bound.allows(value):
             raise ValueError(f"{setting} must be {bound.words}: got {value}.")
-
-
-def _parts(kind: Any) -> tuple[Any, Bound | None]:
-    """(the type without its annotation, the annotation) of a setting's type; of `Count | None`, too."""
-    if get_origin(kind) is Annotated:
-        return kind.__origin__, kind.__metadata__[0]
-    if get_origin(kind) in (Union, UnionType):
-        plain, bounds = zip(*map(_parts, get_args(kind)), strict=True)
-        return functools.reduce(operator.or_, plain), next(filter(None, bounds), None)
-    return kind, None
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
     if origin in (Union, UnionType):
         return any(_fits(value, one) for one in arguments)
     if origin is list:
@@ -196,38 +133,17 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _refuse_other(setting: str, values: list[str], allowed: tuple[str, ...]) -> None:
-    unknown = [value for value in values if value not in allowed]
-    if unknown:
-        raise ValueError(f"{setting} = {unknown} is unknown; allowed: {', '.join(allowed)}.")
-
-
-def _refuse_checkpointing(checkpoint: Any) -> None:
-    _refuse_other("checkpoint.exclude_from_loading", checkpoint.exclude_from_loading, PARTS)
-    for name in ("initial_load_path", "load_step", "load_only", "exclude_from_loading"):
-        value = getattr(checkpoint, name)
-        if value not in (None, -1, False, []) and not checkpoint.enable:  # TorchTitan would pass over it
-            raise ValueError(
-                f"checkpoint.{name} = {value!r} does nothing where checkpoint.enable is off: nothing is loaded and nothing "
-                f"saved. Turn it on (--checkpoint.enable), or leave checkpoint.{name} out."
-            )
-
-
-def _refuse_recomputation(job_config: JobConfig) -> None:
-    ac, compiled = job_config.activation_checkpoint, job_config.compile
-    option = ac.selective_ac_option
-    if ac.mode == "selective" and option != "op" and (not option.isdigit() or int(option) < 1):
+def refuse_unsupported(job_config: JobConfig) -> None:
+    """Raises: ValueError with the setting, what was got, and what is allowed."""
+    refuse_wrong_values(job_config)
+    checkpoint = job_config.checkpoint
+    if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
         raise ValueError(
-            f"activation_checkpoint.selective_ac_option = {option!r} is unknown; allowed: 'op' (saves matrix "
-            "products and the scan's output) or a number n (checkpoint every n-th block)."
+            "checkpoint.initial_load_path does nothing where checkpoint.enable is off: nothing is loaded and nothing saved. "
+            "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
         )
-    if ac.mode == "selective" and option == "op" and ac.debug:
+    if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
         raise ValueError(
-            "activation_checkpoint.debug cannot trace checkpointing by operation: turn it off, or choose another mode or "
-            "selective_ac_option."
-        )
-    if ac.mode == "memory_budget" and not (compiled.enable and "model" in compiled.components):
-        raise ValueError(
-            "activation_checkpoint.mode = 'memory_budget' is a setting of the compiler: add compile.enable = true, or "
-            "choose none, selective or full."
+            "checkpoint.exclude_from_loading leaves parts out of another run's checkpoint: begin a run in a folder of its own, "
+            "with checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only."
         )

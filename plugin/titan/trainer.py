@@ -26,7 +26,6 @@ from .gradients import clip, reduce_replicated
 from .host import (
     TRAIN_STATE,
     GarbageCollection,
-    ParallelDims,
     Trainer,
     dist_max,
     dist_sum,
@@ -70,10 +69,7 @@ def run(job: JobConfig) -> None:
 @one_paragraph
 def check(job: JobConfig) -> RunPlan:
     """End the process with a paragraph unless this configuration can run on the ranks that were started."""
-    simulated = job.comm.mode == "fake_backend"
-    if simulated and not os.environ.get("NGPU"):
-        raise ValueError("comm.mode = 'fake_backend' simulates ranks in one process: set NGPU to their number.")
-    plan = make_plan(job, int(os.environ["NGPU" if simulated else "WORLD_SIZE"]))
+    plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
     refuse_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
@@ -91,16 +87,19 @@ class InterdomainTrainer(Trainer):
         self.plan = plan = check(job)
         use_cpu_if_alone()
         self.preemption = Preemption()
-        self.alone = job.comm.mode != "default"  # TorchTitan's fake backend
-        self.lock = None if self.alone else hold_folder(job)
+        self.lock = hold_folder(job)
 
+        # In steps, where the file has tokens: TorchTitan reads these, and the run records them.
+        job.training.steps, job.training.tokens = plan.steps, 0
+        job.lr_scheduler.warmup_steps, job.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
         self.job_config = config = translate(job)
         config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
+        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
-        self._settle()
-        config.maybe_log()
-        self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq, debug=config.training.gc_debug)
+        if config.comm.mode == "default":  # else there are no other ranks
+            require_shared(config, self.lock)
+        self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
         rank = dist.get_rank()  # every rank reads data: there is no other parallelism
@@ -126,22 +125,6 @@ class InterdomainTrainer(Trainer):
         if config.validation.enable:
             self.validator = FixedValidator(config, rank, plan.data_ranks, self.metrics_processor, self.checkpointer)
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
-
-    def _settle(self) -> None:
-        """Write what the plan decided into the fields that TorchTitan reads and the run records."""
-        config, plan = self.job_config, self.plan
-        config.training.steps, config.training.tokens = plan.steps, 0
-        config.lr_scheduler.warmup_steps, config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
-        if "scores" in plan.computed:
-            logger.info("scores of the scan: %s", plan.computed["scores"])
-        config.mixer.recompute = plan.execution.recompute
-
-    def init_distributed(self) -> ParallelDims:
-        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
-        dims = super().init_distributed()
-        if not self.alone:
-            require_shared(self.job_config, self.lock)
-        return dims
 
     def _build_model(self) -> Transformer:
         config, plan = self.job_config, self.plan
@@ -175,7 +158,6 @@ class InterdomainTrainer(Trainer):
         reduce_replicated(model.parameters())
         norm = clip(model.parameters(), self.job_config.training.max_norm)
         skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
-        self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step(skip)
         self.lr_schedulers.step()
         self.preemption.cast(asked)
@@ -195,13 +177,11 @@ class InterdomainTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         """TorchTitan asks this between any two steps, after what it saves there."""
-        if self.alone:  # one process, and no other to agree with
-            return super().should_continue_training()
         if not self.preemption.listening:  # before any step: from here on there is something to save
             self.preemption.listen()
+            self.metrics_processor.begin(self.step + 1)
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
-            self.preemption.cast_now(self.device)
         if not super().should_continue_training():
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()

@@ -2,15 +2,13 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-
-from interdomain.model import Transformer
 
 from .checkpoint import SelfDescribingCheckpoints
 from .data_folders import open_dataset
@@ -44,34 +42,25 @@ class FixedValidator(BaseValidator):
         super().__init__(job_config)
         self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
         self.dataset = open_dataset(job_config, "validation")
-        config = job_config.validation
-        self.windows = len(self.dataset)
+        config, held = job_config.validation, len(self.dataset)
         asked = math.ceil(config.tokens / config.seq_len)
-        if asked > self.windows:
-            logger.warning(
-                "validation.tokens = %d is more than the split holds; using all of its %d windows of %d tokens.",
-                config.tokens,
-                self.windows,
-                config.seq_len,
-            )
-        self.windows = min(asked or self.windows, self.windows)
+        if asked > held:
+            logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
+        self.windows = min(asked or held, held)
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
-        """Validate the step that the run continues from, if that was due and did not finish. Tried once. Collective."""
-        if not (step and self.should_validate(step) and self.checkpoints.claim_validation(step)):
+        """Validate the step that the run continues from, if that was due and did not finish. Collective."""
+        if not (step and self.should_validate(step) and self.checkpoints.lacks_validation(step)):
             return
         config = self.job_config
-        shapes = {(part.local_batch_size, part.seq_len) for part in (config.training, config.validation)}
         # torch.compile makes general code for the second shape that it meets: were that the training step's, its sums would be
         # in another order than without the restart.
-        if config.compile.enable and len(shapes) > 1 and step < config.training.steps:
+        if config.compile.enable and step < config.training.steps:
             logger.warning(
-                "step %d was saved and not validated, and is not now: with compile.enable, validation of another batch size or "
-                "length than training's cannot come first.",
-                step,
+                "step %d was saved and not validated, and is not now: with compile.enable, training comes first", step
             )
             return
         logger.info("step %d was saved and not validated: validating it now", step)
@@ -110,30 +99,10 @@ class FixedValidator(BaseValidator):
             self.metrics.ntokens_since_last_log += labels.numel()
         mesh = self.metrics.parallel_dims.get_optional_mesh("loss")
         mean = dist_sum(loss, mesh) / dist_sum(tokens, mesh)
-        self.metrics.log_validation(mean, step, extra_metrics=self._readout_rms(model))
+        self.metrics.log_validation(mean, step)
         self.checkpoints.note_validation(step, mean, perplexity(mean))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         model.train()
-
-    @torch.no_grad()
-    def _readout_rms(self, model: Transformer) -> dict[str, float]:
-        """Root mean square of each mixer's readout (the input of wo) on the first validation window of this rank."""
-        rms, hooks = {}, []
-        for i, layer in enumerate(cast(Iterable[Any], model.layers.values())):
-
-            def record(module: nn.Module, args: tuple[Tensor], i: int = i) -> None:
-                rms[f"mixer/layer_{i:02d}/readout_rms"] = args[0].float().square().mean().sqrt().item()
-
-            hooks.append(layer.attention.wo.register_forward_pre_hook(record))
-        try:
-            inputs, _ = next(self._batches())
-            inputs = {name: tensor[:1] for name, tensor in inputs.items()}
-            with torch.compiler.set_stance("force_eager"):  # hooks inside compiled blocks would not run
-                model(inputs.pop("input"), **inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return rms

@@ -1,15 +1,12 @@
-"""Several jobs in one process group: torchrun ... driver.py jobs.json OUTPUT
+"""Several jobs in one process group: every rank runs driver.py JOBS.json OUTPUT.
 
 A job is {"name", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
 it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT/NAME.rankN.pt:
 
-    log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
-    initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as training got it
-    calls         runs of the scan's forward implementation by step        dtypes       of what the scan and Delta, A, C saw
-    compiled      keyword arguments of every torch.compile of a block     peak_flops   what utilisation is measured by
-    gradients     whole gradients of the first step, as the optimizer gets them
-    states        {step: sha256 over weights and optimizer state after it}
-    undrawn       parameters that are NaN before loading    index_reads  how often the index of a checkpoint was opened
+    log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
+    samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
+    gradients        (a probe) whole ones of step 1            states    (a probe) {step: sha256 of weights and optimizer}
+    calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
 
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
@@ -19,7 +16,10 @@ import hashlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torchtitan.train
@@ -41,131 +41,110 @@ def digest(tensor):
     return hashlib.sha256(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-class Watch:
-    """Stands between the trainer and what it calls, and writes down what passes."""
+def after(place, name, note):
+    """Have `note` called with what a method of this object returned and was given."""
+    original = getattr(place, name)
 
-    def __init__(self, probes, spoil=None):
-        self.probes, self.spoil = probes, spoil or {}
-        self.seen = {"log": {}, "validation": {}, "samples": [], "calls": {}, "dtypes": {}, "gradients": {}}
-        self.seen["compiled"] = []
-
-    def attach(self, trainer, stack):
-        self.trainer = trainer
-        seen, model, metrics = self.seen, trainer.model_parts[0], trainer.metrics_processor
-        seen["initial"] = {clean_name(name): digest(p) for name, p in model.named_parameters()}
-        seen["undrawn"] = [clean_name(name) for name, p in model.named_parameters() if whole(p).isnan().all()]
-        seen["peak_flops"] = trainer.metrics_processor.gpu_peak_flops
-        self.replace(stack, metrics.logger, "log", lambda log: lambda scalars, step: self.scalars(log, scalars, step))
-        self.replace(stack, trainer.dataloader, "_take", lambda take: lambda batches: self.samples(take(batches)))
-        self.replace(stack, trainer.optimizers, "step", lambda step: lambda *a, **k: self.optimizer_step(step, *a, **k))
-        if self.spoil:
-            stack.callback(model.register_forward_hook(self.spoiled).remove)
-        if "scan" in self.probes:
-            for name in ("scan_forward", "linear_forward"):
-                self.replace(stack, chunkwise, name, lambda forward, name=name: self.counted(name, forward))
-            for layer in model.layers.values():
-                if hasattr(layer.attention, "ssm"):
-                    layer.attention.ssm.register_forward_hook(self.dynamics)
-
-    def compilation(self, compile_it):
-        def compile_and_note(model, **kwargs):
-            if isinstance(model, torch.nn.Module):
-                self.seen["compiled"].append(kwargs)
-            return compile_it(model, **kwargs)
-
-        return compile_and_note
-
-    def replace(self, stack, place, name, make):
-        original = getattr(place, name)
-        setattr(place, name, make(original))
-        stack.callback(setattr, place, name, original)
-
-    def scalars(self, log, scalars, step):
-        if "validation_metrics/loss" in scalars:
-            self.seen["validation"][step] = {"loss": scalars["validation_metrics/loss"], **scalars}
-        else:
-            self.seen["log"][step] = {"loss": scalars["loss_metrics/global_avg_loss"], **scalars}
-        log(scalars, step)
-
-    def samples(self, batch):
-        inputs, labels = batch
-        rows = torch.cat([inputs["input"][:, :1], labels], dim=1).numpy()
-        self.seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
-        return batch
-
-    def optimizer_step(self, step, *args, **kwargs):
-        if "gradients" in self.probes and self.trainer.step == 1:
-            named = self.trainer.model_parts[0].named_parameters()
-            self.seen["gradients"] = {clean_name(name): whole(p.grad) for name, p in named}
-        result = step(*args, **kwargs)
-        if "states" in self.probes:
-            named = dict(self.trainer.model_parts[0].named_parameters()) | self.trainer.optimizers.state_dict()
-            tensors = {name: digest(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
-            whole_of_it = json.dumps(tensors, sort_keys=True).encode()
-            self.seen.setdefault("states", {})[self.trainer.step] = hashlib.sha256(whole_of_it).hexdigest()
+    def noted(*args):
+        note(result := original(*args), *args)
         return result
 
-    def spoiled(self, model, inputs, loss):
-        what = self.spoil.get(str(self.trainer.step))
-        if what is None or not model.training or torch.distributed.get_rank() != self.spoil["rank"]:
+    setattr(place, name, noted)
+
+
+def watch(trainer, probes, spoil, seen):
+    model = trainer.model_parts[0]
+    named = {clean_name(name): p for name, p in model.named_parameters()}
+    seen |= {"log": {}, "validation": {}, "samples": [], "states": {}}
+    seen["initial"] = {name: digest(p) for name, p in named.items()}
+
+    def scalars(_, found, step):
+        validated = "validation_metrics/loss" in found
+        loss = found["validation_metrics/loss" if validated else "loss_metrics/global_avg_loss"]
+        seen["validation" if validated else "log"][step] = {"loss": loss, **found}
+
+    def samples(batch, _):
+        rows = torch.cat([batch[0]["input"][:, :1], batch[1]], dim=1).numpy()
+        seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
+
+    update = trainer.optimizers.step
+
+    def step(*args, **kwargs):
+        if "gradients" in probes and trainer.step == 1:
+            seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
+        update(*args, **kwargs)
+        if "states" in probes:
+            every = named | trainer.optimizers.state_dict()
+            tensors = sorted((name, digest(value)) for name, value in every.items() if isinstance(value, torch.Tensor))
+            seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+    def spoiled(model, inputs, loss):
+        what = spoil.get(str(trainer.step))
+        if what is None or not model.training or torch.distributed.get_rank() != spoil["rank"]:
             return loss
         if what == "gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
-    def counted(self, name, forward):
-        def run(*args, **kw):
-            step = self.trainer.step if self.trainer.model_parts[0].training else "validation"
-            self.seen["calls"][step] = self.seen["calls"].get(step, 0) + 1
-            tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-            self.seen["dtypes"].setdefault(name, set()).add(tuple(map(str, tensors)))
-            return forward(*args, **kw)
+    after(trainer.metrics_processor.logger, "log", scalars)
+    after(trainer.dataloader, "_take", samples)
+    trainer.optimizers.step = step
+    if spoil:
+        model.register_forward_hook(spoiled)
+
+
+def watch_scan(trainer, stack, seen):
+    seen |= {"calls": {}, "dtypes": {}}
+
+    def counted(name, forward):
+        def run(*args, **kwargs):
+            step = trainer.step if trainer.model_parts[0].training else "validation"
+            seen["calls"][step] = seen["calls"].get(step, 0) + 1
+            tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
+            seen["dtypes"].setdefault(name, set()).add(tensors)
+            return forward(*args, **kwargs)
 
         return run
 
-    def dynamics(self, module, args, output):
+    def dynamics(module, args, output):
         kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
         kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output) if x is not None}
-        self.seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
+        seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
-
-index_reads = []
-
-
-def note_index(event, arguments):
-    if event == "open" and str(arguments[0]).endswith("/.metadata") and arguments[1] in ("r", "rb"):
-        index_reads.append(arguments[0])
+    for name in ("scan_forward", "linear_forward"):
+        watched = counted(name, getattr(chunkwise, name))
+        stack.enter_context(mock.patch.object(chunkwise, name, watched))
+    for layer in trainer.model_parts[0].layers.values():
+        if hasattr(layer.attention, "ssm"):
+            layer.attention.ssm.register_forward_hook(dynamics)
 
 
 def run(job):
-    watch = Watch(job.get("probes", []), job.get("spoil"))
-    index_reads.clear()
-    config = read_job_config(job["args"])
+    seen, config = {}, read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
-        watch.replace(stack, torch, "compile", watch.compilation)
+        compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
         trainer = InterdomainTrainer(config)
-        watch.attach(trainer, stack)
-        with contextlib.suppress(SystemExit) if job.get("stops") else contextlib.nullcontext():
+        watch(trainer, job["probes"], job["spoil"] or {}, seen)
+        if "scan" in job["probes"]:
+            watch_scan(trainer, stack, seen)
+        with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
             trainer.train()
-            assert not job.get("stops")
+            assert not job["stops"]
     trainer.close()
-    watch.seen["index_reads"] = len(index_reads)
+    calls = compiled.call_args_list
+    seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
     torch._dynamo.reset()
-    return watch.seen
+    return seen
 
 
 def main(jobs, output):
     init_logger()
-    sys.addaudithook(note_index)
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
-    torchtitan.train.time = type(
-        "time", (), {"perf_counter": torchtitan.train.time.perf_counter, "sleep": lambda s: None}
-    )
+    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     errors.GRACE_SECONDS = 0
     for job in json.loads(Path(jobs).read_text()):
         seen = run(job)
-        rank = torch.distributed.get_rank()
-        torch.save(seen, Path(output) / f"{job['name']}.rank{rank}.pt")
+        torch.save(seen, Path(output) / f"{job['name']}.rank{torch.distributed.get_rank()}.pt")
         torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 import time
 
 import numpy as np
@@ -15,7 +14,6 @@ from interdomain.titan.errors import one_paragraph
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.validate import FixedValidator
-from interdomain.tools import prepare_data
 
 from .conftest import TINY, flags, refusal
 
@@ -102,25 +100,18 @@ def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, capl
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
 
-def test_mixtures_that_cannot_be(corpus, tmp_path, alone, capsys):
+def test_mixtures_that_cannot_be(corpus, alone, capsys):
     assert "2 corpora and data.weights 1 weights" in refusal(capsys, build, mixture([corpus, corpus], [1.0]))
     assert "1 corpora and data.weights 2" in refusal(capsys, build, mixture([corpus], [1.0, 2.0]))
     assert "must be a positive number" in refusal(capsys, build, mixture([corpus, corpus], [1.0, 0.0]))
-    assert "no such folder" in refusal(capsys, build, mixture([corpus, tmp_path / "none"], [1.0, 1.0]))
     assert "data.corpus is not set" in refusal(capsys, build, mixture([corpus, ""], [1.0, 1.0]))
-    other = tmp_path / "other"
-    options = ["--input", "stdlib", "--max-bytes", "100000", "--vocab-size", "400", "--validation-fraction", "0"]
-    assert prepare_data.main([*options, "--output", str(other)]) == 0
-    error = refusal(capsys, build, mixture([corpus, other], [1.0, 1.0]))
-    assert "is not the tokenizer that made data.corpus" in error
 
 
 def test_reading_ahead(corpus):
-    """A thread reads `prefetch` batches ahead and ends with its iterator; the state counts what was handed out."""
+    """A thread reads `prefetch` batches ahead; the state counts what was handed out."""
     dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
     read, real = [], dataset.read_batch
     dataset.read_batch = lambda indices: read.append(list(indices)) or real(indices)
-    threads = threading.active_count()
     loader = PackedLoader(dataset, local_batch=2, rank=0, ranks=1, prefetch=3)
     batches = iter(loader)
     next(batches)
@@ -128,15 +119,12 @@ def test_reading_ahead(corpus):
     while len(read) < 4 and time.monotonic() < deadline:
         time.sleep(0.005)
     assert read[:4] == [[2 * i, 2 * i + 1] for i in range(4)]  # one handed out, three ready
-    assert len(read) <= 5  # and at most one more in the thread's hands
     assert loader.state_dict()["consumed_samples"] == 2
     batches.close()
-    assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_positions_beside_the_tokens(corpus, alone, prefetch):
-    loader = build(parse(corpus, data__reset_state_at_documents=True, data__prefetch=prefetch))
+def test_positions_beside_the_tokens(corpus, alone):
+    loader = build(parse(corpus, data__reset_state_at_documents=True))
     for inputs, _ in take(loader, 30):
         assert list(inputs) == ["input", "positions"]
         assert (inputs["positions"].dtype, inputs["positions"].shape) == (torch.int32, inputs["input"].shape)
@@ -151,21 +139,6 @@ def test_positions_beside_the_tokens(corpus, alone, prefetch):
 def copied(corpus, folder):
     shutil.copytree(corpus, folder / "copy")
     return folder / "copy"
-
-
-def test_damaged_shards(corpus, tmp_path, alone, capsys):
-    broken = copied(corpus, tmp_path)
-    shard = broken / "train-00000.bin"
-    data = shard.read_bytes()
-    shard.write_bytes(data[:-2])
-    error = refusal(capsys, build, parse(broken))
-    assert "train-00000" in error
-    assert "is truncated" in error
-    shard.unlink()
-    assert "train-00000.bin" in refusal(capsys, build, parse(broken))
-    shard.write_bytes(data)
-    (broken / "train-00000.idx").unlink()
-    assert "train-00000.idx" in refusal(capsys, build, parse(broken))
 
 
 def test_an_id_outside_the_vocabulary_ends_the_run_when_it_is_read(corpus, tmp_path, alone, capsys):

@@ -8,7 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model.distributed_checkpoint import read_sidecar
-from interdomain.titan import guard
 from interdomain.titan.optimizer import GroupedOptimizers
 from interdomain.titan.schema import Optimizer
 
@@ -30,15 +29,12 @@ def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counte
     assert [log[step]["skipped_steps/in_a_row"] for step in range(1, 7)] == [0, 1, 2, 0, 1, 0]
     folder = two.folder / "spoiled" / "checkpoint"
     assert [read_sidecar(folder / f"step-{step}")[1]["skipped_steps"] for step in (3, 6)] == [2, 3]
-
-
-def test_the_schedule_and_the_data_move_on(two):
-    spoiled, undisturbed = two.seen("spoiled")["log"], two.seen("interdomain")["log"]
+    # The schedule and the data move on.
+    undisturbed = two.seen("interdomain")["log"]
     for step in range(1, 7):
         for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
-            assert spoiled[step][quantity] == undisturbed[step][quantity]
+            assert log[step][quantity] == undisturbed[step][quantity]
     assert two.samples("spoiled") == two.samples("interdomain")
-    assert spoiled[6]["loss"] < spoiled[1]["loss"] - 0.1  # and it learns
 
 
 def test_repeated_it_ends_the_run(two):
@@ -47,17 +43,6 @@ def test_repeated_it_ends_the_run(two):
     assert list(seen["log"]) == [1, 2, 3, 4]
     assert seen["states"][4] == seen["states"][2] != seen["states"][1]
     assert "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm " in two.output
-
-
-def test_what_is_not_finite_and_how_it_is_counted(alone):
-    count = guard.Guard()
-    count.skipped = 7  # as a checkpoint has it
-    for loss, norm, asked in ((1, math.nan, False), (math.inf, 1, True), (1, -math.inf, False), (1, 1, True)):
-        votes = count.verdict(torch.tensor(float(loss)), torch.tensor(float(norm)), asked)
-        assert votes.tolist() == [not math.isfinite(loss + norm), asked]
-        row = 0 if math.isfinite(loss + norm) else count.skipped - 7
-        assert count.scalars() == {"skipped_steps/total": count.skipped, "skipped_steps/in_a_row": row}
-    assert count.skipped == 10
 
 
 class NothingReadBack(TorchDispatchMode):

@@ -14,7 +14,7 @@ from interdomain.titan import lock
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 
-from .conftest import HERE, flags, refusal, torchrun
+from .conftest import flags, refusal, torchrun
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def stock(tmp_path_factory, corpus):
 
 @pytest.fixture(scope="session")
 def events(stock):
-    return EventAccumulator(str(stock[1] / "tb"), size_guidance={"scalars": 0, "histograms": 0}).Reload()
+    return EventAccumulator(str(stock[1] / "tb"), size_guidance={"scalars": 0}).Reload()
 
 
 def scalars(events, tag):
@@ -68,22 +68,15 @@ def test_tensorboard_shows_the_run(events):
 
 
 def test_tensorboard_shows_the_mixers_life_signs(events):
-    signs = ("timescale_tokens_min", "timescale_tokens_max", "one_minus_abs_lambda_min", "dt_q50", "aliased_fraction")
-    for name in (f"mixer/layer_{layer:02d}" for layer in range(4)):
-        for sign in signs:  # mixer_freq 2, and validation at 1, 3, 6
-            assert set(scalars(events, f"{name}/{sign}")) == {1, 2, 3, 4, 6}
-        assert set(scalars(events, f"{name}/readout_rms")) == {1, 3, 6}
-        for histogram in ("log10_timescale_tokens", "log10_dt"):
-            seen = events.Histograms(f"{name}/{histogram}")
-            assert [event.step for event in seen] == [1, 4]  # histogram_freq 4
-        assert seen[0].histogram_value.num == 4  # Delta of 4 heads
-        assert -3 <= seen[0].histogram_value.min < seen[0].histogram_value.max <= -1
+    for layer in range(4):
+        for sign in ("timescale_tokens_min", "timescale_tokens_max", "one_minus_abs_lambda_min", "dt_median"):
+            assert set(scalars(events, f"mixer/layer_{layer:02d}/{sign}")) == {1, 2, 4, 6}  # mixer_freq 2
 
 
 def test_nothing_is_printed_that_is_not_so(stock):
     """On a CPU: no utilisation of an A100, no autocast that does not happen, no random numbers that DTensor draws."""
     text = stock[0].stdout + stock[0].stderr
-    for phrase in ("A100", "handled by AMP", "HF assets path", "autocast", "Warning", "WARNING", "\x1b", "mfu"):
+    for phrase in ("A100", "handled by AMP", "HF assets path", "autocast", "Warning", "WARNING", "\x1b"):
         assert phrase not in text
     assert "tflops: " in text
     assert "validation perplexity: " in text
@@ -110,7 +103,7 @@ def test_an_unknown_condition_ends_before_anything_is_built(corpus, tmp_path, ca
 def test_a_folder_in_which_a_run_is_alive_is_not_trained_in(corpus, tmp_path, capsys, monkeypatch, in_one_process):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
     holder = lock.FolderLock(tmp_path)
-    holder.record |= {"pid": os.getppid(), "began": lock._began(os.getppid())}  # another process, and it lives
+    holder.record["pid"] = os.getppid()  # another process, and it lives
     holder.acquire()
     monkeypatch.setattr(lock, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(lock, "PATIENCE", 10)
@@ -136,9 +129,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
     shards = [path.stat().st_size for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp")]
     assert min(shards) > limit
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
-    (tmp_path / "plan.json").write_text("[{}]")
-    program = (HERE / "disturbed.py", tmp_path / "plan.json", *flags(corpus, tmp_path, **settings))
-    done = torchrun(2, *ONE, *program, forked=True, preexec_fn=small_files)
+    program = ("-m", "interdomain.titan.entry", *flags(corpus, tmp_path, **settings))
+    done = torchrun(2, *ONE, *program, preexec_fn=small_files)
     text = done.stdout + done.stderr
     assert done.returncode != 0
     assert "Training starts at step 4" in text

@@ -56,7 +56,6 @@ def test_compiled_blocks_compute_the_same(one, fixture, backend, request):
     assert fixture == "one" or runs["validation"].keys() >= {1, 3}
     for step, validation in runs["validation"].items():
         assert validation["loss"] == pytest.approx(reference["validation"][step]["loss"], rel=1e-4)
-        assert validation["mixer/layer_03/readout_rms"] > 0  # the probe runs beside compiled blocks
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d"])

@@ -31,7 +31,7 @@ for trainer.step in (1, 2):  # the first step is logged
     assert trainer.should_continue_training()
     with Count() as count:
         trainer.train_step(batches)
-open(sys.argv[2], "w").write(json.dumps([count.seen, len(trainer.optimizers.optimizers[0].state)]))
+open(sys.argv[2], "w").write(json.dumps(count.seen))
 trainer.close()
 """
 
@@ -45,8 +45,7 @@ def test_a_step_on_256_ranks(corpus, launch, tmp_path):
         settings |= {"comm__mode": "fake_backend", "metrics__log_freq": 100}
         given = flags(corpus, tmp_path / "run", **settings)
         launch(1, tmp_path / "count.py", 256, tmp_path / "seen.json", *given)
-        seen[accumulation], parameters = json.loads((tmp_path / "seen.json").read_text())
-        assert parameters > 50
+        seen[accumulation] = json.loads((tmp_path / "seen.json").read_text())
     gathers = {accumulation: found.pop("_allgather_base_") for accumulation, found in seen.items()}
     assert gathers[2] <= 2 * gathers[1]
     # 4 blocks, embedding, head; the dynamics' gradients, the norm, and guard and signals together.

@@ -16,22 +16,27 @@ def assert_same_run(ours, reference):
             assert ours[step][quantity] == pytest.approx(reference[step][quantity], rel=TOLERANCE), (step, quantity)
 
 
-@pytest.fixture(params=["two interdomain", "two replicated", "four hybrid", "one accumulated"])
-def topology(request):
-    runs, name = request.param.split()
-    return request.getfixturevalue(runs), name
-
-
-def test_losses_and_gradient_norms_are_those_of_one_rank(one, topology):
-    """And the model learns in these steps, or the agreement would say little. Every rank logs the same; tokens count all."""
-    runs, name = topology
-    reference, log = one.seen("interdomain")["log"], runs.seen(name)["log"]
-    assert reference[6]["loss"] < reference[1]["loss"] - 0.3
-    assert_same_run(log, reference)
+@pytest.mark.parametrize("topology", ["two interdomain", "two replicated", "four hybrid", "one accumulated"])
+def test_every_topology_trains_as_one_rank(one, topology, request):
+    """From the same initial bits, in the same batches; and it learns in these steps, or that would say little."""
+    fixture, name = topology.split()
+    runs, reference = request.getfixturevalue(fixture), one.seen("interdomain")
+    log = runs.seen(name)["log"]
+    assert reference["log"][6]["loss"] < reference["log"][1]["loss"] - 0.3
+    assert_same_run(log, reference["log"])
     assert [log[step]["n_tokens_seen"] for step in log] == [512 * step for step in log]
-    for rank in range(1, runs.ranks):
-        other = runs.seen(name, rank)["log"]
-        assert all(other[step][q] == log[step][q] for step in log for q in ("loss", "grad_norm"))
+    for rank in range(runs.ranks):  # every rank logs the same
+        other = runs.seen(name, rank)
+        assert other["initial"] == reference["initial"]
+        assert all(other["log"][step][q] == log[step][q] for step in log for q in ("loss", "grad_norm"))
+    assert len(set(reference["initial"].values())) > 30  # per tensor, not one constant
+    assert runs.samples(name) == one.samples("interdomain")[: len(log)]
+    assert {len(set(step)) for step in runs.samples(name)} == {8}
+    there, here = reference["validation"], runs.seen(name)["validation"]
+    assert list(there) == [1, 3, 6]  # the first step, every validation.freq, the last
+    assert name not in ("interdomain", "hybrid") or {1, 3} <= here.keys()
+    for step in here.keys() & there.keys():
+        assert here[step]["loss"] == pytest.approx(there[step]["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("condition", ["softmax", "s4d"])
@@ -39,31 +44,3 @@ def test_other_conditions_agree_on_two_ranks(one, two, condition):
     assert_same_run(two.seen(condition)["log"], one.seen(condition)["log"])
     # Other models than the interdomain one: the switch reaches the model.
     assert two.seen(condition)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
-
-
-def test_initial_weights_are_the_same_bits(one, topology):
-    runs, name = topology
-    reference = one.seen("interdomain")["initial"]
-    for rank in range(runs.ranks):
-        assert runs.seen(name, rank)["initial"] == reference
-    assert len(set(reference.values())) > 30  # per tensor, not one constant
-
-
-def test_batches_are_the_same_samples_in_every_step(one, topology):
-    runs, name = topology
-    samples = runs.samples(name)
-    assert len(samples) >= 4
-    assert samples == one.samples("interdomain")[: len(samples)]
-    assert {len(set(step)) for step in samples} == {8}
-
-
-def test_validation_is_the_same_number_on_every_topology(one, two, four):
-    reference = one.seen("interdomain")["validation"]
-    assert list(reference) == [1, 3, 6]  # the first step, every validation.freq, the last
-    for runs, name, last in ((two, "interdomain", 6), (four, "hybrid", 4)):
-        validation = runs.seen(name)["validation"]
-        assert list(validation) == [1, 3, last]
-        # At step 1 the weights have seen one update, and differ by the rounding of one.
-        assert validation[1]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-6)
-        for step in validation.keys() & reference.keys():
-            assert validation[step]["loss"] == pytest.approx(reference[step]["loss"], rel=TOLERANCE)

@@ -36,8 +36,7 @@ def write(tmp_path):
         given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
         job = read_job_config([*given, "--data.corpus", "data/edu", *flags])
         plan = make_plan(job, 8)
-        log = RunLog(tmp_path / name / "tb", plan, job)
-        log.begin(first, lambda step: plan.tokens_per_step * step)
+        log = RunLog(tmp_path / name / "tb", plan, job, first)
         for step in sorted({first, *losses, *(step - step % 10 for step in losses if step > 10)}):
             if step == 1 or step % 10 == 0:
                 log.log({"n_tokens_seen": plan.tokens_per_step * step}, step)

@@ -1,18 +1,28 @@
 """TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration.
 
-A method that is overridden under a name which TorchTitan no longer calls would be silently without effect. So `HOOKED` lists
-what is overridden or called, and this module refuses to be imported where one of these is missing.
+No other module imports TorchTitan; they say `from .host import X`.
 """
 
-# ruff: noqa: F401 (names for the other modules)
+# ruff: noqa: E402, F401 (names for the other modules, after a check of the version)
 
 import copy
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+import torchtitan
+
+VERSION = "0.2.2"
+
+if torchtitan.__version__ != VERSION:
+    raise ValueError(
+        f"TorchTitan {torchtitan.__version__} is installed, and this plugin works with TorchTitan {VERSION} only: it overrides "
+        f"methods that other versions name differently. Install it: pip install torchtitan=={VERSION}."
+    )
+
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import (
     DATALOADER,
@@ -28,41 +38,19 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import BaseValidator
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 from torchtitan.tools import profiling, utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
-
-HOOKED = {
-    Trainer: "init_distributed train train_step should_continue_training state_dict load_state_dict close",
-    CheckpointManager: "load save close dcp_save _states_to_load maybe_wait_for_staging _async_wait _save_last_step "
-    "_purge_stale_checkpoints _create_checkpoint_id",
-    OptimizersContainer: "step zero_grad state_dict load_state_dict _validate_length _post_init",
-    LRSchedulersContainer: "step state_dict load_state_dict",
-    MetricsProcessor: "should_log log log_validation close",
-    LoggerContainer: "add_logger log close",
-    BaseLogger: "log close",
-    BaseValidator: "should_validate validate",
-    ParallelDims: "get_mesh get_optional_mesh fsdp_enabled dp_replicate_enabled",
-}
-
-missing = [f"{owner.__name__}.{name}" for owner in HOOKED for name in HOOKED[owner].split() if not hasattr(owner, name)]
-if missing:
-    raise ValueError(
-        f"this TorchTitan has no {', '.join(missing)}, which the plugin overrides or calls: has it been changed since release "
-        "0.2.2? Install the release: pip install --force-reinstall torchtitan==0.2.2."
-    )
 
 
 def replace_device(device_type: str, device_module: Any) -> None:
@@ -83,16 +71,11 @@ def local_device() -> torch.device:
     return device
 
 
-class Configuration(JobConfig):
-    """TorchTitan's configuration with the plugin's sections and fields set on it."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
-
-
 def translate(job: Any) -> Any:
     """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field."""
-    config = Configuration()
+    config: Any = JobConfig()
+    config.to_dict = job.to_dict  # what a run records: our settings alone
+    config.checkpoint.last_save_model_only = False  # the last checkpoint can be continued from, as every other
     for section in fields(job):
         ours = getattr(job, section.name)
         if hasattr(config, section.name):
@@ -102,13 +85,12 @@ def translate(job: Any) -> Any:
     return config
 
 
-def torchtitan_default(setting: str) -> Any:
-    """TorchTitan's own value of SECTION.FIELD; None for what it does not have."""
-    value = JobConfig()
-    for name in setting.split("."):
-        value = getattr(value, name, None)
-    return value
+def _defaults(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in vars(table).items():
+        if is_dataclass(value):
+            yield from _defaults(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
-def _plain(value: Any) -> Any:
-    return {name: _plain(part) for name, part in vars(value).items()} if is_dataclass(value) else value
+TORCHTITAN_DEFAULTS = dict(_defaults(JobConfig()))  # setting -> TorchTitan's own value
