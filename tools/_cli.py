@@ -28,14 +28,15 @@ def choose_device(name: str):
     """The torch.device that --device names, made the current one. Raises: ValueError for one that is not there."""
     import torch
 
-    there = torch.cuda.is_available()
-    gpus = torch.cuda.device_count() if there else 0
+    choices = ["cpu"]
+    if torch.cuda.is_available():
+        choices = ["cuda", "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if there else "cpu"
-    if name not in ("cpu", *(("cuda", *(f"cuda:{i}" for i in range(gpus))) if there else ())):
+        name = choices[0]
+    if name not in choices:
         raise ValueError(
-            f"--device {name} cannot be used here: PyTorch sees {gpus or 'no'} GPU(s). Choose cpu, cuda, cuda:N with N from 0 "
-            "on, or auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
+            f"--device {name} cannot be used here: PyTorch sees {', '.join(choices[2:]) or 'no GPU(s)'}. Choose cpu, one of "
+            "these, or auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
         )
     device = torch.device(name)
     if device.index is not None:

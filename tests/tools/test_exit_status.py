@@ -1,7 +1,6 @@
 """How a run ends for whoever started it: exit statuses and signals, with small processes in torchrun's place."""
 
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -90,30 +89,17 @@ def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):
     assert launcher_has_ended()
 
 
-@pytest.mark.parametrize("found", [None, "numactl"])
-def test_a_node_without_numactl_starts_unbound(monkeypatch, capsys, found):
-    """torchrun would end with an exception."""
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(shutil, "which", lambda name: found)
-    monkeypatch.setattr(_torchrun, "run", lambda command, environment: command)
-    given = ["python", "-m", "torch.distributed.run", "--numa-binding=node", "-m", "interdomain.titan.entry"]
-    left_out = [flag for flag in given if flag not in _torchrun.main(["4", *given])]
-    assert left_out == ([] if found else ["--numa-binding=node"])
-    assert ("needs numactl" in capsys.readouterr().err) == (not found)
-
-
 def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_NODEID", "0")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(_torchrun, "run", lambda command, environment: environment)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    folder = Path(_torchrun.main(["4", "python"])["TRITON_CACHE_DIR"]).parent
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    environment = _torchrun.main(["4", "python"])
+    assert (environment["PET_RDZV_CONF"], environment["TORCHINDUCTOR_CACHE_DIR"]) == ("is_host=true", "mine")
+    folder = Path(environment["TRITON_CACHE_DIR"]).parent
     assert (folder.parent, folder.stat().st_mode & 0o777) == (tmp_path, 0o700)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")  # as somebody else could, where all can write
     assert _torchrun.main(["4", "python"]) == 2
     assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, "mine")
-    assert _torchrun.main(["4", "python"])["TRITON_CACHE_DIR"] == "mine"
