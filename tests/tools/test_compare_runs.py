@@ -46,15 +46,12 @@ def compare(capsys):
     return compare
 
 
-def test_the_same_run_twice_and_from_the_folder_above(write, compare, tmp_path):
-    a, b = (write(f"{name}/run", 1, [3.0, 2.5, 2.25], validation=[3]) for name in "ab")
-    for below in (
-        "tokens",
-        "earlier-20260101-000000",
-    ):  # a run's curves by tokens, and those of an earlier run, are no runs
+def test_the_same_run_twice(write, compare):
+    a, b = (write(name, 1, [3.0, 2.5, 2.25], validation=[3]) for name in "ab")
+    for below in ("tokens", "earlier-20260101-000000"):  # a run's curves by tokens, and those of an earlier run
         with SummaryWriter(Path(b) / "tb" / below) as writer:
-            writer.add_scalar("by_tokens/loss", 1.0, 512)
-    status, out = compare(a, tmp_path / "b")
+            writer.add_scalar(TAGS["loss"], 1.0, 512)
+    status, out = compare(a, b)
     assert (status, out[-2]) == (0, "configuration: the same")
     assert out[-1] == "the same to the bit at 3 step(s), 1 to 3 (loss, grad_norm, validation_loss)"
 
@@ -78,15 +75,14 @@ def test_the_first_step_that_differs_is_named_with_its_surroundings(write, compa
 def test_a_run_that_stopped_early_is_not_the_same(write, compare):
     longer = write("longer", 1, [5.0, 4.0, 3.0, 2.0], validation=[1, 4])
     for name, losses, validation, lacks in (
-        ("early", [5.0], [1], "3 step(s) from 2 to 4 are logged in {} only"),
-        ("never validated", [5.0, 4.0, 3.0, 2.0], [], "validation_loss is logged in {} only"),
-        ("validated once", [5.0, 4.0, 3.0, 2.0], [1], "validation_loss at 1 step(s) from 4 to 4 is logged in {} only"),
+        ("early", [5.0], [1], "loss at 3 step(s) from 2 to 4"),
+        ("never validated", [5.0, 4.0, 3.0, 2.0], [], "validation_loss at 2 step(s) from 1 to 4"),
+        ("validated once", [5.0, 4.0, 3.0, 2.0], [1], "validation_loss at 1 step(s) from 4 to 4"),
     ):
         other = write(name, 1, losses, validation=validation)
         for pair in ([longer, other], [other, longer]):
             status, out = compare(*pair)
-            assert status == 1
-            assert lacks.format(longer) in out
+            assert (status, f"{lacks} is logged in {longer} only" in out) == (1, True)
             assert compare(*pair, "--common")[0] == 0
 
 
@@ -105,22 +101,19 @@ def test_a_stored_curve_stands_for_the_run(write, compare, tmp_path):
     assert (status, out[2]) == (0, "configuration: the same")
     status, out = compare(write("b", 2, [math.pi, 1.0]), curve)
     assert status == 1
-    assert f"1 step(s) from 1 to 1 are logged in {curve} only" in out
+    assert f"loss at 1 step(s) from 1 to 1 is logged in {curve} only" in out
     assert "differs is 3: loss by inf" in out[-1]
 
 
 def test_what_is_refused(write, capsys, tmp_path):
     a = write("a", 1, [1.0])
     far = write("b", 100, [1.0])
-    for start in ("x", "y"):
-        write(f"several/{start}", 1, [1.0])
     (tmp_path / "bad.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     for argv, said in {
         (a,): "one run only",
         (a, far): "no step is logged in both",
         (a, str(tmp_path / "empty")): "no TensorBoard events",
-        (a, str(tmp_path / "several")): "several runs",
         (a, str(tmp_path / "bad.json")): "no stored curve",
         (a, a, "--tolerance", "nan"): "--tolerance",
         (a, "--save-curve", str(tmp_path / "curve.txt")): ".json",
