@@ -51,16 +51,12 @@ class Runs:
         return open, (str(self.trap), "w")
 
 
-def write_record(folder: Path, config, tokenizer, step=100) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(tokenizer.path, folder / TOKENIZER)
-    (folder / SIDECAR).write_text(json.dumps(record_of(config, tokenizer, step), indent=2) + "\n")
-
-
 def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     """folder/step-N with one rank's shard. What stands beside the model is poison: loading it leaves folder/sprung."""
     checkpoint = folder / f"step-{step}"
-    write_record(checkpoint, model.config, tokenizer, step)
+    checkpoint.mkdir(parents=True)
+    shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
+    (checkpoint / SIDECAR).write_text(json.dumps(record_of(model.config, tokenizer, step)))
     state = dict(model.state_dict())
     beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
     beside["optimizer.param_groups.norm.weight.lr"] = 3e-4

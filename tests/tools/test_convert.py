@@ -1,26 +1,22 @@
 """Checkpoints to standalone folders and back, to the bit; and everything that can be wrong with either."""
 
-import contextlib
 import json
 import os
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.model import Transformer, cell_of
+from interdomain.model import cell_of
 from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model.pretrained import load_pretrained, read_config
+from interdomain.model.pretrained import read_config
 from interdomain.model.transformers_names import BASE
 from interdomain.tools import convert
 
-from ..common import REPOSITORY
-from .checkpoints import Runs, small_model, write_checkpoint
+from .checkpoints import small_model, write_checkpoint
 
 
 def run(source, output, *options, expect=0):
@@ -37,12 +33,17 @@ def error(capsys):
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def stored(folder):
     files = sorted(folder.glob("*.safetensors"))
     return {name.removeprefix(BASE): t for file in files for name, t in load_file(file).items()}
+
+
+def of_checkpoint(folder):
+    index = checkpoints.tensor_index(folder)
+    return checkpoints.read_tensors(folder, list(index), index)
 
 
 def assert_same(found, wanted):
@@ -99,24 +100,18 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     assert config == model.config
     facts, cell = record["facts"], cell_of(config, "debug")
     assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [*cell, 100, 204_800]
-    assert facts["run"]["data_fingerprint"] == "0123abcd"
     # Nothing but the model was loaded: the rest would have left a file.
     assert not (tmp_path / "run" / "checkpoint" / "sprung").exists()
-    loaded, found = load_pretrained(output)
-    assert found.sha256 == tokenizer.sha256
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)  # the same weights
 
     # Back to a checkpoint that training starts from, and to a folder again.
-    run(output, tmp_path / "again" / "step-0", "--to-checkpoint")
-    assert f"--checkpoint.initial_load_path {tmp_path}/again/step-0" in capsys.readouterr().out
-    config, record = checkpoints.read_sidecar(tmp_path / "again" / "step-0")
+    again = tmp_path / "again" / "step-0"
+    run(output, again, "--to-checkpoint")
+    assert f"--checkpoint.initial_load_path {again}" in capsys.readouterr().out
+    config, record = checkpoints.read_sidecar(again)
     assert config == model.config
     assert (record["step"], record["tokens"], record["size"], record["condition"]) == (0, 0, *cell)
     assert record["run"]["started_from"]["step"] == 100
-    index = checkpoints.tensor_index(tmp_path / "again" / "step-0")
-    assert_same(checkpoints.read_tensors(tmp_path / "again" / "step-0", list(index), index), model.state_dict())
+    assert_same(of_checkpoint(again), model.state_dict())
     run(tmp_path / "again", tmp_path / "exports" / "second")
     first, second = contents(output), contents(tmp_path / "exports" / "second")
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
@@ -139,11 +134,7 @@ def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, capsys, 
     assert read_config(output)[1]["dtype"] == dtype
     # Training starts in float32 again, from the rounded values.
     run(output, tmp_path / "again", "--to-checkpoint")
-    index = checkpoints.tensor_index(tmp_path / "again")
-    assert_same(
-        checkpoints.read_tensors(tmp_path / "again", list(index), index),
-        {name: tensor.float() for name, tensor in found.items()},
-    )
+    assert_same(of_checkpoint(tmp_path / "again"), {name: tensor.float() for name, tensor in found.items()})
 
 
 def test_a_run_gives_its_newest_whole_step(tmp_path, tokenizer, output, capsys):
@@ -163,25 +154,16 @@ def edit_record(checkpoint, change):
     (checkpoint / "interdomain.json").write_text(json.dumps(record))
 
 
-def shard(checkpoint):
-    (file,) = checkpoint.glob("*.distcp")
-    return file
-
-
 def another_tokenizer(checkpoint):
     file = checkpoint / "tokenizer.model"
     file.write_bytes(file.read_bytes() + b"\x1a\x00")
 
 
-def edit_index(checkpoint, change):
+def shard_elsewhere(checkpoint):
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    change(metadata)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def elsewhere(metadata):
     for place in metadata.storage_data.values():
         place.relative_path = f"../step-100/{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def flip_a_bit(file, tensor):
@@ -190,18 +172,18 @@ def flip_a_bit(file, tensor):
     file.write_bytes(data)
 
 
+SHARD = "__0_0.distcp"
 DAMAGE = {
-    "poisonous index": (lambda c: (c / ".metadata").write_bytes(pickle.dumps(Runs(c / "sprung"))), "has no place in"),
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
     "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), "reads version 1"),
     "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), "lacks tokens"),
     "record of no length": (lambda c: edit_record(c, lambda r: r["run"].update(seq_len="")), "seq_len is"),
-    "cut shard": (lambda c: os.truncate(shard(c), 5000), "missing or damaged"),
-    "altered shard": (lambda c: flip_a_bit(shard(c), small_model().norm.weight), "do not match their checksum"),
-    "shard elsewhere": (lambda c: edit_index(c, elsewhere), "no shard beside it"),
+    "cut shard": (lambda c: os.truncate(c / SHARD, 5000), "missing or damaged"),
+    "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
+    "shard elsewhere": (shard_elsewhere, "no shard beside it"),
     "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
-    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "lacks the tensor layers.2."),
+    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "is missing, its record"),
     "another tokenizer": (another_tokenizer, "checksum differs"),
     "no folder": (shutil.rmtree, "There is no folder"),
 }
@@ -214,7 +196,6 @@ def test_a_damaged_checkpoint_is_one_paragraph(tmp_path, checkpoint, output, cap
         run(damaged, output, expect=2)
         assert words in error(capsys), name
         assert nothing_written(output)
-        assert not (damaged / "sprung").exists()
 
 
 def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, tokenizer, output, capsys):
@@ -240,10 +221,9 @@ def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypa
 
     save = pretrained.save_file
     monkeypatch.setattr(pretrained, "save_file", flips)
-    for options in ([], ["--no-logit-check"]):
-        run(checkpoint, output, *options, expect=2)
-        assert "norm.weight did not read back as written" in error(capsys)
-        assert nothing_written(output)
+    run(checkpoint, output, expect=2)
+    assert "norm.weight did not read back as written" in error(capsys)
+    assert nothing_written(output)
 
 
 def test_nothing_is_overwritten(checkpoint, output, capsys):
@@ -252,9 +232,6 @@ def test_nothing_is_overwritten(checkpoint, output, capsys):
     run(checkpoint, output, expect=2)
     assert "exists and is not empty" in error(capsys)
     assert contents(output) == {"notes.txt": b"mine"}
-    assert os.listdir(output.parent) == ["out"]
-    (output / "notes.txt").unlink()
-    run(checkpoint, output)  # an empty folder is taken
 
 
 def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys, model):
@@ -272,48 +249,21 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, ca
     assert nothing_written(output)
 
 
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """A disk that fills: a file that grows beyond this fails with EFBIG (Python ignores SIGXFSZ)."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 @pytest.mark.parametrize("to_checkpoint", [False, True])
 def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, capsys, to_checkpoint):
+    """A file that grows beyond a limit fails with EFBIG (Python ignores SIGXFSZ)."""
     source, options = checkpoint, []
     if to_checkpoint:
         source, options = tmp_path / "folder", ["--to-checkpoint"]
         run(checkpoint, source)
         capsys.readouterr()
-    # The smallest leaves no room for the tokenizer, the largest for the weights.
-    for size in (100, 50_000):
-        with files_of_at_most(size):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 50_000):  # the smallest leaves no room for the tokenizer, the largest for the weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
             run(source, output, *options, expect=2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert "File too large" in error(capsys)
         assert nothing_written(output)
     run(source, output, *options)
-
-
-@pytest.mark.e2e
-def test_a_checkpoint_of_two_ranks(tmp_path, tokenizer, output):
-    checkpoint = tmp_path / "run" / "checkpoint" / "step-1"
-    script = REPOSITORY / "tests" / "tools" / "fsdp_checkpoint.py"
-    argv = [sys.executable, str(script), str(checkpoint), str(tokenizer.path)]
-    done = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(list(checkpoint.glob("*.distcp"))) == 2
-    run(tmp_path / "run", output)
-    config, _ = read_config(output)
-    # The same start and the same step of AdamW, on one device.
-    wanted = Transformer(config)
-    wanted.init_weights(7)
-    optimizer = torch.optim.AdamW(wanted.parameters(), lr=1e-2, foreach=False)
-    for p in wanted.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert_same(stored(output), wanted.state_dict())
