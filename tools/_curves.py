@@ -15,9 +15,8 @@ def events_folder(run: Path) -> Path:
     for folder in (run, run / FOLDER):
         if any(folder.glob(EVENTS)):
             return folder
-    what = "holds no TensorBoard events" if run.is_dir() else "is no folder"
     raise FileNotFoundError(
-        f"{run} {what}. Give a run's folder (job.dump_folder) that was trained with metrics.enable_tensorboard = true."
+        f"{run} holds no TensorBoard events. Give a run's folder (with metrics.enable_tensorboard = true)."
     )
 
 

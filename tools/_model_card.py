@@ -50,7 +50,6 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
 - A text that goes on: `generate(..., return_dict_in_generate=True)` returns `past_key_values`; give it back with the longer
   text, and only what is new is read. `copy.deepcopy` it to continue in several ways.
 - A prompt of many thousand tokens takes less memory with `generate(..., prefill_chunk_size=2048)`.
-- Whatever `dtype` is, the parameters of the recurrence stay float32.
 - The tokenizer takes the names of control tokens for text, as in training: an end-of-text token written into a text or a chat
   template is a few ordinary pieces, and a model tuned on them never ends. For chat templates and fine-tuning load it with
   `split_special_tokens=False`.
@@ -58,8 +57,6 @@ for text in tokenizer.batch_decode(output, skip_special_tokens=True):
   tokens. Not supported: assisted generation, attention matrices, packed sequences.
 - lm-evaluation-harness:
   `lm_eval --model hf --model_args pretrained=path/to/this/folder,trust_remote_code=True{evaluated} --tasks lambada_openai`
-
-With the project's own package (`interdomain`) installed, this folder also works in `python -m interdomain.tools.generate`.
 
 ## Limits
 
@@ -76,11 +73,8 @@ encode and decode with the library that made the file, or with `interdomain.data
 def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: dict) -> None:
     run, validation, eos = facts["run"], facts["validation"], tokenizer.eos_id is not None
     rows = {
-        "size": facts["size"],
-        "condition": facts["condition"],
         "parameters": f"{count_parameters(meta_model(config)):,}",
-        "layers x width": f"{config.n_layers} x {config.dim}",
-        "stored as": dtype,
+        "stored as": f"{dtype} (parameters of a recurrence: float32)",
         "vocabulary": f"{config.vocab_size:,} ({tokenizer.vocab_size:,} in use)",
         "tokens trained on": f"{facts['tokens']:,}",
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._torchrun import CONTINUE, REFUSED, handlers, python_here
+from ._torchrun import CONTINUE, REFUSED, handlers, python_here, torchrun_command
 
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation
@@ -38,19 +38,13 @@ class Allocation:
         """Whether SLURM or the site says so. This machine may be a login node without any."""
         return bool(self.gpus or self.environment.get("INTERDOMAIN_GPUS_PER_NODE"))
 
-    @property
-    def rendezvous(self) -> list[str]:
-        """torchrun's flags, the same on every node: where nodes meet, and the site's own."""
-        # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
-        port = 20_000 + int(self.job) % 10_000
-        return [
-            *("--nnodes", str(len(self.hosts))),
-            *("--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", f"{self.hosts[0]}:{port}"),
-            *shlex.split(self.environment.get("INTERDOMAIN_TORCHRUN", "")),
-        ]
-
-    def command(self, torchrun: list[str]) -> list[str]:
+    def command(self, config: str, flags: list[str], restarts: int) -> list[str]:
+        """srun, and behind it torchrun, the same on every node."""
         nodes = str(len(self.hosts))
+        # A port of the job's own, for jobs may share a node, and below those that Linux hands out.
+        endpoint = f"{self.hosts[0]}:{20_000 + int(self.job) % 10_000}"
+        rendezvous = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", self.job, "--rdzv-endpoint", endpoint]
+        rendezvous += shlex.split(self.environment.get("INTERDOMAIN_TORCHRUN", ""))
         return [
             *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
             # Unsaid, a step of a job with --gpus-per-task gets the GPUs of one task, and CPUs are not taken over at all.
@@ -59,7 +53,8 @@ class Allocation:
             # Not --kill-on-bad-exit: a node that leaves first must not end the others while they save.
             *("--kill-on-bad-exit=0", f"--wait={WAIT_SECONDS}"),
             *shlex.split(self.environment.get("INTERDOMAIN_SRUN", "")),
-            *(python_here(), "-m", "interdomain.tools._torchrun", str(self.ranks), *torchrun),
+            *(python_here(), "-m", "interdomain.tools._torchrun", str(self.ranks)),
+            *torchrun_command(config, flags, self.ranks, restarts, rendezvous),
         ]
 
     def describe(self) -> str:
@@ -75,15 +70,11 @@ def read_site(name: str) -> dict[str, str]:
     if not file.is_file():
         known = ", ".join([*sorted(path.stem for path in SITES.glob("*.env")), LOCAL])
         raise ValueError(f"--site {name}: there is no such site. Known: {known}; or give the path of a file NAME.env.")
-    variables = {}
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        variable, equals, value = line.strip().partition("=")
-        if variable.startswith("#") or not variable:
-            continue
-        if not equals or not variable.isidentifier():
-            raise ValueError(f"{file}, line {number}: {line!r} is not NAME=VALUE.")
-        variables[variable] = value
-    return variables
+    lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+    for line in lines:
+        if not re.match(r"[A-Za-z_]\w*=", line):
+            raise ValueError(f"{file}: {line!r} is not NAME=VALUE.")
+    return dict(line.split("=", 1) for line in lines)
 
 
 def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:

@@ -79,9 +79,10 @@ def compare(a: Run, b: Run, tolerance: float) -> dict[int, dict[str, float]]:
 
 
 def settings_that_differ(a: Run, b: Run) -> str:
-    names = sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED})
-    pairs = [(name, *(run.configuration.get(name, "(not there)") for run in (a, b))) for name in names]
-    lines = [f"  {name}  {x}  {y}" for name, x, y in pairs if x != y]
+    lines = []
+    for name in sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED}):
+        x, y = (run.configuration.get(name, "(not there)") for run in (a, b))
+        lines += [f"  {name}  {x}  {y}"] if x != y else []
     return "\n".join([f"configuration: {len(lines)} setting(s) differ" if lines else "configuration: the same", *lines])
 
 
@@ -118,18 +119,14 @@ def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json)")
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
-    p.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that counts as none (0)"
-    )
+    p.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as none (0)")
     p.add_argument("--common", action="store_true", help="compare what both runs have, though one has more")
     p.add_argument("--save-curve", type=Path, metavar="FILE.json", help="store RUN_A's curve")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
-    if args.save_curve and args.save_curve.suffix != ".json":
-        raise ValueError(f"--save-curve {args.save_curve}: the file's name must end in .json.")
     if args.run_b is None and args.save_curve is None:
-        raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.")
+        raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.json.")
     return args
 
 

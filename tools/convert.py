@@ -10,7 +10,6 @@ dtype, and the logits of a forward pass.
 """
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 import interdomain
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
-from interdomain.folders import new_folder, require_utf8
+from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
 
@@ -28,7 +27,6 @@ from ._cli import argument_parser, user_errors
 from ._model_card import write_card
 
 CODE = Path(interdomain.__file__).parent / "hf"
-SHARD_BYTES = 4 * 10**9  # of a safetensors file
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
 # another order where memory is aligned otherwise; the others round each weight by 2^-9 (bfloat16) or 2^-12 (float16), and
@@ -41,14 +39,11 @@ def parse(argv):
     p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
     p.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
-    p.add_argument(
-        "--dtype", choices=pretrained.DTYPES, default="float32", help="of the weights; the dynamics stay float32"
-    )
+    p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help="of weights; dynamics stay float32")
     return p.parse_args(argv)
 
 
 def to_folder(args) -> str:
-    require_utf8(os.path.realpath(args.output))
     checkpoint = checkpoints.latest_checkpoint(args.source)
     config, record = checkpoints.read_sidecar(checkpoint)
     index = checkpoints.tensor_index(checkpoint)
@@ -68,7 +63,7 @@ def to_folder(args) -> str:
                 bar.update(len(names))
                 return checkpoints.read_tensors(checkpoint, names, index)
 
-            count = pretrained.write_weights(folder, config, pretrained.DTYPES[args.dtype], read, SHARD_BYTES)
+            count = pretrained.write_weights(folder, config, pretrained.DTYPES[args.dtype], read, 4 * 10**9)
         tokenizer.write(folder)
         try:
             write_for_transformers(tokenizer, folder)
@@ -87,8 +82,7 @@ def to_folder(args) -> str:
             shutil.copyfile(CODE / name, folder / name)
         write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
-    size = sum(f.stat().st_size for f in args.output.iterdir())
-    return f"wrote {args.output} ({size / 1e6:.1f} MB, {count} tensors, step {record['step']}, {difference})"
+    return f"{count} tensors, step {record['step']}, {difference}"
 
 
 def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:
@@ -166,17 +160,15 @@ def to_checkpoint(args) -> str:
         index = checkpoints.tensor_index(folder)
         for name, tensor in tensors.items():
             require_same(name, checkpoints.read_tensors(folder, [name], index)[name], tensor)
-    size = sum(f.stat().st_size for f in args.output.iterdir())
-    return (
-        f"wrote {args.output} ({size / 1e6:.1f} MB, {len(tensors)} tensors; "
-        f"start with --checkpoint.initial_load_path {args.output})"
-    )
+    return f"{len(tensors)} tensors; start with --checkpoint.initial_load_path {args.output}"
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    print((to_checkpoint if args.to_checkpoint else to_folder)(args))
+    what = to_checkpoint(args) if args.to_checkpoint else to_folder(args)
+    size = sum(file.stat().st_size for file in args.output.iterdir())
+    print(f"wrote {args.output} ({size / 1e6:.1f} MB, {what})")
     return 0
 
 

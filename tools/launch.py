@@ -36,27 +36,20 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p = argparse.ArgumentParser(
         prog="launch.sh",
         usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [SETTINGS]",
-        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in.",
-        epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag is a setting: --mixer.condition s4d, "
-        "--training.local_batch_size 4, ...; --flags lists them all.",
+        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in. "
+        f"CONFIG.toml: default {DEFAULT_CONFIG}. SETTINGS: --training.local_batch_size 4, ...; --flags lists them all.",
         allow_abbrev=False,
     )
     p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
     p.add_argument("--ranks", type=int, help="processes on a machine (default: its GPUs, or 2 on the CPU)")
     p.add_argument(
-        "--site",
-        help="in a SLURM allocation: a cluster's variables, from tools/sites (default plain, or INTERDOMAIN_SITE), or "
-        f"{_slurm.LOCAL} for this machine alone",
+        "--site", help="a cluster's variables (tools/sites; default plain, or INTERDOMAIN_SITE); local: no cluster"
     )
-    p.add_argument(
-        "--max-restarts", type=int, default=3, help="how often torchrun restarts ranks that failed (default 3)"
-    )
+    p.add_argument("--max-restarts", type=int, default=3, help="how often torchrun restarts failed ranks (default 3)")
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
-        raise ValueError(
-            f"more than one configuration file: {', '.join(files)}. Give one; override its fields by flags."
-        )
+        raise ValueError(f"more than one configuration file: {', '.join(files)}. Override fields of one by flags.")
     args, flags = p.parse_known_args([a for a in argv if a not in files])
     if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
         raise ValueError("give the configuration file by itself, without --job.config_file: ./launch.sh FILE.toml")
@@ -68,18 +61,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
-    try:
-        from interdomain.titan import plan  # noqa: F401 (imports TorchTitan, which reading alone does not)
-        from interdomain.titan.settings import read_job_config
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            f"training needs {e.name}, which {sys.executable} does not have. Install it there: {sys.executable} -m pip "
-            "install -c constraints.txt -e '.[train]'"
-        ) from e
+    from interdomain.titan.settings import read_job_config
 
-    if not Path(config).is_file():
-        known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))
-        raise FileNotFoundError(f"there is no configuration file {config}. In train_configs: {known or 'none'}.")
     return read_job_config(["--job.config_file", config, *flags])
 
 
@@ -106,21 +89,11 @@ def check_data(job) -> str:
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS, "--skip-existing"]):
             raise SystemExit(2)
     tokenizer = open_tokenizer(job)
-    if job.data.stream:
-        said = f"{job.data.stream} (streamed, vocabulary {tokenizer.vocab_size:,}"
-    else:
-        train = open_dataset(job, "train")
-        said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    tokens = "streamed" if job.data.stream else f"{open_dataset(job, 'train').num_tokens:,} tokens"
+    said = f"{job.data.stream or job.data.corpus} ({tokens}, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
     return said + ")"
-
-
-def perplexities(folder: Path) -> list[tuple[int, float]]:
-    """(step, validation perplexity) from a run's TensorBoard folder, all its restarts together."""
-    if not any(folder.glob(EVENTS)):
-        return []
-    return sorted(read_curves(folder).get("validation_metrics/perplexity", {}).items())
 
 
 def next_steps(argv: list[str], job, plan) -> str:
@@ -164,7 +137,7 @@ def main(argv=None) -> int:
     print(plan.describe())
     if nodes:
         print(nodes.describe())
-        command = nodes.command(torchrun_command(args.config, flags, nodes.ranks, args.max_restarts, nodes.rendezvous))
+        command = nodes.command(args.config, flags, args.max_restarts)
     else:
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
@@ -185,12 +158,10 @@ def main(argv=None) -> int:
         )
         return CONTINUE
     if code:
-        if code != CONTINUE:
-            print(f"\nthe run ended with exit status {code}; the reason stands above.", file=sys.stderr)
         return code
-    measured = perplexities(Path(job.job.dump_folder) / job.metrics.save_tb_folder)
-    if measured:
-        print("\nvalidation perplexity: " + ", ".join(f"{value:.2f} at step {step}" for step, value in measured))
+    events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
+    if any(events.glob(EVENTS)) and (measured := read_curves(events).get("validation_metrics/perplexity")):
+        print("\nvalidation perplexity: " + ", ".join(f"{x:.2f} at step {step}" for step, x in measured.items()))
     print("\n" + next_steps([args.config, *(word for word in argv if word != args.config)], job, plan))
     return 0
 

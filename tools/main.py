@@ -12,11 +12,8 @@ from pathlib import Path
 from ._cli import user_errors
 
 # Command -> file. A command has its module's name, with dashes.
-TOOLS = {
-    file.stem.replace("_", "-"): file
-    for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))
-    if file.stem != Path(__file__).stem
-}
+TOOLS = {file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+del TOOLS["main"]
 
 
 def summary(tool: Path) -> str:

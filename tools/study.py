@@ -9,8 +9,8 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from interdomain.folders import require_empty
 
@@ -48,10 +48,12 @@ FORMATS = {
     **dict.fromkeys(("vs softmax", "paper: vs softmax"), "{:+.2%}"),
     **{"lr": "{:g}", "of planned": "{:.1%}", "6ND": "{:.3e}", "best loss": "{:.4f}"},
 }
+NOTES = """\
+Loss in nats per token, best of run; vs softmax: relative perplexity; 6ND with all parameters; over seeds: sample deviation.
+The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run: its row of the table, validation perplexity by tokens trained on, its hyperparameters, and what it read."""
 
     row: dict[str, object]
@@ -111,12 +113,12 @@ def rows(runs: list[Run]) -> list[dict]:
         paper = PAPER.get(size, {})
         for run in same_size:
             theirs = paper.get(run.row["condition"])  # a condition with a setting of its own has another name
-            against = {
+            row = {
                 "vs softmax": run.row["perplexity"] / statistics.mean(softmax) - 1 if softmax else None,
                 "paper: perplexity": theirs,
                 "paper: vs softmax": theirs / paper["softmax"] - 1 if theirs else None,
             }
-            found.append(run.row | against)
+            found.append(run.row | row)
     return found
 
 
@@ -139,18 +141,13 @@ def repetitions(runs: list[Run]) -> list[dict]:
 
 
 def remarks(runs: list[Run]) -> list[str]:
-    """What keeps runs of one size from standing beside each other."""
+    """Where runs of one size were not validated on the same text."""
     found = []
     for size, same_size in by_size(runs).items():
         for name in same_size[0].text:
             values = sorted({str(run.text[name]) for run in same_size})
             if len(values) > 1:
-                found.append(
-                    f"{size}: {name} differs ({', '.join(values)}): the perplexities are not of the same text."
-                )
-        tokens = [run.row["tokens"] for run in same_size]
-        if max(tokens) > 1.01 * min(tokens):
-            found.append(f"{size}: trained on {min(tokens):,} to {max(tokens):,} tokens.")
+                found.append(f"{size}: {name} differs ({', '.join(values)}): perplexities of different text.")
     return found
 
 
@@ -160,18 +157,8 @@ def table(found: list[dict]) -> list[str]:
 
 
 def page(found: list[dict], repeated: list[dict], remarks: list[str]) -> str:
-    lines = table(found)
-    if repeated:
-        lines += [
-            "",
-            *table(repeated),
-            "",
-            "Best perplexity over runs that differ in the seed alone, sample deviation.",
-        ]
-    lines += ["", "Loss in nats per token, best of run; vs softmax: relative perplexity; 6ND with all parameters."]
-    if any(row["paper: perplexity"] for row in found):
-        lines += ["The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."]
-    return "\n".join([*lines, *(f"- {remark}" for remark in remarks)]) + "\n"
+    lines = table(found) + (["", *table(repeated)] if repeated else [])
+    return "\n".join([*lines, "", NOTES, *(f"- {remark}" for remark in remarks)]) + "\n"
 
 
 def panels(runs: list[Run]) -> list[Panel]:

@@ -116,7 +116,6 @@ def test_what_is_refused(write, capsys, tmp_path):
         (a, str(tmp_path / "empty")): "no TensorBoard events",
         (a, str(tmp_path / "bad.json")): "no stored curve",
         (a, a, "--tolerance", "nan"): "--tolerance",
-        (a, "--save-curve", str(tmp_path / "curve.txt")): ".json",
     }.items():
         assert compare_runs.main(list(argv)) == 2, argv
         assert said in capsys.readouterr().err

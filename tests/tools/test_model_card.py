@@ -48,7 +48,6 @@ def test_the_card_says_what_the_run_recorded(tmp_path, tokenizer, condition, mea
     for line in (
         f"- {condition}",
         f"# Interdomain Attention, {cell}",
-        f"| condition | {cell.condition} |",
         f"| parameters | {count_parameters(model):,} |",
         "| tokens trained on | 204,800 |",
         "| step | 100 of 400 |",

@@ -70,7 +70,7 @@ def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
     slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="144(x2)", TASKS_PER_NODE="4(x2)", **variables)
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "36")
     found = _slurm.allocation(None, None, 1)
-    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command([])}
+    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command("x.toml", [], 0)}
     assert not [name for name in found.environment if re.search("PER_TASK|PER_GPU|PER_TRES|_BIND", name)]
     assert found.environment["SLURM_JOB_ID"] == "4242"
 
@@ -90,9 +90,9 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
     slurm("a")
     found = _slurm.allocation(str(tmp_path / "ours.env"), 1, 1)
     assert (found.environment["NCCL_NET"], found.environment["NCCL_PROTO"]) == ("shell", "^LL128")
-    assert "--label" in found.command([])
+    assert "--label" in found.command("x.toml", [], 0)
     (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
-    with pytest.raises(ValueError, match=r"bad.env, line 2"):
+    with pytest.raises(ValueError, match=r"bad\.env: 'export NCCL_PROTO=y' is not NAME=VALUE"):
         _slurm.read_site(str(tmp_path / "bad.env"))
 
 

@@ -111,13 +111,11 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, capsy
     assert repeated["deviation"] == pytest.approx(statistics.stdev(perplexities))
 
 
-def test_runs_that_cannot_stand_beside_each_other(write, capsys):
+def test_runs_that_were_not_validated_on_the_same_text(write, capsys):
     whole = write("whole", "interdomain", LOSSES["interdomain"])
     elsewhere = write("elsewhere", "softmax", {1: 10.0, 100: 5.0}, "--validation.tokens", "4096")
     assert study.main([whole, elsewhere]) == 0
-    said = capsys.readouterr().out
-    assert "- 125M: validation.tokens differs (" in said
-    assert "- 125M: trained on 52,428,800 to 2,500,329,472 tokens." in said
+    assert "- 125M: validation.tokens differs (" in capsys.readouterr().out
 
 
 def test_what_is_refused(write, tmp_path, capsys):
@@ -126,7 +124,7 @@ def test_what_is_refused(write, tmp_path, capsys):
     for argv, words in (
         (["no such run", "--output", str(tmp_path)], "exists and is not empty"),
         ([str(tmp_path / "other")], "holds no run of this project's plugin"),
-        ([str(tmp_path / "nowhere")], "nowhere is no folder. Give a run's folder"),
+        ([str(tmp_path / "nowhere")], "nowhere holds no TensorBoard events. Give a run's folder"),
         ([write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable = true"),
     ):
         assert study.main(argv) == 2
