@@ -23,7 +23,6 @@ StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -70,7 +69,7 @@ class Cluster:
             for name in NODES:
                 self.wire(name)
                 self.boot(name)
-            self.wait(lambda: self.states().count("idle") == len(NODES), 60, "nodes to be idle")
+            self.wait(lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"), 60, "idle nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -115,17 +114,6 @@ class Cluster:
 
     def call(self, *command) -> str:
         return call(*command, env=self.environment)
-
-    def states(self) -> list[str]:
-        return self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
-
-    def job_state(self, number: str) -> str:
-        return self.call("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T").strip()
-
-    def start_now(self, number: str) -> None:
-        """A job that was put back in the queue waits for two minutes, as SLURM has it."""
-        self.wait(lambda: self.job_state(number) == "PENDING", 300, f"job {number} to be pending")
-        self.call("scontrol", "update", f"job={number}", "StartTime=now")
 
     @staticmethod
     def wait(condition, seconds: float, what: str) -> None:

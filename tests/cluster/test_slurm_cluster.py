@@ -17,8 +17,7 @@ from ..common import REPOSITORY, TIMEOUT
 from .nodes import Cluster
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("INTERDOMAIN_CLUSTER") != "1",
-    reason="starts a SLURM cluster: minutes, as root, with INTERDOMAIN_CLUSTER=1",
+    os.environ.get("INTERDOMAIN_CLUSTER") != "1", reason="minutes, as root: by request, with INTERDOMAIN_CLUSTER=1"
 )
 FLAGS = (
     "--ranks 1 --training.tokens 0 --training.local_batch_size 1 --training.global_batch_size 2 --checkpoint.interval 10 "
@@ -39,14 +38,13 @@ class Job:
         self.cluster, self.run, self.log = cluster, folder / "run", folder / "log.txt"
         folder.mkdir()
         script = (_slurm.SITES / "requeue.sbatch").read_text()
-        flags = f"{FLAGS} --training.steps {steps} --job.dump_folder {self.run}"
         for pattern, replacement in (
             (r"#SBATCH --gpus-per-node=.*\n", ""),
             (r"(#SBATCH --nodes)=.*", r"\1=2"),
             (r"(#SBATCH --time)=.*", rf"\1={minutes}"),
             (r"(#SBATCH --signal=USR1)@.*", r"\1@60"),
             (r"(#SBATCH --output)=.*", rf"\1={self.log}"),
-            (r"train_configs/1.3B.toml (.*)", rf"train_configs/debug.toml \1 {flags}"),
+            (r"1.3B.toml (.*)", rf"debug.toml \1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}"),
         ):
             script, found = re.subn(pattern, replacement, script)
             assert found == 1, pattern
@@ -58,16 +56,20 @@ class Job:
     def saved(self, step: int) -> bool:
         return (self.run / f"checkpoint/step-{step}/.metadata").is_file()
 
-    def said(self, pattern: str) -> list[str]:
-        return re.findall(pattern, self.log.read_text()) if self.log.is_file() else []
-
     def until_said(self, pattern: str, seconds: int) -> int:
         """The step that the log names last in this pattern."""
-        self.cluster.wait(lambda: self.said(pattern), seconds, f"{pattern!r} in {self.log}")
-        return int(self.said(pattern)[-1])
+        said = lambda: re.findall(pattern, self.log.read_text() if self.log.is_file() else "")  # noqa: E731
+        self.cluster.wait(said, seconds, f"{pattern!r} in {self.log}")
+        return int(said()[-1])
 
-    def until_completed(self) -> None:
-        self.cluster.wait(lambda: self.cluster.job_state(self.number) == "COMPLETED", 400, f"the end; see {self.log}")
+    def until(self, state: str, seconds: int = 400) -> None:
+        job_state = ("squeue", "--noheader", "--states=all", f"--jobs={self.number}", "--format=%T")
+        self.cluster.wait(lambda: self.cluster.call(*job_state).strip() == state, seconds, f"{state}; see {self.log}")
+
+    def start_again(self) -> None:
+        """A job that was put back in the queue waits for two minutes, as SLURM has it."""
+        self.until("PENDING")
+        self.cluster.call("scontrol", "update", f"job={self.number}", "StartTime=now")
 
 
 def test_lost_nodes_change_no_bit(cluster, tmp_path):
@@ -80,13 +82,13 @@ def test_lost_nodes_change_no_bit(cluster, tmp_path):
         names = cluster.call("scontrol", "show", "hostnames", nodes).split()
         lost = next(name for name in names if (name == leader) == first)
         cluster.power_off(lost)
-        cluster.start_now(job.number)  # on the two that are left
-        cluster.wait(lambda: cluster.job_state(job.number) == "RUNNING", 60, "the next start")
+        job.start_again()  # on the two that are left
+        job.until("RUNNING", 60)
         cluster.boot(lost)
-        cluster.wait(lambda: cluster.states().count("down*") == 0, 60, f"{lost} to come back")
-    job.until_completed()
+        cluster.wait(lambda: "down" not in cluster.call("sinfo", "--noheader"), 60, f"{lost} to come back")
     undisturbed = Job(cluster, tmp_path / "undisturbed", steps=60)
-    undisturbed.until_completed()
+    for run in (job, undisturbed):
+        run.until("COMPLETED")
     assert compare_runs.main([str(job.run), str(undisturbed.run)]) == 0
 
 
@@ -95,7 +97,7 @@ def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, tmp_path):
     job = Job(cluster, tmp_path / "limited", steps=5000, minutes=3)
     first = job.until_said(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
     assert job.saved(first)
-    cluster.start_now(job.number)
+    job.start_again()
     job.until_said(rf"Training starts at step ({first + 1})\b", 150)
     cluster.call("scancel", job.number)
     cluster.wait(lambda: not (job.run / "run.lock").exists(), 60, "the run to end")
