@@ -20,27 +20,6 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
     return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
 
 
-def record_of(config, tokenizer, step=100) -> dict:
-    """interdomain.json, as interdomain.titan.checkpoint writes it."""
-    return {
-        "format_version": 1,
-        "model": config.to_dict(),
-        **cell_of(config, "debug")._asdict(),
-        "run": {
-            "seed": 42,
-            "seq_len": 128,
-            "global_batch": 16,
-            "tokens_per_step": 2048,
-            "planned_steps": 400,
-            "data_fingerprint": "0123abcd",
-        },
-        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
-        "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
-        "step": step,
-        "tokens": step * 2048,
-    }
-
-
 class Runs:
     """Unpickling this runs code: it leaves a file."""
 
@@ -56,7 +35,17 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
-    (checkpoint / SIDECAR).write_text(json.dumps(record_of(model.config, tokenizer, step)))
+    record = {  # as interdomain.titan.checkpoint writes it
+        "format_version": 1,
+        "model": model.config.to_dict(),
+        **cell_of(model.config, "debug")._asdict(),
+        "run": {"seed": 42, "seq_len": 128, "planned_steps": 400, "data_fingerprint": "0123abcd"},
+        "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
+        "step": step,
+        "tokens": step * 2048,
+    }
+    (checkpoint / SIDECAR).write_text(json.dumps(record))
     state = dict(model.state_dict())
     beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
     beside["optimizer.param_groups.norm.weight.lr"] = 3e-4

@@ -77,7 +77,6 @@ def test_a_run_that_stopped_early_is_not_the_same(write, compare):
     for name, losses, validation, lacks in (
         ("early", [5.0], [1], "loss at 3 step(s) from 2 to 4"),
         ("never validated", [5.0, 4.0, 3.0, 2.0], [], "validation_loss at 2 step(s) from 1 to 4"),
-        ("validated once", [5.0, 4.0, 3.0, 2.0], [1], "validation_loss at 1 step(s) from 4 to 4"),
     ):
         other = write(name, 1, losses, validation=validation)
         for pair in ([longer, other], [other, longer]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.model import cell_of
+from interdomain.model import cell_of, count_parameters
 from interdomain.model import distributed_checkpoint as checkpoints
 from interdomain.model.pretrained import read_config
 from interdomain.model.transformers_names import BASE
@@ -92,6 +92,13 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
         *("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py"),
         *("generation_config.json", "README.md", "LICENSE"),
     }
+    assert len({path.stat().st_mode for path in output.iterdir()}) == 1  # by the umask: safetensors' own is 0600
+    assert json.loads((output / "generation_config.json").read_text()) == {
+        "bos_token_id": tokenizer.eos_id,  # a text begins where training documents began
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.unk_id,
+        "suppress_tokens": list(range(tokenizer.vocab_size, model.config.vocab_size)),
+    }
     config, record = read_config(output)
     assert config == model.config
     facts, cell = record["facts"], cell_of(config, "debug")
@@ -113,6 +120,27 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
+
+
+def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer):
+    # As the condition was once written, whatever n_basis is.
+    edit_record(checkpoint, lambda record: record.update(condition="interdomain"))
+    (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
+    run(checkpoint, output)
+    config, record = read_config(output)
+    assert record["facts"]["validation"]["perplexity"] == 20.25
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
+    for line in (
+        "- interdomain",
+        f"# Interdomain Attention, {cell_of(config, 'debug')}",
+        f"| parameters | {count_parameters(small_model()):,} |",
+        "| step | 100 of 400 |",
+        "| validation perplexity | 20.250 |",
+        "| vocabulary | 420 (400 in use) |",
+    ):
+        assert line + "\n" in card
+    assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
