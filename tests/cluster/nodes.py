@@ -42,14 +42,11 @@ def call(*command, **options) -> str:
 
 
 class Cluster:
-    """Use as a context. `environment`: with which SLURM's commands find it."""
+    """Nodes that run under one slurmctld. `environment`: with which SLURM's commands find it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.running = folder, {}
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-
-    def __enter__(self) -> "Cluster":
-        folder = self.folder
         folder.chmod(0o755)
         conf = SLURM_CONF.format(host=os.uname().nodename, subnet=SUBNET, folder=folder, nodes=",".join(NODES))
         conf += "".join(f"NodeName={name} NodeAddr={address} CPUs=2\n" for name, address in NODES.items())
@@ -58,35 +55,28 @@ class Cluster:
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        try:
-            self.remove_networks()
-            call("ip", "link", "add", BRIDGE, "type", "bridge")
-            call("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
-            call("ip", "link", "set", BRIDGE, "up")
-            at = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
-            call("munged", "--force", f"--socket={folder}/munge.socket", *at)
-            self.call("slurmctld", "-c")
-            for name in NODES:
-                self.wire(name)
-                self.boot(name)
-            self.wait(lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"), 60, "idle nodes")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
 
-    def __exit__(self, *_) -> None:
+    def start(self) -> None:
+        self.stop()  # the networks of a cluster that was killed
+        call("ip", "link", "add", BRIDGE, "type", "bridge")
+        call("ip", "addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
+        call("ip", "link", "set", BRIDGE, "up")
+        files = [f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "log", "seed")]
+        call("munged", "--force", f"--socket={self.folder}/munge.socket", *files)
+        self.call("slurmctld", "-c")
+        for name in NODES:
+            self.wire(name)
+            self.boot(name)
+        self.wait(lambda: f" {len(NODES)} " in self.call("sinfo", "--noheader", "--states=idle"), 60, "idle nodes")
+
+    def stop(self) -> None:
         for name in list(self.running):
             self.power_off(name)
         for file in (self.folder / "slurmctld.pid", self.folder / "munge.pid"):
             if file.is_file():
                 os.kill(int(file.read_text()), signal.SIGKILL)
-        self.remove_networks()
-
-    def remove_networks(self) -> None:
-        """Also those of a cluster that was killed."""
-        networks = [(["netns", "delete", f"id{name}"], ["link", "delete", f"idv{name}"]) for name in NODES]
-        for what in (*(command for pair in networks for command in pair), ["link", "delete", BRIDGE]):
+        links = [["link", "delete", BRIDGE], *(["link", "delete", f"idv{name}"] for name in NODES)]
+        for what in (*(["netns", "delete", f"id{name}"] for name in NODES), *links):
             subprocess.run(["ip", *what], capture_output=True)
 
     def wire(self, name: str) -> None:

@@ -27,8 +27,12 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    try:
+        cluster.start()
         yield cluster
+    finally:
+        cluster.stop()
 
 
 class Job:

@@ -20,18 +20,8 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
     return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
 
 
-class Runs:
-    """Unpickling this runs code: it leaves a file."""
-
-    def __init__(self, trap: Path):
-        self.trap = trap
-
-    def __reduce__(self):
-        return open, (str(self.trap), "w")
-
-
 def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
-    """folder/step-N with one rank's shard. What stands beside the model is poison: loading it leaves folder/sprung."""
+    """folder/step-N with one rank's shard."""
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
@@ -48,8 +38,7 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     (checkpoint / SIDECAR).write_text(json.dumps(record))
     state = dict(model.state_dict())
     beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
-    beside["optimizer.param_groups.norm.weight.lr"] = 3e-4
-    beside |= {key: Runs(folder / "sprung") for key in ("train_state", "dataloader.dp_rank_0", "optimizer.poison")}
+    beside |= {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save({**state, **beside}, checkpoint_id=checkpoint, no_dist=True)

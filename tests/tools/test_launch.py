@@ -44,7 +44,7 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
 
 
 @pytest.mark.parametrize(
-    ("torchrun_status", "saved", "status"), [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED), (0, True, 0)]
+    ("torchrun_status", "saved", "status"), [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED)]
 )
 def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again(
     tmp_path, monkeypatch, torchrun_status, saved, status
@@ -80,18 +80,16 @@ def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch):
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch, nothing_starts):
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     for name, value in (("is_available", False), ("device_count", 0)):
         monkeypatch.setattr(launch.torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(launch, "check_data", lambda job: pytest.fail("prepared data for a run that cannot be"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     dry(capsys)  # on a login node it says what would run elsewhere
     assert launch.main(["--job.dump_folder", str(tmp_path / "out")]) == 2
     assert "this machine has GPUs (/dev/nvidia0)" in capsys.readouterr().err
-    for said in launch.NO_GPUS:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
-        launch.refuse_idle_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch.refuse_idle_gpus()
 
 
 def test_flags_lists_every_setting(capsys):
@@ -119,44 +117,35 @@ def test_first_start_end_to_end(tmp_path):
         options = dict(shell=True, cwd=tmp_path, capture_output=True, text=True)
         done = subprocess.run(command, timeout=TIMEOUT, env=env, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        return done
+        return done.stdout
 
-    def commands(run):
-        printed = run.stdout[run.stdout.index("\n# ") :].strip().splitlines()
-        return {line.split()[1]: printed[i + 1] for i, line in enumerate(printed) if line.startswith("# ")}
-
-    settings = (
-        "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --lr_scheduler.warmup_steps 0"
-    )
-    first = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --training.steps 2")
-    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", first.stdout)] == [1, 2]
-    assert "debug with dim 96, n_layers 2, " in first.stdout
+    settings = "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --training.steps 2"
+    said = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --lr_scheduler.warmup_steps 0")
+    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", said)] == [1, 2]
+    assert "debug with dim 96, n_layers 2, " in said
     assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
-    found = commands(first)
-    assert list(found) == ["watch", "convert", "generate", "train"]
-    paste(found["convert"])
-    assert paste(found["generate"]).stdout.startswith("def main(")
-    longer = paste(f"{found['train']} --dry-run").stdout
+    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
+    assert list(commands) == ["watch", "convert", "generate", "train"]
+    paste(commands["convert"])
+    assert paste(commands["generate"]).startswith("def main(")
+    longer = paste(f"{commands['train']} --dry-run")
     assert "4 of 1,024 tokens" in longer
     assert "--nproc-per-node 1 --local-ranks" in longer
 
 
-@pytest.mark.parametrize(
-    ("given", "more"),
-    [
-        ([], ["--lr_scheduler.total_steps", "400"]),
-        (["--training.tokens=409600"], ["--training.tokens", "0", "--lr_scheduler.total_steps", "100"]),
-        (["--training.steps", "30", "--lr-scheduler.decay-ratio", "0"], []),
-    ],
-)
-def test_the_flags_that_train_on(given, more):
+def test_the_flags_that_train_on():
     from interdomain.titan.plan import make_plan
 
-    job = launch.job_config(launch.DEFAULT_CONFIG, given)
-    plan = make_plan(job, world_size=2)
-    longer = launch.train_on(job, plan)
-    assert longer[2:] == more
-    assert make_plan(launch.job_config(launch.DEFAULT_CONFIG, [*given, *longer]), world_size=2).steps == 2 * plan.steps
+    for given, more in (
+        (["--training.tokens=409600"], ["--training.tokens", "0", "--lr_scheduler.total_steps", "100"]),
+        (["--training.steps", "30", "--lr-scheduler.decay-ratio", "0"], []),
+    ):
+        job = launch.job_config(launch.DEFAULT_CONFIG, given)
+        plan = make_plan(job, world_size=2)
+        longer = launch.train_on(job, plan)
+        assert longer[2:] == more
+        again = launch.job_config(launch.DEFAULT_CONFIG, [*given, *longer])
+        assert make_plan(again, world_size=2).steps == 2 * plan.steps
     job.lr_scheduler.decay_ratio, job.lr_scheduler.min_lr = None, 0
     assert launch.train_on(job, plan) == []
 

@@ -44,18 +44,16 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv", "ranks"),
-    [
+def test_ranks_per_node(slurm, capsys):
+    batch = ("--training.global_batch_size", "64")
+    for variables, argv, ranks in (
+        ({}, ["--site", "alps"], 4),
         ({"GPUS_PER_NODE": "h200:8"}, [], 8),
         ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
-        ({}, ["--site", "alps"], 4),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
-    ],
-)
-def test_ranks_per_node(slurm, capsys, variables, argv, ranks):
-    slurm("a", **variables)
-    assert dry(capsys, *argv, "--training.global_batch_size", "64")["nodes"].startswith(f"1 x {ranks} rank(s)")
+    ):
+        slurm("a", **variables)
+        assert dry(capsys, *argv, *batch)["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
 def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch):
@@ -130,18 +128,15 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monke
     assert ("requeue 77" in (tmp_path / "asked").read_text()) == requeued
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv", "words"),
-    [
+def test_refusals(slurm, capsys):
+    for variables, argv, words in (
         ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
         ({"JOB_ID": ""}, ["--site", "alps"], "no SLURM allocation"),
         ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this line 2 times"),
-    ],
-)
-def test_refusals(slurm, capsys, variables, argv, words):
-    slurm("a", "b", **variables)
-    assert launch.main([*argv, "--dry-run"]) == 2
-    assert words in capsys.readouterr().err
+    ):
+        slurm("a", "b", **variables)
+        assert launch.main([*argv, "--dry-run"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_this_machine_alone(slurm, capsys):
