@@ -80,7 +80,6 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",
         "tokens per sequence": f"{run.get('seq_len', config.max_seq_len):,}",
         "data (fingerprint)": run.get("data_fingerprint", "not recorded"),
-        "seed": run.get("seed", "not recorded"),
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
     }

@@ -161,9 +161,8 @@ def main(argv=None) -> int:
         return code
     events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
     if any(events.glob(EVENTS)) and (measured := read_curves(events).get("validation_metrics/perplexity")):
-        print(
-            "\nvalidation perplexity: " + ", ".join(f"{x:.2f} at step {step}" for step, x in sorted(measured.items()))
-        )
+        values = ", ".join(f"{x:.2f} at step {step}" for step, x in sorted(measured.items()))
+        print(f"\nvalidation perplexity: {values}")
     print("\n" + next_steps([args.config, *(word for word in argv if word != args.config)], job, plan))
     return 0
 
