@@ -2,9 +2,8 @@
 
 import os
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from .common import REPOSITORY
 
 SCONTROL = """#!/bin/sh
 # scontrol show hostnames LIST, for lists without brackets
@@ -14,15 +13,11 @@ echo "$3" | tr ',' '\\n'
 # Its own flags begin with --; what follows is started once per task, and gets the signals that it gets.
 SRUN = f"""#!{sys.executable}
 import os, signal, subprocess, sys
-flags = [argument for argument in sys.argv[1:] if argument.startswith("--")]
-command = sys.argv[1:]
+flags, command = [], sys.argv[1:]
 while command[0].startswith("--"):
-    command.pop(0)
+    flags.append(command.pop(0))
 (tasks,) = [int(flag.partition("=")[2]) for flag in flags if flag.startswith("--ntasks=")]
-nodes = [
-    subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i), "SLURM_PROCID": str(i), "SLURM_STEP_ID": "0"}})
-    for i in range(tasks)
-]
+nodes = [subprocess.Popen(command, env={{**os.environ, "SLURM_NODEID": str(i)}}) for i in range(tasks)]
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, _: [node.send_signal(number) for node in nodes])
 sys.exit(max(node.wait() for node in nodes))
@@ -31,20 +26,17 @@ sys.exit(max(node.wait() for node in nodes))
 
 def allocations(folder, monkeypatch):
     """slurm(hosts, ...): from then on this process stands in an allocation of these hosts. The tools go to folder / "bin"."""
+    (folder / "bin").mkdir()
     for name, script in (("scontrol", SCONTROL), ("srun", SRUN)):
-        path = folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(script)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    for name in [*os.environ]:
-        if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_")):
-            monkeypatch.delenv(name)
+        (folder / "bin" / name).write_text(script)
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "INTERDOMAIN_SITE", "NCCL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(REPOSITORY)
 
     def slurm(*hosts, **variables):
-        given = {"JOB_ID": "4242", "JOB_NUM_NODES": str(len(hosts)), "JOB_NODELIST": ",".join(hosts), **variables}
-        for name, value in given.items():
+        for name, value in {"JOB_ID": "4242", "JOB_NODELIST": ",".join(hosts), **variables}.items():
             monkeypatch.setenv(f"SLURM_{name}", value) if value else monkeypatch.delenv(f"SLURM_{name}", False)
 
-    monkeypatch.chdir(ROOT)
     return slurm

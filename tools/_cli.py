@@ -4,7 +4,6 @@ import argparse
 import functools
 import os
 import re
-import select
 import signal
 import sys
 
@@ -29,34 +28,25 @@ def choose_device(name: str):
     """The torch.device that --device names, made the current one. Raises: ValueError for one that is not there."""
     import torch
 
+    choices = ["cpu"]
+    if torch.cuda.is_available():
+        choices = ["cuda", "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        usable = device.type == "cpu" or torch.cuda.is_available()
-        if device.index is not None and device.type == "cuda" and usable:
-            torch.cuda.set_device(device)  # Triton launches on the current one
-    except RuntimeError:  # no name of a device, or one GPU too many
-        usable = False
-    if not usable or device.type not in ("cpu", "cuda"):
-        seen = torch.cuda.device_count() if torch.cuda.is_available() else "no"
+        name = choices[0]
+    if name not in choices:
         raise ValueError(
-            f"--device {name} cannot be used here: PyTorch sees {seen} GPU(s). Choose cpu, cuda, cuda:N with N from 0 on, or "
-            "auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
+            f"--device {name} cannot be used here: PyTorch sees {', '.join(choices[2:]) or 'no GPU(s)'}. Choose cpu, one of "
+            "these, or auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
         )
+    device = torch.device(name)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches on the current one
     return device
 
 
 def visible(text: str) -> str:
     """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
-
-
-def reader_left() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as after `| head`."""
-    output = select.poll()
-    output.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def user_errors(main):
@@ -66,10 +56,10 @@ def user_errors(main):
     def guarded(argv=None) -> int:
         try:
             return main(argv)
+        except BrokenPipeError:  # as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
+            return 128 + signal.SIGPIPE
         except (ValueError, OSError) as e:
-            if isinstance(e, BrokenPipeError) and reader_left():
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
-                return 128 + signal.SIGPIPE
             message = str(e)
             if isinstance(e, OSError) and e.strerror:  # Python's own: the file stands apart from the words
                 message = f"{e.strerror}."  # an OSError that we raised says it all there

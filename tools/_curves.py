@@ -11,20 +11,12 @@ Curves = dict[str, dict[int, float]]  # {tag: {step: value}}
 
 
 def events_folder(run: Path) -> Path:
-    """The folder with a run's events: `run` itself, its `tb`, or the only one below it. Raises: FileNotFoundError."""
+    """The folder with a run's events: `run` itself or its `tb`. Raises: FileNotFoundError."""
     for folder in (run, run / FOLDER):
         if any(folder.glob(EVENTS)):
             return folder
-    found = {file.parent for file in run.rglob(EVENTS)} if run.is_dir() else set()
-    # Without a run's tokens and earlier-TIME.
-    below = sorted(folder for folder in found if found.isdisjoint(folder.parents))
-    if len(below) == 1:
-        return below[0]
-    if below:
-        raise FileNotFoundError(f"{run} holds several runs: name one of {', '.join(map(str, below))}.")
-    what = "holds no TensorBoard events" if run.is_dir() else "is no folder"
     raise FileNotFoundError(
-        f"{run} {what}. Give a run's folder (job.dump_folder) that was trained with metrics.enable_tensorboard = true."
+        f"{run} holds no TensorBoard events. Give a run's folder (with metrics.enable_tensorboard = true)."
     )
 
 
@@ -36,18 +28,24 @@ def read_events(folder: Path):
     return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "histograms": 1}).Reload()
 
 
+def curves_of(events) -> Curves:
+    """Every scalar, by step."""
+    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
 def read_curves(folder: Path) -> Curves:
     """Every scalar of a folder of events, by step."""
     return curves_of(read_events(folder))
 
 
-def curves_of(events) -> Curves:
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
 def configuration_of(events) -> dict:
     """The configuration of a run's last start, by section; empty if it was not written."""
     return _text(events, "configuration")
+
+
+def hyperparameters_of(events) -> dict:
+    """What a run's last start said of itself: model, condition, parameters, ...; empty if it was not written."""
+    return _text(events, "hyperparameters")
 
 
 def _text(events, name: str) -> dict:
@@ -56,20 +54,3 @@ def _text(events, name: str) -> dict:
         return {}
     text = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
     return json.loads(text.strip("`\n"))  # fenced, for TensorBoard draws Markdown
-
-
-def hyperparameters_of(events) -> dict:
-    """What a run's last start said of itself: model, condition, parameters, tokens, ...; empty if it was not written.
-
-    An older run has TensorBoard's row of HParams alone, which is its first start's, with floats for numbers.
-    """
-    if facts := _text(events, "hyperparameters"):
-        return facts
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    found = events.summary_metadata.get("_hparams_/session_start_info")
-    if found is None:
-        return {}
-    values = HParamsPluginData.FromString(found.plugin_data.content).session_start_info.hparams
-    facts = {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
-    return {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in facts.items()}

@@ -7,12 +7,12 @@ srun runs it on every node of an allocation: python -m interdomain.tools._torchr
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,17 +54,25 @@ def python_here() -> str:
 
 def environment(ranks: int) -> dict[str, str]:
     """The run's environment: what the user set wins. Raises: PermissionError if others could write to the kernels' cache."""
-    ours = {"PYTHONUNBUFFERED": "1", **ELASTIC}
     # Compiled kernels on this machine's own disk: thousands of small files, which every rank of a shared disk would wait for.
-    caches = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    if not caches.keys() <= os.environ.keys():
-        folder = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
-        ours |= {name: str(folder / place) for name, place in caches.items()}
+    cache = private_folder(Path(tempfile.gettempdir()) / f"interdomain-{os.getuid()}")
+    ours = {"TRITON_CACHE_DIR": f"{cache}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
     if torch.cuda.is_available():
         ours["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     else:
         ours["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
-    return {**ours, **os.environ}
+    return {"PYTHONUNBUFFERED": "1", **ELASTIC, **ours, **os.environ}
+
+
+@contextmanager
+def handlers(by_signal: dict[int, object]) -> Iterator[None]:
+    """Other signal handlers for a while."""
+    before = {number: signal.signal(number, handler) for number, handler in by_signal.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
@@ -74,30 +82,27 @@ def run(command: list[str], environment: dict[str, str]) -> int:
     for one that a rank ended by decision, else torchrun's status.
     """
     asked = []
-    with tempfile.TemporaryFile("w+") as outcome:
+
+    def pass_on(number, frame):
+        if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
+            process.send_signal(signal.SIGTERM)
+        asked.append(number)
+
+    requests = {signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on, signal.SIGHUP: pass_on}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the run goes on without its terminal
+        del requests[signal.SIGHUP]
+    # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every process, it
+    # must not die of it.
+    ignored = {signal.SIGUSR1: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN}
+    with tempfile.TemporaryFile("w+") as outcome, handlers(ignored):
         environment = {**environment, OUTCOME: f"/proc/{os.getpid()}/fd/{outcome.fileno()}"}
-        # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every
-        # process, it must not die of it.
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGUSR1, signal.SIGHUP)}
-        before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
         process = subprocess.Popen(command, env=environment)
-
-        def pass_on(number, frame):
-            if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
-                process.send_signal(signal.SIGTERM)
-            asked.append(number)
-
-        for number, handler in before.items():
-            if number != signal.SIGHUP or handler != signal.SIG_IGN:  # nohup: the run goes on without its terminal
-                signal.signal(number, pass_on)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
-            process.wait()
-            return INTERRUPTED
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handlers(requests):
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
+                process.wait()
+                return INTERRUPTED
         outcome.seek(0)
         said = outcome.read()
     if said == STOPPED:  # a full disk, for one: asked to leave or not
@@ -112,14 +117,6 @@ def run(command: list[str], environment: dict[str, str]) -> int:
 @user_errors
 def main(argv=None) -> int:
     ranks, *command = sys.argv[1:] if argv is None else argv
-    binding = [flag for flag in command if flag.startswith("--numa-binding=")]
-    if binding and shutil.which("numactl") is None:  # a container may lack it, and torchrun would not start
-        command.remove(binding[0])
-        print(
-            f"{os.uname().nodename}: {binding[0]} needs numactl, which is not on PATH here, and is left out: ranks may run far "
-            "from their GPUs' memory.",
-            file=sys.stderr,
-        )
     # By number, not by torchrun's guess from the host's names, of which a node with several networks has several.
     first = os.environ["SLURM_NODEID"] == "0"
     return run(command, {"PET_RDZV_CONF": f"is_host={str(first).lower()}", **environment(int(ranks))})

@@ -75,7 +75,9 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    (folder / "tokenizer.model").write_bytes(train_sentencepiece([Path(__file__).read_text()], 512))  # every model's is larger
+    (folder / "tokenizer.model").write_bytes(
+        train_sentencepiece([Path(__file__).read_text()], 512)
+    )  # every model's is larger
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 

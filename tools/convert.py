@@ -10,7 +10,6 @@ dtype, and the logits of a forward pass.
 """
 
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pre
 from interdomain.model import distributed_checkpoint as checkpoints
 
 from ._cli import argument_parser, user_errors
-from ._model_card import last_validation, write_card
+from ._model_card import write_card
 
 CODE = Path(interdomain.__file__).parent / "hf"
 CHECK_TOKENS = 64
@@ -40,13 +39,7 @@ def parse(argv):
     p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
     p.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
     p.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
-    p.add_argument(
-        "--dtype", choices=pretrained.DTYPES, default="float32", help="of the weights; the dynamics stay float32"
-    )
-    p.add_argument("--max-shard-gb", type=float, default=4.0, help="size of a safetensors file (default 4)")
-    p.add_argument(
-        "--no-logit-check", action="store_true", help="skip the forward passes (every value is still compared)"
-    )
+    p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help="of weights; dynamics stay float32")
     return p.parse_args(argv)
 
 
@@ -56,14 +49,10 @@ def to_folder(args) -> str:
     index = checkpoints.tensor_index(checkpoint)
     expected = meta_model(config).state_dict()
     for name, tensor in expected.items():
-        if name not in index:
+        found = list(index[name].size) if name in index else "missing"
+        if found != list(tensor.shape):
             raise ValueError(
-                f"{checkpoint} lacks the tensor {name} of the model that its record describes. Take another step."
-            )
-        if index[name].size != tensor.shape:
-            raise ValueError(
-                f"{checkpoint}: {name} is {list(index[name].size)}, its record describes {list(tensor.shape)}. "
-                "Take another step."
+                f"{checkpoint}: {name} is {found}, its record describes {list(tensor.shape)}. Take another step."
             )
     tokenizer = pretrained.load_checked_tokenizer(checkpoint, config, record)
     checkpoints.check_bytes(checkpoint, expected)
@@ -74,35 +63,26 @@ def to_folder(args) -> str:
                 bar.update(len(names))
                 return checkpoints.read_tensors(checkpoint, names, index)
 
-            count = pretrained.write_weights(
-                folder, config, pretrained.DTYPES[args.dtype], read, int(args.max_shard_gb * 1e9)
-            )
-        facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
-        facts["size"], facts["condition"] = cell_of(config, record["size"])
-        facts["converted_by"] = f"interdomain {interdomain.__version__}"
-        facts["validation"] = last_validation(checkpoint, record["step"])
+            count = pretrained.write_weights(folder, config, pretrained.DTYPES[args.dtype], read, 4 * 10**9)
         tokenizer.write(folder)
         try:
             write_for_transformers(tokenizer, folder)
         except NotImplementedError as e:
             refuse_in_transformers(folder)
-            print(
-                f"note: no tokenizer.json for transformers was written, AutoTokenizer refuses the folder: {e}",
-                file=sys.stderr,
-            )
+            print(f"note: no tokenizer.json was written, AutoTokenizer refuses the folder: {e}", file=sys.stderr)
+        facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
+        facts["size"], facts["condition"] = cell_of(config, record["size"])
+        facts["converted_by"] = f"interdomain {interdomain.__version__}"
+        validation = checkpoint / checkpoints.VALIDATION
+        facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
-        copy_code(folder)
+        # The classes that transformers runs, and the license, as they stand in plugin/hf.
+        for name in ("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py", "LICENSE"):
+            shutil.copyfile(CODE / name, folder / name)
         write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, index, args)
-    size = sum(f.stat().st_size for f in args.output.iterdir())
-    return f"wrote {args.output} ({size / 1e6:.1f} MB, {count} tensors, step {record['step']}, {difference})"
-
-
-def copy_code(folder: Path) -> None:
-    """The classes that transformers runs, and the license, as they stand in plugin/hf."""
-    for name in ("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py", "LICENSE"):
-        shutil.copyfile(CODE / name, folder / name)
+    return f"{count} tensors, step {record['step']}, {difference}"
 
 
 def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> None:
@@ -132,10 +112,7 @@ def check_folder(folder: Path, checkpoint: Path, index, args) -> str:
                 "earlier step."
             )
         expected = tensor.to(pretrained.storage_dtype(name, pretrained.DTYPES[args.dtype]))
-        if found[name].dtype != expected.dtype or not torch.equal(found[name], expected):
-            raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
-    if args.no_logit_check:
-        return "logits not compared"
+        require_same(name, found[name], expected)
     tokens = torch.arange(CHECK_TOKENS)[None] * 37 % config.vocab_size
     found = model.float()(tokens)
     del model
@@ -150,6 +127,11 @@ def check_folder(folder: Path, checkpoint: Path, index, args) -> str:
             f"{LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}; nothing was kept. Convert with --dtype float32."
         )
     return f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
+
+
+def require_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    if found.dtype != expected.dtype or not torch.equal(found, expected):
+        raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
 
 
 def to_checkpoint(args) -> str:
@@ -177,21 +159,16 @@ def to_checkpoint(args) -> str:
         checkpoints.write_tensors(folder, tensors)
         index = checkpoints.tensor_index(folder)
         for name, tensor in tensors.items():
-            if not torch.equal(checkpoints.read_tensors(folder, [name], index)[name], tensor):
-                raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
-    size = sum(f.stat().st_size for f in args.output.iterdir())
-    return (
-        f"wrote {args.output} ({size / 1e6:.1f} MB, {len(tensors)} tensors; "
-        f"start with --checkpoint.initial_load_path {args.output})"
-    )
+            require_same(name, checkpoints.read_tensors(folder, [name], index)[name], tensor)
+    return f"{len(tensors)} tensors; start with --checkpoint.initial_load_path {args.output}"
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    if not 0 < args.max_shard_gb < math.inf:
-        raise ValueError(f"--max-shard-gb must be positive and finite: got {args.max_shard_gb}.")
-    print((to_checkpoint if args.to_checkpoint else to_folder)(args))
+    what = to_checkpoint(args) if args.to_checkpoint else to_folder(args)
+    size = sum(file.stat().st_size for file in args.output.iterdir())
+    print(f"wrote {args.output} ({size / 1e6:.1f} MB, {what})")
     return 0
 
 

@@ -1,6 +1,6 @@
 """python -m interdomain.tools.launch train_configs/125M.toml --mixer.condition s4d --dry-run
 
-Check a run, say what it is, and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
+Check and describe a run and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
 inside a SLURM allocation (sbatch, salloc) on every GPU of every node of it, by srun.
 Every other flag is a setting (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
 and calls this. A failed rank is started again by torchrun (--max-restarts), a lost node or a job at its time limit by the
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from interdomain.model.distributed_checkpoint import finished_steps
+
 from . import _slurm, _torchrun
 from ._cli import user_errors
 from ._curves import EVENTS, read_curves
@@ -27,7 +29,6 @@ CPU_RANKS = 2
 NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by SLURM for a job without any
 # TensorBoard shows 1,000 points of a curve, drawn at random: no spikes.
 SEE_ALL = ("--samples_per_plugin", "scalars=100000")
-MAX_RESTARTS = 3
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -35,54 +36,33 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p = argparse.ArgumentParser(
         prog="launch.sh",
         usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [SETTINGS]",
-        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in.",
-        epilog=f"CONFIG.toml: default {DEFAULT_CONFIG}. Every other flag is a setting: --mixer.condition s4d, "
-        "--training.local_batch_size 4, ...; --flags lists them all.",
+        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in. "
+        f"CONFIG.toml: default {DEFAULT_CONFIG}. SETTINGS: --training.local_batch_size 4, ...; --flags lists them all.",
         allow_abbrev=False,
     )
     p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
     p.add_argument("--ranks", type=int, help="processes on a machine (default: its GPUs, or 2 on the CPU)")
     p.add_argument(
-        "--site",
-        metavar="NAME",
-        help="in a SLURM allocation: a cluster's variables, from tools/sites (default plain, or INTERDOMAIN_SITE), or "
-        f"{_slurm.LOCAL} for this machine alone",
+        "--site", help="a cluster's variables (tools/sites; default plain, or INTERDOMAIN_SITE); local: no cluster"
     )
-    p.add_argument(
-        "--max-restarts",
-        type=int,
-        default=MAX_RESTARTS,
-        metavar="N",
-        help="when one fails, torchrun starts the ranks again from the last complete checkpoint, N times in all "
-        f"(default {MAX_RESTARTS})",
-    )
+    p.add_argument("--max-restarts", type=int, default=3, help="how often torchrun restarts failed ranks (default 3)")
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
-        raise ValueError(
-            f"more than one configuration file: {', '.join(files)}. Give one; override its fields by flags."
-        )
+        raise ValueError(f"more than one configuration file: {', '.join(files)}. Override fields of one by flags.")
     args, flags = p.parse_known_args([a for a in argv if a not in files])
     if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
         raise ValueError("give the configuration file by itself, without --job.config_file: ./launch.sh FILE.toml")
+    if args.ranks is not None and args.ranks < 1:
+        raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
 
 
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
-    try:
-        from interdomain.titan import plan  # noqa: F401 (imports TorchTitan, which reading alone does not)
-        from interdomain.titan.settings import read_job_config
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            f"training needs {e.name}, which {sys.executable} does not have. Install it there: {sys.executable} -m pip "
-            "install -c constraints.txt -e '.[train]'"
-        ) from e
+    from interdomain.titan.settings import read_job_config
 
-    if not Path(config).is_file():
-        known = ", ".join(str(p) for p in sorted(Path("train_configs").glob("*.toml")))
-        raise FileNotFoundError(f"there is no configuration file {config}. In train_configs: {known or 'none'}.")
     return read_job_config(["--job.config_file", config, *flags])
 
 
@@ -90,12 +70,10 @@ def refuse_idle_gpus() -> None:
     """Raises: ValueError where there are GPUs that PyTorch cannot use: what was started would quietly be on the CPU."""
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if gpus and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
-        cuda = torch.version.cuda
-        why = f"its build is for CUDA {cuda}: is the driver too old for it?" if cuda else "its build is for the CPU."
         raise ValueError(
-            f"this machine has GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them; {why} Install one "
-            "that fits (INTERDOMAIN_PYTHON names an environment of yours), or take the CPU with "
-            "CUDA_VISIBLE_DEVICES=''."
+            f"this machine has GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: is it a build for "
+            "CUDA, and the driver new enough for it? Install one that fits (INTERDOMAIN_PYTHON names an environment of "
+            "yours), or take the CPU with CUDA_VISIBLE_DEVICES=''."
         )
 
 
@@ -116,75 +94,48 @@ def check_data(job) -> str:
     return said + ")"
 
 
-def perplexities(folder: Path) -> list[tuple[int, float]]:
-    """(step, validation perplexity) from a run's TensorBoard folder, all its restarts together."""
-    if not any(folder.glob(EVENTS)):
-        return []
-    return sorted(read_curves(folder).get("validation_metrics/perplexity", {}).items())
-
-
-def next_steps(args: argparse.Namespace, flags: list[str], job, plan) -> str:
-    """Commands that convert, generate, watch and continue, ready to paste."""
-    python = python_here()
-    dump = Path(job.job.dump_folder)
+def next_steps(argv: list[str], job, plan) -> str:
+    """Commands that watch, convert, generate and train on, ready to paste. argv: the command line of this run."""
+    python, dump = python_here(), Path(job.job.dump_folder)
     runs = dump.parent if dump.parent.name else dump  # beside it are other runs, to compare with
     lines = {"watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
     if job.checkpoint.enable:
         last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
-        lines |= {
-            "convert to a standalone folder": [python, "-m", "interdomain.tools.convert", last, "--output", export],
-            "generate": [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("],
-            **train_on(args, flags, job, plan),
-        }
+        lines["convert to a standalone folder"] = [python, "-m", "interdomain.tools.convert", last, "--output", export]
+        lines["generate"] = [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("]
+        if longer := train_on(job, plan):
+            lines["train on, to twice the length, at the last learning rate"] = ["./launch.sh", *argv, *longer]
     return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
 
 
-def train_on(args: argparse.Namespace, flags: list[str], job, plan) -> dict[str, list[str]]:
-    """A run of twice the length: what becomes of the learning rate, and the command."""
-    schedule, last = job.lr_scheduler, job.lr_scheduler.total_steps or plan.steps
-    if schedule.decay_ratio == 0:
-        rate, settings = "at the same learning rate", []
-    elif schedule.min_lr:
-        rate, settings = "at the last learning rate", ["--lr_scheduler.total_steps", str(last)]
-    else:
-        rate = "with a learning rate that jumps back up, for it has no floor (lr_scheduler.min_lr)"
-        settings = ["--lr_scheduler.total_steps", str(2 * plan.steps), "--lr_scheduler.allow_jump"]
-    launcher = ["--ranks", str(args.ranks)] if args.ranks else []
-    launcher += ["--site", args.site] if args.site else []
-    launcher += ["--max-restarts", str(args.max_restarts)] if args.max_restarts != MAX_RESTARTS else []
-    anew = ("training.tokens", "training.steps", "lr_scheduler.total_steps", "lr_scheduler.allow_jump")
-    kept, keep = [], True
-    for flag in flags:
-        if flag.startswith("--"):
-            keep = flag[2:].split("=")[0].replace("-", "_") not in anew
-        kept += [flag] if keep else []
-    longer = ["--training.steps", str(2 * plan.steps), *settings]
-    return {f"train on, to twice the length, {rate}": ["./launch.sh", args.config, *launcher, *kept, *longer]}
+def train_on(job, plan) -> list[str]:
+    """Flags behind a run's own that make it twice as long; none where its learning rate ends at 0."""
+    longer = ["--training.steps", str(2 * plan.steps)]
+    if "training.tokens" in job.given:
+        longer += ["--training.tokens", "0"]
+    if job.lr_scheduler.decay_ratio == 0:
+        return longer
+    last = job.lr_scheduler.total_steps or plan.steps
+    return [*longer, "--lr_scheduler.total_steps", str(last)] if job.lr_scheduler.min_lr else []
 
 
 @user_errors
 def main(argv=None) -> int:
-    args, flags = parse(list(sys.argv[1:] if argv is None else argv))
-    if args.flags:
-        flags = [*flags, "--help"]
-    if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
-    if args.max_restarts < 0:
-        raise ValueError(f"--max-restarts must be 0 or more: got {args.max_restarts}.")
-    ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
-    nodes = _slurm.allocation(args.site, args.ranks, ranks)
-    job = job_config(args.config, flags)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args, flags = parse(argv)
+    job = job_config(args.config, [*flags, "--help"] if args.flags else flags)
 
     from interdomain.titan.plan import make_plan
     from interdomain.titan.schedule import refuse_jump
 
+    ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
+    nodes = _slurm.allocation(args.site, args.ranks, ranks)
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
     refuse_jump(job, plan.steps, plan.warmup_steps)
     print(plan.describe())
     if nodes:
-        torchrun = torchrun_command(args.config, flags, nodes.ranks, args.max_restarts, nodes.rendezvous)
-        command = nodes.command(python_here(), torchrun)
         print(nodes.describe())
+        command = nodes.command(args.config, flags, args.max_restarts)
     else:
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
@@ -194,28 +145,23 @@ def main(argv=None) -> int:
     print(f"{'data':>18}  {check_data(job)}")
     print(f"{'output':>18}  {job.job.dump_folder}\n", flush=True)
 
-    from interdomain.model.distributed_checkpoint import finished_steps
-
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
-    before = max(finished_steps(checkpoints), default=-1)
-    code = _slurm.run(command, nodes.site) if nodes else _torchrun.run(command, _torchrun.environment(ranks))
-    last = max(finished_steps(checkpoints), default=-1)
-    if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and last != before:
+    before = finished_steps(checkpoints).keys()
+    code = _slurm.run(command, nodes.environment) if nodes else _torchrun.run(command, _torchrun.environment(ranks))
+    if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and (new := finished_steps(checkpoints).keys() - before):
         print(
-            f"\nthe run failed (exit status {code}) after it had saved step {last}: leaving with exit status {CONTINUE}, for "
-            "the same command continues it, on another machine if this one is broken.",
+            f"\nthe run failed (exit status {code}) after it had saved step {max(new)}: leaving with exit status {CONTINUE}, "
+            "for the same command continues it, on another machine if this one is broken.",
             file=sys.stderr,
         )
-        code = CONTINUE
-    if code == CONTINUE:
-        return code
+        return CONTINUE
     if code:
-        print(f"\nthe run ended with exit status {code}; the reason stands above.", file=sys.stderr)
         return code
-    measured = perplexities(Path(job.job.dump_folder) / job.metrics.save_tb_folder)
-    if measured:
-        print("\nvalidation perplexity: " + ", ".join(f"{value:.2f} at step {step}" for step, value in measured))
-    print("\n" + next_steps(args, flags, job, plan))
+    events = Path(job.job.dump_folder) / job.metrics.save_tb_folder
+    if any(events.glob(EVENTS)) and (measured := read_curves(events).get("validation_metrics/perplexity")):
+        values = ", ".join(f"{x:.2f} at step {step}" for step, x in sorted(measured.items()))
+        print(f"\nvalidation perplexity: {values}")
+    print("\n" + next_steps([args.config, *(word for word in argv if word != args.config)], job, plan))
     return 0
 
 

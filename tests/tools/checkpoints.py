@@ -20,51 +20,25 @@ def small_model(condition="interdomain", **overrides) -> Transformer:
     return lively(small_config(condition, vocab_size=VOCAB, **overrides), torch.float32)
 
 
-def record_of(config, tokenizer, step=100) -> dict:
-    """interdomain.json, as interdomain.titan.checkpoint writes it."""
-    return {
+def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
+    """folder/step-N with one rank's shard."""
+    checkpoint = folder / f"step-{step}"
+    checkpoint.mkdir(parents=True)
+    shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
+    record = {  # as interdomain.titan.checkpoint writes it
         "format_version": 1,
-        "model": config.to_dict(),
-        **cell_of(config, "debug")._asdict(),
-        "run": {
-            "seed": 42,
-            "seq_len": 128,
-            "global_batch": 16,
-            "tokens_per_step": 2048,
-            "planned_steps": 400,
-            "data_fingerprint": "0123abcd",
-        },
+        "model": model.config.to_dict(),
+        **cell_of(model.config, "debug")._asdict(),
+        "run": {"seed": 42, "seq_len": 128, "planned_steps": 400, "data_fingerprint": "0123abcd"},
         "tokenizer": {"file": TOKENIZER, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": "0.1.0", "torch": torch.__version__, "torchtitan": "0.2.2"},
         "step": step,
         "tokens": step * 2048,
     }
-
-
-class Runs:
-    """Unpickling this runs code: it leaves a file."""
-
-    def __init__(self, trap: Path):
-        self.trap = trap
-
-    def __reduce__(self):
-        return open, (str(self.trap), "w")
-
-
-def write_record(folder: Path, config, tokenizer, step=100) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(tokenizer.path, folder / TOKENIZER)
-    (folder / SIDECAR).write_text(json.dumps(record_of(config, tokenizer, step), indent=2) + "\n")
-
-
-def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
-    """folder/step-N with one rank's shard. What stands beside the model is poison: loading it leaves folder/sprung."""
-    checkpoint = folder / f"step-{step}"
-    write_record(checkpoint, model.config, tokenizer, step)
+    (checkpoint / SIDECAR).write_text(json.dumps(record))
     state = dict(model.state_dict())
     beside = {f"optimizer.state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
-    beside["optimizer.param_groups.norm.weight.lr"] = 3e-4
-    beside |= {key: Runs(folder / "sprung") for key in ("train_state", "dataloader.dp_rank_0", "optimizer.poison")}
+    beside |= {"optimizer.param_groups.norm.weight.lr": 3e-4, "train_state": {"step": step}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save({**state, **beside}, checkpoint_id=checkpoint, no_dist=True)

@@ -1,47 +1,53 @@
 """Checkpoints to standalone folders and back, to the bit; and everything that can be wrong with either."""
 
-import contextlib
 import json
 import os
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from interdomain.model import Transformer, cell_of
+from interdomain.model import cell_of, count_parameters
 from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model.pretrained import BASE, load_pretrained, read_config
+from interdomain.model.pretrained import BASE, read_config
 from interdomain.tools import convert
 
-from ..common import REPOSITORY
-from .checkpoints import Runs, small_model, write_checkpoint
+from .checkpoints import small_model, write_checkpoint
 
 
 def run(source, output, *options, expect=0):
     assert convert.main([str(a) for a in (source, "--output", output, *options)]) == expect
 
 
-def error(capsys):
-    """The one paragraph on stderr."""
-    out, err = capsys.readouterr()
-    lines = err.strip().split("\n")
-    assert (out, len(lines)) == ("", 1), err
-    assert lines[0].startswith("error: ")
-    return lines[0]
+@pytest.fixture
+def refused(capsys, output):
+    """refused(source, words, *options): it is, in one paragraph with these words, and nothing is left."""
+
+    def refused(source, words, *options):
+        capsys.readouterr()
+        run(source, output, *options, expect=2)
+        out, err = capsys.readouterr()
+        assert (out, err.startswith("error: "), err.count("\n")) == ("", True, 1)
+        assert words in err
+        assert not os.listdir(output.parent)
+
+    return refused
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def stored(folder):
-    files = sorted(folder.glob("*.safetensors"))
-    return {name.removeprefix(BASE): t for file in files for name, t in load_file(file).items()}
+    return {name.removeprefix(BASE): t for name, t in load_file(folder / "model.safetensors").items()}
+
+
+def of_checkpoint(folder):
+    index = checkpoints.tensor_index(folder)
+    return checkpoints.read_tensors(folder, list(index), index)
 
 
 def assert_same(found, wanted):
@@ -52,13 +58,8 @@ def assert_same(found, wanted):
 
 
 @pytest.fixture
-def model():
-    return small_model()
-
-
-@pytest.fixture
-def checkpoint(tmp_path, model, tokenizer):
-    return write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer)
+def checkpoint(tmp_path, tokenizer):
+    return write_checkpoint(tmp_path / "run" / "checkpoint", small_model(), tokenizer)
 
 
 @pytest.fixture
@@ -66,10 +67,6 @@ def output(tmp_path):
     """A folder to write, alone in its parent, so that leftovers show."""
     (tmp_path / "exports").mkdir()
     return tmp_path / "exports" / "out"
-
-
-def nothing_written(output):
-    return not os.listdir(output.parent)
 
 
 @pytest.mark.parametrize(
@@ -94,33 +91,53 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
         *("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py"),
         *("generation_config.json", "README.md", "LICENSE"),
     }
+    assert len({path.stat().st_mode for path in output.iterdir()}) == 1  # by the umask: safetensors' own is 0600
+    assert json.loads((output / "generation_config.json").read_text()) == {
+        "bos_token_id": tokenizer.eos_id,  # a text begins where training documents began
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.unk_id,
+        "suppress_tokens": list(range(tokenizer.vocab_size, model.config.vocab_size)),
+    }
     config, record = read_config(output)
     assert config == model.config
     facts, cell = record["facts"], cell_of(config, "debug")
     assert [facts[name] for name in ("size", "condition", "step", "tokens")] == [*cell, 100, 204_800]
-    assert facts["run"]["data_fingerprint"] == "0123abcd"
-    # Nothing but the model was loaded: the rest would have left a file.
-    assert not (tmp_path / "run" / "checkpoint" / "sprung").exists()
-    loaded, found = load_pretrained(output)
-    assert found.sha256 == tokenizer.sha256
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens), model(tokens), rtol=1e-5, atol=1e-5)  # the same weights
 
     # Back to a checkpoint that training starts from, and to a folder again.
-    run(output, tmp_path / "again" / "step-0", "--to-checkpoint")
-    assert f"--checkpoint.initial_load_path {tmp_path}/again/step-0" in capsys.readouterr().out
-    config, record = checkpoints.read_sidecar(tmp_path / "again" / "step-0")
+    again = tmp_path / "again" / "step-0"
+    run(output, again, "--to-checkpoint")
+    assert f"--checkpoint.initial_load_path {again}" in capsys.readouterr().out
+    config, record = checkpoints.read_sidecar(again)
     assert config == model.config
     assert (record["step"], record["tokens"], record["size"], record["condition"]) == (0, 0, *cell)
     assert record["run"]["started_from"]["step"] == 100
-    index = checkpoints.tensor_index(tmp_path / "again" / "step-0")
-    assert_same(checkpoints.read_tensors(tmp_path / "again" / "step-0", list(index), index), model.state_dict())
+    assert_same(of_checkpoint(again), model.state_dict())
     run(tmp_path / "again", tmp_path / "exports" / "second")
     first, second = contents(output), contents(tmp_path / "exports" / "second")
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
+
+
+def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer):
+    # As the condition was once written, whatever n_basis is.
+    edit_record(checkpoint, lambda record: record.update(condition="interdomain"))
+    (checkpoint / checkpoints.VALIDATION).write_text('{"step": 100, "loss": 3.0, "perplexity": 20.25}')
+    run(checkpoint, output)
+    config, record = read_config(output)
+    assert record["facts"]["validation"]["perplexity"] == 20.25
+    card = (output / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0\nlibrary_name: transformers\n")
+    for line in (
+        "- interdomain",
+        f"# Interdomain Attention, {cell_of(config, 'debug')}",
+        f"| parameters | {count_parameters(small_model()):,} |",
+        "| step | 100 of 400 |",
+        "| validation perplexity | 20.250 |",
+        "| vocabulary | 420 (400 in use) |",
+    ):
+        assert line + "\n" in card
+    assert f"trust_remote_code=True,prefix_token_id={tokenizer.eos_id} --tasks" in card
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -130,30 +147,13 @@ def test_storage_dtypes_spare_the_dynamics(tmp_path, tokenizer, output, capsys, 
     run(write_checkpoint(tmp_path / "run", model, tokenizer), output, "--dtype", dtype)
     difference = float(capsys.readouterr().out.rpartition("logits equal to ")[2].strip(" )\n"))
     assert 0 < difference < convert.LOGIT_TOLERANCE[dtype]
-    found = stored(output)
-    for name, tensor in model.state_dict().items():
-        wanted = tensor if ".ssm." in name else tensor.to(getattr(torch, dtype))
-        assert found[name].dtype == wanted.dtype
-        assert torch.equal(found[name], wanted)
+    state = model.state_dict()
+    rounded = {name: x if ".ssm." in name else x.to(getattr(torch, dtype)) for name, x in state.items()}
+    assert_same(stored(output), rounded)
     assert read_config(output)[1]["dtype"] == dtype
     # Training starts in float32 again, from the rounded values.
     run(output, tmp_path / "again", "--to-checkpoint")
-    index = checkpoints.tensor_index(tmp_path / "again")
-    assert_same(
-        checkpoints.read_tensors(tmp_path / "again", list(index), index),
-        {name: tensor.float() for name, tensor in found.items()},
-    )
-
-
-def test_a_run_gives_its_newest_whole_step(tmp_path, tokenizer, output, capsys):
-    models = {step: small_model() for step in (90, 100, 110)}
-    for step, model in models.items():
-        model.init_weights(step)
-        write_checkpoint(tmp_path / "run" / "checkpoint", model, tokenizer, step)
-    (tmp_path / "run" / "checkpoint" / "step-110" / ".metadata").unlink()  # as while it is being written
-    run(tmp_path / "run", output)
-    assert "step 100," in capsys.readouterr().out
-    assert_same(stored(output), models[100].state_dict())
+    assert_same(of_checkpoint(tmp_path / "again"), {name: tensor.float() for name, tensor in rounded.items()})
 
 
 def edit_record(checkpoint, change):
@@ -162,25 +162,16 @@ def edit_record(checkpoint, change):
     (checkpoint / "interdomain.json").write_text(json.dumps(record))
 
 
-def shard(checkpoint):
-    (file,) = checkpoint.glob("*.distcp")
-    return file
-
-
 def another_tokenizer(checkpoint):
     file = checkpoint / "tokenizer.model"
     file.write_bytes(file.read_bytes() + b"\x1a\x00")
 
 
-def edit_index(checkpoint, change):
+def shard_elsewhere(checkpoint):
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    change(metadata)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def elsewhere(metadata):
     for place in metadata.storage_data.values():
         place.relative_path = f"../step-100/{place.relative_path}"
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def flip_a_bit(file, tensor):
@@ -189,33 +180,29 @@ def flip_a_bit(file, tensor):
     file.write_bytes(data)
 
 
+SHARD = "__0_0.distcp"
 DAMAGE = {
-    "poisonous index": (lambda c: (c / ".metadata").write_bytes(pickle.dumps(Runs(c / "sprung"))), "has no place in"),
     "no record": (lambda c: (c / "interdomain.json").unlink(), "no interdomain.json"),
     "empty record": (lambda c: (c / "interdomain.json").write_text(""), "interdomain.json is damaged"),
     "newer model": (lambda c: edit_record(c, lambda r: r["model"].update(format_version=2)), "reads version 1"),
-    "record without facts": (lambda c: edit_record(c, lambda r: r.pop("tokens")), "lacks tokens"),
-    "cut shard": (lambda c: os.truncate(shard(c), 5000), "has 5,000 bytes where"),
-    "altered shard": (lambda c: flip_a_bit(shard(c), small_model().norm.weight), "do not match their checksum"),
-    "shard elsewhere": (lambda c: edit_index(c, elsewhere), "no shard beside it"),
+    "cut shard": (lambda c: os.truncate(c / SHARD, 5000), "has 5,000 bytes where"),
+    "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
+    "shard elsewhere": (shard_elsewhere, "no shard beside it"),
     "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
-    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "lacks the tensor layers.2."),
+    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "is missing, its record"),
     "another tokenizer": (another_tokenizer, "checksum differs"),
     "no folder": (shutil.rmtree, "There is no folder"),
 }
 
 
-def test_a_damaged_checkpoint_is_one_paragraph(tmp_path, checkpoint, output, capsys):
+def test_a_damaged_checkpoint_is_refused(tmp_path, checkpoint, refused):
     for name, (break_it, words) in DAMAGE.items():
         damaged = shutil.copytree(checkpoint, tmp_path / name / checkpoint.name)
         break_it(damaged)
-        run(damaged, output, expect=2)
-        assert words in error(capsys), name
-        assert nothing_written(output)
-        assert not (damaged / "sprung").exists()
+        refused(damaged, words)
 
 
-def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, tokenizer, output, capsys):
+def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, tokenizer, refused):
     for value, dtype, words in (
         (float("nan"), "float32", "norm.weight holds values that are not finite"),
         (1e6, "float16", "Convert with --dtype float32"),  # beyond float16's 65,504
@@ -223,12 +210,10 @@ def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, t
         model = small_model()
         with torch.no_grad():
             model.norm.weight[3] = value
-        run(write_checkpoint(tmp_path / dtype, model, tokenizer), output, "--dtype", dtype, expect=2)
-        assert words in error(capsys)
-        assert nothing_written(output)
+        refused(write_checkpoint(tmp_path / dtype, model, tokenizer), words, "--dtype", dtype)
 
 
-def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypatch):
+def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
     """A machine that writes something else than it was given."""
     from interdomain.model import pretrained
 
@@ -238,80 +223,31 @@ def test_what_does_not_read_back_is_refused(checkpoint, output, capsys, monkeypa
 
     save = pretrained.save_file
     monkeypatch.setattr(pretrained, "save_file", flips)
-    for options in ([], ["--no-logit-check"]):
-        run(checkpoint, output, *options, expect=2)
-        assert "norm.weight did not read back as written" in error(capsys)
-        assert nothing_written(output)
+    refused(checkpoint, "norm.weight did not read back as written")
 
 
-def test_nothing_is_overwritten(checkpoint, output, capsys):
-    output.mkdir()
-    (output / "notes.txt").write_text("mine")
-    run(checkpoint, output, expect=2)
-    assert "exists and is not empty" in error(capsys)
-    assert contents(output) == {"notes.txt": b"mine"}
-    assert os.listdir(output.parent) == ["out"]
-    (output / "notes.txt").unlink()
-    run(checkpoint, output)  # an empty folder is taken
-
-
-def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, output, capsys, model):
+def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, refused):
     folder = tmp_path / "folder"
     run(checkpoint, folder)
-    capsys.readouterr()
-    flip_a_bit(folder / "model.safetensors", model.norm.weight)
-    run(folder, output, "--to-checkpoint", expect=2)
-    assert "model.safetensors is not as it was written" in error(capsys)
+    flip_a_bit(folder / "model.safetensors", small_model().norm.weight)
+    refused(folder, "model.safetensors is not as it was written", "--to-checkpoint")
     another_tokenizer(folder)
-    run(folder, output, "--to-checkpoint", expect=2)
-    assert "checksum differs from the record's" in error(capsys)
-    run(checkpoint, output, "--to-checkpoint", expect=2)  # the wrong way round
-    assert "is not a model folder" in error(capsys)
-    assert nothing_written(output)
+    refused(folder, "checksum differs from the record's", "--to-checkpoint")
+    refused(checkpoint, "is not a model folder", "--to-checkpoint")  # the wrong way round
 
 
-@contextlib.contextmanager
-def files_of_at_most(size):
-    """A disk that fills: a file that grows beyond this fails with EFBIG (Python ignores SIGXFSZ)."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("to_checkpoint", [False, True])
-def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, capsys, to_checkpoint):
-    source, options = checkpoint, []
-    if to_checkpoint:
-        source, options = tmp_path / "folder", ["--to-checkpoint"]
+@pytest.mark.parametrize("options", [[], ["--to-checkpoint"]])
+def test_a_full_disk_leaves_nothing(tmp_path, checkpoint, output, refused, options):
+    """A file that grows beyond a limit fails with EFBIG (Python ignores SIGXFSZ)."""
+    source = checkpoint
+    if options:
+        source = tmp_path / "folder"
         run(checkpoint, source)
-        capsys.readouterr()
-    # The smallest leaves no room for the tokenizer, the largest for the weights.
-    for size in (100, 50_000):
-        with files_of_at_most(size):
-            run(source, output, *options, expect=2)
-        assert "File too large" in error(capsys)
-        assert nothing_written(output)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 50_000):  # the smallest leaves no room for the tokenizer, the largest for the weights
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            refused(source, "File too large", *options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run(source, output, *options)
-
-
-@pytest.mark.e2e
-def test_a_checkpoint_of_two_ranks(tmp_path, tokenizer, output):
-    checkpoint = tmp_path / "run" / "checkpoint" / "step-1"
-    script = REPOSITORY / "tests" / "tools" / "fsdp_checkpoint.py"
-    argv = [sys.executable, str(script), str(checkpoint), str(tokenizer.path)]
-    done = subprocess.run(argv, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(list(checkpoint.glob("*.distcp"))) == 2
-    run(tmp_path / "run", output)
-    config, _ = read_config(output)
-    # The same start and the same step of AdamW, on one device.
-    wanted = Transformer(config)
-    wanted.init_weights(7)
-    optimizer = torch.optim.AdamW(wanted.parameters(), lr=1e-2, foreach=False)
-    for p in wanted.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert_same(stored(output), wanted.state_dict())

@@ -1,6 +1,5 @@
 """The launcher: what a dry run prints, what is refused before anything starts, one real start; launch.sh's environment."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -14,62 +13,38 @@ import pytest
 from interdomain.tools import launch
 from interdomain.tools._torchrun import CONTINUE, REFUSED
 
-from ..common import TIMEOUT
-
-ROOT = Path(__file__).parents[2]
+from ..common import REPOSITORY, TIMEOUT
 
 
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("INTERDOMAIN_SITE", "local")  # the tests may themselves stand in an allocation
 
 
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("started a process"))
+
+
 def dry(capsys, *argv):
-    code = launch.main([*argv, "--dry-run"])
-    out, err = capsys.readouterr()
-    return code, out, err
+    assert launch.main([*argv, "--dry-run"]) == 0
+    return capsys.readouterr().out
 
 
-def test_dry_run_of_a_cell_of_the_papers(capsys):
+def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp_path, nothing_starts):
     """Counts of the paper's parameter table; its token budget and 375 M-token warmup in steps of 524,288 tokens."""
-    code, out, _ = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16")
-    assert code == 0
-    assert "125M, s4d (135,425,424 parameters)" in out
-    assert "4,769 of 524,288 tokens (warmup 715)" in out
-    assert all(
-        words in out for words in ("2,500,329,472", "--nproc-per-node 16", "FLOPs per token", "memory per device")
-    )
-
-
-def test_without_torchtitan_it_says_what_to_install(capsys, monkeypatch):
-    for name in [
-        name for name in sys.modules if name.split(".")[0] == "torchtitan" or name.startswith("interdomain.titan")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torchtitan", None)
-    code, _, err = dry(capsys)
-    assert code == 2
-    assert err.startswith("error: training needs torchtitan")
-    assert "pip install -c constraints.txt -e '.[train]'" in err
-
-
-def test_killed_ranks_are_restarted(capsys):
-    assert "--max-restarts 3 " in dry(capsys)[1]
-    assert "--max-restarts 7 " in dry(capsys, "--max-restarts", "7")[1]
-    assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")[1]
-    code, _, error = dry(capsys, "--max-restarts", "-1")
-    assert (code, "--max-restarts must be 0 or more: got -1." in error) == (2, True)
-
-
-def test_dry_run_starts_and_writes_nothing(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("a dry run started a process"))
-    assert dry(capsys, "--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus"))[0] == 0
+    folders = ["--job.dump_folder", str(tmp_path / "out"), "--data.corpus", str(tmp_path / "no corpus")]
+    out = dry(capsys, "--mixer.condition", "s4d", "train_configs/125M.toml", "--ranks", "16", *folders)
+    for words in ("125M, s4d (135,425,424 parameters)", "4,769 of 524,288 tokens (warmup 715)", "2,500,329,472"):
+        assert words in out
+    assert "--nproc-per-node 16 --max-restarts 3 " in out
     assert list(tmp_path.iterdir()) == []
+    assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")
 
 
 @pytest.mark.parametrize(
-    ("torchrun_status", "saved", "status"), [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED), (0, True, 0)]
+    ("torchrun_status", "saved", "status"), [(1, True, CONTINUE), (1, False, 1), (REFUSED, True, REFUSED)]
 )
 def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again(
     tmp_path, monkeypatch, torchrun_status, saved, status
@@ -91,112 +66,88 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         (["--mixer.condition", "mamba"], ["mixer.condition", "mamba", "softmax", "s4d-rope"]),
         (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
         (["--ranks", "0"], ["--ranks", "at least 1"]),
-        (["no/such.toml"], ["no/such.toml", "train_configs/debug.toml"]),
+        (["no/such.toml"], ["no/such.toml: No such file"]),
         (["a.toml", "b.toml"], ["a.toml, b.toml"]),
         (["--job.config_file=train_configs/125M.toml"], ["without --job.config_file", "./launch.sh FILE.toml"]),
     ],
 )
-def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, argv, said):
-    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("started a run that cannot work"))
+def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, nothing_starts, argv, said):
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
-    code = launch.main(["--job.dump_folder", str(tmp_path / "out"), *argv])
-    err = capsys.readouterr().err
-    assert code == 2
-    message = err[err.index("error: ") :]
-    assert "\n" not in message.strip()
-    for words in said:
-        assert words in message
+    assert launch.main(["--job.dump_folder", str(tmp_path / "out"), *argv]) == 2
+    message = capsys.readouterr().err.partition("error: ")[2].strip()
+    assert "\n" not in message
+    assert all(words in message for words in said)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch):
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch, nothing_starts):
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     for name, value in (("is_available", False), ("device_count", 0)):
         monkeypatch.setattr(launch.torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(launch, "check_data", lambda job: pytest.fail("prepared data for a run that cannot be"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert dry(capsys)[0] == 0  # on a login node it says what would run elsewhere
+    dry(capsys)  # on a login node it says what would run elsewhere
     assert launch.main(["--job.dump_folder", str(tmp_path / "out")]) == 2
     assert "this machine has GPUs (/dev/nvidia0)" in capsys.readouterr().err
-    for said in launch.NO_GPUS:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", said)
-        launch.refuse_idle_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch.refuse_idle_gpus()
 
 
 def test_flags_lists_every_setting(capsys):
     from interdomain.titan import settings
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
-    said = capsys.readouterr().out
-    assert end.value.code == 0
-    for setting in settings.KINDS:
-        assert f"--{setting.replace('_', '-')}" in said, setting
-    assert "Train for this many steps" in said
+    shown = capsys.readouterr().out
+    assert not [setting for setting in settings.KINDS if f"--{setting.replace('_', '-')}" not in shown]
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
-    for path in sorted((ROOT / "train_configs").glob("*.toml")):
-        code, out, _ = dry(capsys, str(path.relative_to(ROOT)), "--ranks", "1")
-        assert code == 0, path
-        assert path.stem in out
+    for path in sorted((REPOSITORY / "train_configs").glob("*.toml")):
+        assert path.stem in dry(capsys, str(path.relative_to(REPOSITORY)), "--ranks", "1")
 
 
 @pytest.mark.e2e
 def test_first_start_end_to_end(tmp_path):
     """The newcomer's run in a folder of its own: corpus, two steps, and then the commands that it prints, pasted."""
     for name in ("train_configs", "launch.sh"):
-        (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / name).symlink_to(REPOSITORY / name)
 
     def paste(command):
         env = {**os.environ, "TQDM_DISABLE": "1", "INTERDOMAIN_PYTHON": sys.executable}
         options = dict(shell=True, cwd=tmp_path, capture_output=True, text=True)
         done = subprocess.run(command, timeout=TIMEOUT, env=env, **options)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        return done
+        return done.stdout
 
-    def commands(run):
-        printed = run.stdout[run.stdout.index("\n# ") :].strip().splitlines()
-        return {line.split()[1]: printed[i + 1] for i, line in enumerate(printed) if line.startswith("# ")}
-
-    settings = (
-        "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --lr_scheduler.warmup_steps 0"
-    )
-    first = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --training.steps 2")
-    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", first.stdout)] == [1, 2]
-    assert "debug with dim 96, n_layers 2, " in first.stdout
-    assert list((tmp_path / "outputs/debug/tb").glob("events*"))
-    found = commands(first)
-    assert list(found) == ["watch", "convert", "generate", "train"]
-    paste(found["convert"])
-    assert paste(found["generate"]).stdout.startswith("def main(")
-    assert " --ranks 1 --max-restarts 0 " in found["train"]  # taken: the next test
+    settings = "--training.seq_len 64 --validation.tokens=1024 --model.n-layers 2 --model.dim 96 --training.steps 2"
+    said = paste(f"./launch.sh --ranks 1 --max-restarts 0 {settings} --lr_scheduler.warmup_steps 0")
+    assert [int(step) for step in re.findall(r"[\d.]+ at step (\d+)", said)] == [1, 2]
+    assert "debug with dim 96, n_layers 2, " in said
+    assert list((tmp_path / "outputs/debug/tb").glob("*/events*"))
+    commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
+    assert list(commands) == ["watch", "convert", "generate", "train"]
+    paste(commands["convert"])
+    assert paste(commands["generate"]).startswith("def main(")
+    longer = paste(f"{commands['train']} --dry-run")
+    assert "4 of 1,024 tokens" in longer
+    assert "--nproc-per-node 1 --local-ranks" in longer
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [
-        ([], ["--lr_scheduler.total_steps", "400"]),
-        (
-            ["--training.tokens=409600", "--ranks", "3", "--site", "local", "--max-restarts", "9"],
-            ["--lr_scheduler.total_steps", "100"],
-        ),
-        (["--training.steps", "30", "--compile.enable", "--lr-scheduler.decay-ratio", "0"], []),
-        (["--lr_scheduler.min_lr", "0", "--data.corpus", "a"], ["--lr_scheduler.allow_jump"]),
-    ],
-)
-def test_the_command_that_trains_on_is_taken(given, kept):
+def test_the_flags_that_train_on():
     from interdomain.titan.plan import make_plan
 
-    args, flags = launch.parse(given)
-    job = launch.job_config(args.config, flags)
-    plan = make_plan(job, world_size=2)
-    (command,) = launch.train_on(args, flags, job, plan).values()
-    again, its = launch.parse(command[1:])
-    assert vars(again) == vars(args)
-    assert make_plan(launch.job_config(again.config, its), world_size=2).steps == 2 * plan.steps
-    assert set(kept) <= set(its)
-    assert [flag for flag in its if flag.startswith("--")].count("--training.steps") == 1
+    for given, more in (
+        (["--training.tokens=409600"], ["--training.tokens", "0", "--lr_scheduler.total_steps", "100"]),
+        (["--training.steps", "30", "--lr-scheduler.decay-ratio", "0"], []),
+    ):
+        job = launch.job_config(launch.DEFAULT_CONFIG, given)
+        plan = make_plan(job, world_size=2)
+        longer = launch.train_on(job, plan)
+        assert longer[2:] == more
+        again = launch.job_config(launch.DEFAULT_CONFIG, [*given, *longer])
+        assert make_plan(again, world_size=2).steps == 2 * plan.steps
+    job.lr_scheduler.decay_ratio, job.lr_scheduler.min_lr = None, 0
+    assert launch.train_on(job, plan) == []
 
 
 # Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.
@@ -216,22 +167,18 @@ case "$*" in
   "-m interdomain.tools.launch"*) echo started ;;
 esac
 """
-ONE_INSTALLATION = ["install", "install"]  # torch, and the rest
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """launch.sh in a fresh checkout, which finds the stand-in. Returns: start(), a process."""
+def test_starts_at_once_install_once_and_repair_what_was_killed(tmp_path, monkeypatch):
+    """Killed when it had a Python and no pip, and in the middle of pip. Other constraints are installed anew."""
     for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "python3.11").write_text(STAND_IN)
-    (tools / "python3.11").chmod(0o755)
-    for name in ("bash", "dirname", "cat", "cksum", "mkdir", "rmdir", "cp", "touch", "grep", "tail", "sleep", "flock"):
-        if path := shutil.which(name):
-            (tools / name).symlink_to(path)
-    monkeypatch.setenv("PATH", str(tools))
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for folder in ("tools", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    for python in ("tools/python3.11", ".venv/bin/python"):
+        (tmp_path / python).write_text(STAND_IN)
+        (tmp_path / python).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "tools"), prepend=os.pathsep)
     for name in ("INTERDOMAIN_PYTHON", "INTERDOMAIN_VENV"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -239,43 +186,19 @@ def checkout(tmp_path, monkeypatch):
     def start():
         return subprocess.Popen(["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True)
 
-    return start
-
-
-def installed():
-    return Path("log").read_text().splitlines()
-
-
-def test_starts_at_once_install_once(checkout):
-    """While another start installs, they say that they wait."""
-    Path(".venv").mkdir()
-    with open(".venv/.lock", "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        starts = [checkout() for _ in range(3)]
-        assert starts[0].stdout.readline() == "waiting for another start, which installs into .venv\n"
-        assert not Path("log").exists()
-    said = [start.communicate(timeout=TIMEOUT)[0].splitlines() for start in starts]
-    assert [start.returncode for start in starts] == [0] * 3
-    assert [lines[-1] for lines in said] == ["started"] * 3
-    assert installed() == ONE_INSTALLATION
-    checkout().wait(60)
-    assert installed() == ONE_INSTALLATION
-
-
-def test_an_interrupted_installation_is_repaired(checkout):
-    """Killed when it had a Python and no pip, or in the middle of pip."""
-    Path(".venv/bin").mkdir(parents=True)
-    shutil.copy("tools/python3.11", ".venv/bin/python")
     Path("hold").touch()
-    start = checkout()
-    while not Path("log").exists() or not installed():
-        assert start.poll() is None
-    os.killpg(start.pid, signal.SIGKILL)
-    start.wait()
-    Path("hold").unlink()
+    killed = start()
+    while not Path("log").exists():
+        assert killed.poll() is None
+    waiting = [start(), start()]
+    assert waiting[0].stdout.readline() == "waiting for another start, which installs into .venv\n"
     Path(".venv/bin/busy").rmdir()
-    assert checkout().wait(60) == 0
-    assert installed() == ["install", *ONE_INSTALLATION]
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    Path("hold").unlink()
+    assert [process.communicate(timeout=TIMEOUT)[0].splitlines()[-1] for process in waiting] == ["started"] * 2
     Path("constraints.txt").write_text("torch==0\n")
-    assert checkout().wait(60) == 0
-    assert installed() == ["install", *ONE_INSTALLATION * 2]
+    for _ in range(2):
+        assert start().wait(60) == 0
+    # torch and the rest: the one that was killed in torch, one of the two that waited, and the other constraints
+    assert Path("log").read_text().splitlines() == ["install"] * (1 + 2 + 2)

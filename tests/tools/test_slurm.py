@@ -1,21 +1,18 @@
 """SLURM: what the same line does in an allocation. tests/titan/test_nodes.py starts it."""
 
-import os
 import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 from interdomain.tools import _slurm, launch
-from interdomain.tools._torchrun import CONTINUE, INTERRUPTED, REFUSED, torchrun_command
+from interdomain.tools._torchrun import CONTINUE, REFUSED
 
 from .. import slurm_stand_in
-
-ROOT = Path(__file__).parents[2]
+from ..common import REPOSITORY
 
 
 @pytest.fixture
@@ -37,153 +34,115 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert "INTERDOMAIN_" not in rows["site"]
     command = shlex.split(rows["command"])
     node = command.index("interdomain.tools._torchrun")
-    own, torchrun = command[: node - 2], " ".join(command[node + 1 :])
+    own, (ranks, *torchrun) = command[: node - 2], command[node + 1 :]
     gpus_and_cores = {"--gpus-per-node=4", "--cpus-per-task=144"}
     assert {"srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none", *gpus_and_cores} <= {*own}
-    assert torchrun.startswith("4 ")
-    assert "--nnodes 4 --rdzv-backend c10d --rdzv-id 4242 --rdzv-endpoint nid001:24242 --numa-binding=node" in torchrun
-    assert torchrun.endswith("-m interdomain.titan.entry train_configs/1.3B.toml")
-    assert "--standalone" not in torchrun
+    assert ranks == "4"
+    args = get_args_parser().parse_args(torchrun[torchrun.index("torch.distributed.run") + 1 :])
+    assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == ("4", "4", 3, "node")
+    assert (args.rdzv_id, args.rdzv_endpoint, args.standalone) == ("4242", "nid001:24242", False)
+    assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv", "ranks"),
-    [
+def test_ranks_per_node(slurm, capsys):
+    batch = ("--training.global_batch_size", "64")
+    for variables, argv, ranks in (
+        ({}, ["--site", "alps"], 4),
         ({"GPUS_PER_NODE": "h200:8"}, [], 8),
         ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
-        ({"GPUS_PER_TASK": "h200:2", "TASKS_PER_NODE": "4"}, [], 8),
-        ({"GPUS": "h200:4"}, [], 4),  # what salloc --gpus=N leaves in the shell of a login node
-        ({}, ["--site", "alps"], 4),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
-    ],
-)
-def test_ranks_per_node(slurm, capsys, monkeypatch, variables, argv, ranks):
-    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
-    slurm("a", **variables)
-    assert dry(capsys, *argv, "--training.global_batch_size", "64")["nodes"].startswith(f"1 x {ranks} rank(s)")
+    ):
+        slurm("a", **variables)
+        assert dry(capsys, *argv, *batch)["nodes"].startswith(f"1 x {ranks} rank(s)")
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [  # as SLURM 22.05 and 24.05 set them
-        {"NTASKS_PER_NODE": "4", "GPUS_PER_TASK": "1", "CPUS_PER_TASK": "36"},
-        {"GPUS": "8", "NTASKS_PER_GPU": "1", "GPU_BIND": "single:1", "TRES_BIND": "gres/gpu:per_task:1"},
-    ],
-)
-def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch, variables):
+def test_a_node_s_task_gets_all_of_its_node(slurm, monkeypatch):
     """However many tasks the job asked for: srun takes these for its own flags, and what it is not told from the job."""
-    slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="144(x2)", TASKS_PER_NODE="4(x2)", **variables)
+    shares = {"GPUS_PER_TASK": "1", "CPUS_PER_TASK": "36", "NTASKS_PER_GPU": "1", "TRES_BIND": "gres/gpu:per_task:1"}
+    slurm("a", "b", GPUS_ON_NODE="4", JOB_CPUS_PER_NODE="144(x2)", GPU_BIND="single:1", **shares)
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "36")
     found = _slurm.allocation(None, None, 1)
-    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command("python", [])}
-    shares = "[name for name in os.environ if re.search('PER_TASK|PER_GPU|PER_TRES|_BIND', name)]"
-    look = f"import os, re, sys; sys.exit(bool({shares}) or os.environ['SLURM_JOB_ID'] != '4242')"
-    assert _slurm.run([sys.executable, "-c", look], found.site) == 0
+    assert {"--gpus-per-node=4", "--cpus-per-task=144"} <= {*found.command("x.toml", [], 0)}
+    assert not [name for name in found.environment if re.search("PER_TASK|PER_GPU|PER_TRES|_BIND", name)]
+    assert found.environment["SLURM_JOB_ID"] == "4242"
 
 
-@pytest.mark.parametrize(("argv", "code"), [(["--site", "alps"], 0), ([], 2)])
-def test_what_the_nodes_gpus_can_do_is_not_refused_for_the_login_node(slurm, capsys, monkeypatch, argv, code):
+def test_what_the_nodes_gpus_can_do_is_not_refused_for_the_login_node(slurm, monkeypatch):
     monkeypatch.setattr(launch.torch.accelerator, "is_available", lambda: False)
     slurm("a", "b")
-    assert launch.main([*argv, "--profiling.enable_profiling", "--ranks", "1", "--dry-run"]) == code
-    assert ("needs a GPU, and this machine has none" in capsys.readouterr().err) == bool(code)
+    profiled = ["--profiling.enable_profiling", "--ranks", "1", "--dry-run"]
+    assert [launch.main([*argv, *profiled]) for argv in (["--site", "alps"], [])] == [0, 2]
 
 
 def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatch):
     (tmp_path / "ours.env").write_text("# ours\n\nNCCL_NET=first\nNCCL_PROTO=^LL128\nINTERDOMAIN_SRUN=--label\n")
     monkeypatch.setenv("NCCL_NET", "shell")
     slurm("a")
-    found, out = _slurm.allocation(str(tmp_path / "ours.env"), 1, 1), tmp_path / "seen"
-    names = "NCCL_NET", "NCCL_PROTO", "INTERDOMAIN_SRUN"
-    code = f"import os; open({str(out)!r}, 'w').write(str([os.environ.get(name) for name in {names}]))"
-    assert _slurm.run([sys.executable, "-c", code], found.site) == 0
-    assert out.read_text() == str(["shell", "^LL128", None])
-    assert "--label" in found.command("python", [])
+    found = _slurm.allocation(str(tmp_path / "ours.env"), 1, 1)
+    assert (found.environment["NCCL_NET"], found.environment["NCCL_PROTO"]) == ("shell", "^LL128")
+    assert "--label" in found.command("x.toml", [], 0)
     (tmp_path / "bad.env").write_text("NCCL_NET=x\nexport NCCL_PROTO=y\n")
-    with pytest.raises(ValueError, match=r"bad.env, line 2"):
-        _slurm.site_named(str(tmp_path / "bad.env"))
+    with pytest.raises(ValueError, match=r"bad\.env: 'export NCCL_PROTO=y' is not NAME=VALUE"):
+        _slurm.read_site(str(tmp_path / "bad.env"))
 
 
 @pytest.mark.parametrize(
-    ("signals", "status", "said"),
+    ("signals", "status", "meaning"),
     [
         ([], 1, 1),
         (["SIGUSR1"], 137, CONTINUE),
         (["SIGTERM"], 0, 0),
         (["SIGTERM"], REFUSED, REFUSED),  # a full disk, say: requeued, the job would meet it again
         (["SIGINT"], 1, 1),  # srun shows where its nodes stand, and goes on
-        (["SIGINT", "SIGINT"], 130, INTERRUPTED),
     ],
 )
-def test_what_srun_s_end_means(slurm, signals, status, said):
+def test_what_srun_s_end_means(monkeypatch, signals, status, meaning):
     """A process in srun's place signals the launcher, which waits for it."""
-    slurm("a")
     asks = "".join(f"os.kill(os.getppid(), signal.{name}); time.sleep(0.2); " for name in signals)
     code = f"import os, signal, sys, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {asks}sys.exit({status})"
-    assert _slurm.run([sys.executable, "-c", code], _slurm.site_named("plain")) == said
-
-
-@pytest.mark.parametrize("site", ["plain", "isambard-ai"])
-def test_torchrun_takes_what_a_site_gives_it(slurm, site):
-    slurm("a", "b")
-    given = torchrun_command("x.toml", [], 4, 3, _slurm.allocation(site, 4, 4).rendezvous)
-    args = get_args_parser().parse_args(given[given.index("torch.distributed.run") + 1 :])
-    assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("2", "4", 3)
-    assert args.numa_binding == (None if site == "plain" else "node")
+    assert _slurm.run([sys.executable, "-c", code], {}) == meaning
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "ours", "requeued"),
+    ("code", "answer", "ours", "requeued"),
     [
-        (0, 0, None, False),
-        (1, 0, None, False),
-        (CONTINUE, 0, None, True),
-        (CONTINUE, 12, "12", True),
-        (CONTINUE, 12, "1", False),  # SLURM has started the job again since
-        (CONTINUE, None, "1", False),  # nobody answers: the node is cut off
+        (1, "echo ' Restarts=0 BatchFlag=1'", "0", False),
+        (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "12", True),
+        (CONTINUE, "echo ' Restarts=12 BatchFlag=1'", "1", False),  # SLURM has started the job again since
+        (CONTINUE, "exit 1", "1", False),  # nobody answers: the node is cut off
     ],
 )
-def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monkeypatch, code, restarts, ours, requeued):
+def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monkeypatch, code, answer, ours, requeued):
     script = (_slurm.SITES / "requeue.sbatch").read_text()
     config, site = re.search(r"^./launch.sh (\S+) --site (\S+)$", script, re.MULTILINE).groups()
-    assert (ROOT / config).is_file()
-    assert _slurm.site_named(site)
-    answer = "exit 1" if restarts is None else f"echo '   Requeue=1 Restarts={restarts} BatchFlag=1'"
-    tools = {"launch.sh": f"exit {code}", "scontrol": f"echo $@ >> {tmp_path}/asked\n{answer}"}
-    for name, does in tools.items():
+    assert (REPOSITORY / config).is_file()
+    _slurm.read_site(site)
+    for name, does in {"launch.sh": f"exit {code}", "scontrol": f"echo $@ >> asked\n{answer}"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", ours) if ours else monkeypatch.delenv("SLURM_RESTART_COUNT", False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", ours)
     assert subprocess.run(["bash", _slurm.SITES / "requeue.sbatch"], cwd=tmp_path).returncode == code
-    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").is_file() else ""
-    assert ("requeue 77" in asked) == requeued
+    (tmp_path / "asked").touch()
+    assert ("requeue 77" in (tmp_path / "asked").read_text()) == requeued
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv", "said"),
-    [
-        ({"JOB_NUM_NODES": ""}, [], "names no nodes"),
-        ({"JOB_NUM_NODES": "3"}, [], "has 3 node(s)"),
-        ({"GPUS": "3"}, [], "3 GPUs on 2 nodes"),
+def test_refusals(slurm, capsys):
+    for variables, argv, words in (
         ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
         ({"JOB_ID": ""}, ["--site", "alps"], "no SLURM allocation"),
         ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this line 2 times"),
-    ],
-)
-def test_refusals(slurm, capsys, variables, argv, said):
-    slurm("a", "b", **variables)
-    assert launch.main([*argv, "--dry-run"]) == 2
-    assert said in capsys.readouterr().err
+    ):
+        slurm("a", "b", **variables)
+        assert launch.main([*argv, "--dry-run"]) == 2
+        assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("variables", "argv"), [({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])]
-)
-def test_this_machine_alone(slurm, capsys, variables, argv):
+def test_this_machine_alone(slurm, capsys):
     """As the user says, or in a shell that srun gave."""
-    slurm("a", "b", **variables)
-    rows = dry(capsys, *argv, "--ranks", "1")
-    assert "--standalone" in rows["command"]
-    assert "nodes" not in rows
+    for variables, argv in (({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])):
+        slurm("a", "b", **variables)
+        rows = dry(capsys, *argv, "--ranks", "1")
+        assert "--standalone" in rows["command"]
+        assert "nodes" not in rows
