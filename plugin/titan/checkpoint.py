@@ -11,6 +11,7 @@ step-N.superseded         came after a step that the run went back to (checkpoin
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
@@ -191,7 +192,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 return True
             if point.source != "latest":
                 stop(f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path.")
-            on_rank_0(lambda: set_damaged_aside(point.folder, damage))
+            on_rank_0(functools.partial(set_damaged_aside, point.folder, damage))
         return False
 
     def _load(self, point: ResumePoint) -> str | None:

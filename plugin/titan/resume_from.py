@@ -33,7 +33,7 @@ class ResumePoint(NamedTuple):
 @one_paragraph
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
-    outcome = [None, None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = act()

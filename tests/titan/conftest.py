@@ -1,13 +1,19 @@
 """Real runs, shared by all tests of this folder: one start of the ranks trains many small configurations (driver.py)."""
 
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import shutil
+import signal
+import socket
 import string
 import subprocess
 import sys
+from multiprocessing import connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +48,7 @@ def torchrun(ranks, *program, **options):
 def assert_same_tensors(ours, reference):
     """Of two checkpoints, to the bit: weights and the optimizer's state."""
     index = tensor_index(reference)
+    assert "optimizer.state.output.weight.exp_avg" in index
     assert tensor_index(ours).keys() == index.keys()
     ours, reference = (read_tensors(folder, list(index), index) for folder in (ours, reference))
     assert not [name for name in index if not torch.equal(ours[name], reference[name])]
@@ -70,23 +77,43 @@ def refusal(capsys, act, *arguments, **named):
     return error
 
 
+def run_rank(rank, ranks, port, program, log):
+    """One of the ranks that `launch` starts."""
+    signal.alarm(TIMEOUT)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    for output in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), output)
+    sys.argv = program
+    runpy.run_path(program[0], run_name="__main__")
+
+
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """launch(ranks, FILE, *arguments): the program on forked ranks (forks.py). Returns its output, if it came to its end."""
-    command = [sys.executable, HERE / "forks.py"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment(), text=True, **pipes) as forks:
+    """launch(ranks, FILE, *arguments): the program on ranks that are forks of a process which has imported TorchTitan, without
+    torchrun's seconds. Returns its output, if it came to its end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "interdomain.titan.trainer"])
 
-        def launch(ranks, *program):
-            log = tmp_path_factory.mktemp("log") / "log.txt"
-            forks.stdin.write(json.dumps([ranks, [str(part) for part in program], str(log)]) + "\n")
-            forks.stdin.flush()
-            status, output = forks.stdout.readline(), log.read_text()
-            assert status == "0\n", output[-8000:]
-            return output
+    def launch(ranks, *program):
+        log, program = tmp_path_factory.mktemp("log") / "log.txt", [str(part) for part in program]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        running = [context.Process(target=run_rank, args=(rank, ranks, port, program, log)) for rank in range(ranks)]
+        with mock.patch.dict(os.environ, environment()):
+            for process in running:
+                process.start()
+        waiting = {process.sentinel: process for process in running}
+        while waiting:
+            for sentinel in connection.wait(waiting):
+                waiting.pop(sentinel).join()
+            if any(process.exitcode for process in running):  # the first that fails ends the others
+                for process in waiting.values():
+                    process.kill()
+        assert not any(process.exitcode for process in running), log.read_text()[-8000:]
+        return log.read_text()
 
-        yield launch
-        forks.stdin.close()
+    return launch
 
 
 class Runs:
@@ -96,6 +123,7 @@ class Runs:
         self.ranks, self.folder, self.corpus, self.launch, self.jobs = ranks, folder, corpus, launch, []
 
     def add(self, name, *, toml=TINY, probes=(), folder=None, spoil=None, stops=False, **settings):
+        settings = {"training__local_batch_size": 8 // self.ranks} | settings
         arguments = flags(self.corpus, folder or self.folder / name, toml, **settings)
         job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops}
         self.jobs.append(job)
@@ -132,13 +160,16 @@ def alone(monkeypatch):
     dist.destroy_process_group()
 
 
+def prepared(folder, *source):
+    sizes = ["--vocab-size", "512", "--validation-fraction", "0.1"]
+    assert prepare_data.main(["--input", *source, *sizes, "--output", str(folder)]) == 0
+    return folder
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """A real corpus: 400 kB of the standard library under a vocabulary of 512."""
-    folder = tmp_path_factory.mktemp("corpus") / "tiny"
-    arguments = ["--input", "stdlib", "--max-bytes", "400000", "--vocab-size", "512", "--validation-fraction", "0.1"]
-    assert prepare_data.main([*arguments, "--output", str(folder)]) == 0
-    return folder
+    return prepared(tmp_path_factory.mktemp("corpus") / "tiny", "stdlib", "--max-bytes", "400000")
 
 
 @pytest.fixture(scope="session")
@@ -148,9 +179,7 @@ def short(tmp_path_factory):
     words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 6))) for _ in range(500)]
     lines = [json.dumps({"text": " ".join(draw.choices(words, k=24))}) for _ in range(1000)]
     (folder / "short.jsonl").write_text("\n".join(lines))
-    arguments = ["--input", str(folder / "short.jsonl"), "--vocab-size", "512", "--validation-fraction", "0.1"]
-    assert prepare_data.main([*arguments, "--output", str(folder / "tiny")]) == 0
-    return folder / "tiny"
+    return prepared(folder / "tiny", str(folder / "short.jsonl"))
 
 
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
@@ -164,40 +193,38 @@ COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 def two(tmp_path_factory, corpus, short, launch):
     """On two ranks."""
     runs = Runs(2, tmp_path_factory.mktemp("two"), corpus, launch)
-    local = {"training__local_batch_size": 4}
-    runs.add("interdomain", **local, **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
+    runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
     spoil = {"rank": 1, 2: "loss", 3: "gradient", 5: "both"}
-    runs.add("spoiled", **local, **WITH_CHECKPOINTS, spoil=spoil, probes=["states"])
+    runs.add("spoiled", **WITH_CHECKPOINTS, spoil=spoil, probes=["states"])
     limit = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
-    runs.add("given up", **local, **limit, spoil={"rank": 1, 3: "loss", 4: "loss"}, stops=True, probes=["states"])
-    runs.add("replicated", **local, parallelism__data_parallel_replicate_degree=2, training__steps=4)
+    runs.add("given up", **limit, spoil={"rank": 1, 3: "loss", 4: "loss"}, stops=True, probes=["states"])
+    runs.add("replicated", parallelism__data_parallel_replicate_degree=2, training__steps=4)
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}
-        runs.add(condition, **local, **settings, training__steps=4)
-    runs.add("bfloat16", **local, **BFLOAT16, probes=["scan"])
+        runs.add(condition, **settings, training__steps=4)
+    runs.add("bfloat16", **BFLOAT16, probes=["scan"])
     products = {"training__precision": "bf16-products", "training__steps": 2}
-    runs.add("products compiled", **local, **products, **COMPILED, compile__backend="aot_eager", probes=["scan"])
+    runs.add("products compiled", **products, **COMPILED, compile__backend="aot_eager", probes=["scan"])
     # One shape to compile. A last batch that is smaller: the documents on one rank.
     alike = {"validation__local_batch_size": 4}
-    runs.add("compiled", **local, **COMPILED, **SHORT, **alike, compile__backend="aot_eager", probes=["scan"])
+    runs.add("compiled", **COMPILED, **SHORT, **alike, compile__backend="aot_eager", probes=["scan"])
     whole, once = {"data__corpus": short}, {"training__steps": 1}
     apart = {**whole, "data__reset_state_at_documents": True}
-    runs.add("documents", **local, **apart, **SHORT)
-    runs.add("documents softmax", **local, **apart, mixer__condition="softmax", **once)
+    runs.add("documents", **apart, **SHORT)
+    runs.add("documents softmax", **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
-        runs.add(f"through documents {condition}", **local, **whole, mixer__condition=condition, **once)
-    other = runs.folder / "interdomain"
-    runs.add("other model", folder=other, **local, mixer__condition="s4d", **WITH_CHECKPOINTS, stops=True)
-    saves = {**WITH_CHECKPOINTS, "checkpoint__async_mode": "async", "checkpoint__interval": 1}
-    runs.add("asynchronous", **local, **saves, training__steps=5)
+        runs.add(f"through documents {condition}", **whole, mixer__condition=condition, **once)
+    saves = {"checkpoint__async_mode": "async", "checkpoint__interval": 1}
+    runs.add("asynchronous", **WITH_CHECKPOINTS, **saves, training__steps=5)
     return runs.start()
 
 
-def half(runs, folder):
-    """`folder` with the checkpoint of step 3 of a run on two ranks that was killed at step 6: with its TensorBoard events, and
-    no checkpoint after it but the remains of a save."""
-    for name in ("checkpoint/step-3", "tb"):
-        shutil.copytree(runs.folder / "interdomain" / name, folder / name)
+def half(two, runs, name):
+    """A folder with the checkpoint of step 3 of the run on two ranks, as if that was killed at step 6: with its TensorBoard
+    events, and no checkpoint after it but the remains of a save."""
+    folder = runs.folder / name
+    for part in ("checkpoint/step-3", "tb"):
+        shutil.copytree(two.folder / "interdomain" / part, folder / part)
     (folder / "checkpoint" / "step-5").mkdir()
     return folder
 
@@ -209,9 +236,8 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
     runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
-    drawn = {"metrics__enable_tensorboard": True}
-    runs.add("after two", folder=half(two, runs.folder / "after two"), **WITH_CHECKPOINTS, **drawn)
-    runs.add("other rate", folder=half(two, runs.folder / "other rate"), optimizer__lr=2e-4, **WITH_CHECKPOINTS)
+    runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
+    runs.add("other rate", folder=half(two, runs, "other rate"), **WITH_CHECKPOINTS, optimizer__lr=2e-4)
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
     runs.add("accumulated", training__local_batch_size=2, training__steps=4)
@@ -224,9 +250,8 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("documents compiled", **apart, **COMPILED, **SHORT, compile__backend="aot_eager")
     for condition in ("interdomain", "s4d"):
         for mode in ("none", "selective", "full"):
-            name = f"{condition} {mode}"
             settings = {"mixer__condition": condition, "activation_checkpoint__mode": mode, "training__steps": 2}
-            runs.add(name, **settings, probes=["scan", "gradients"])
+            runs.add(f"{condition} {mode}", **settings, probes=["scan", "gradients"])
     return runs.start()
 
 
@@ -234,7 +259,6 @@ def one(tmp_path_factory, corpus, short, launch, two):
 def four(tmp_path_factory, corpus, launch, two):
     """On four ranks."""
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
-    local = {"training__local_batch_size": 2}
-    runs.add("hybrid", **local, **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
-    runs.add("after two", folder=half(two, runs.folder / "after two"), **local, **WITH_CHECKPOINTS)
+    runs.add("hybrid", **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
+    runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS)
     return runs.start()

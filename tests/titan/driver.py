@@ -1,14 +1,12 @@
-"""Several jobs in one process group: forks.py runs driver.py JOBS.json OUTPUT on every rank.
+"""Several jobs in one process group: every rank runs driver.py JOBS.json OUTPUT.
 
 A job is {"name", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
 it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT/NAME.rankN.pt:
 
-    log           {step: {"loss", "grad_norm", every other scalar}}        validation   {step: {"loss", ...}}
-    initial       {parameter: sha256 of the whole tensor at the start}     samples      one hash per sample, as training got it
-    compiled      keyword arguments of every torch.compile of a block      gradients    (probe) the whole ones of step 1
-    states        (probe) {step: sha256 over weights and optimizer state after it}
-    calls         (probe "scan") runs of its forward implementation by step
-    dtypes        (probe "scan") of what it and Delta, A, C saw
+    log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
+    samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
+    gradients        (a probe) whole ones of step 1            states    (a probe) {step: sha256 of weights and optimizer}
+    calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
 
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
@@ -47,9 +45,8 @@ def after(place, name, note):
     """Have `note` called with what a method of this object returned and was given."""
     original = getattr(place, name)
 
-    def noted(*args, **kwargs):
-        result = original(*args, **kwargs)
-        note(result, *args)
+    def noted(*args):
+        note(result := original(*args), *args)
         return result
 
     setattr(place, name, noted)
@@ -123,17 +120,9 @@ def watch_scan(trainer, stack, seen):
 
 
 def run(job):
-    seen = {"compiled": []}
-    compile_it = torch.compile
-
-    def compile_and_note(model, **kwargs):
-        if isinstance(model, torch.nn.Module):
-            seen["compiled"].append(kwargs)
-        return compile_it(model, **kwargs)
-
-    config = read_job_config(job["args"])
+    seen, config = {}, read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "compile", compile_and_note))
+        compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
         trainer = InterdomainTrainer(config)
         watch(trainer, job["probes"], job["spoil"] or {}, seen)
         if "scan" in job["probes"]:
@@ -142,6 +131,8 @@ def run(job):
             trainer.train()
             assert not job["stops"]
     trainer.close()
+    calls = compiled.call_args_list
+    seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]
     torch._dynamo.reset()
     return seen
 

@@ -4,6 +4,7 @@ It validates after every step, so that it is also killed right before a validati
 nobody disturbed, and with no validation missing.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -61,18 +62,14 @@ def story(tmp_path_factory, corpus):
 def remaining(word):
     """Whether processes have this word on their command line, after the moment that a signal takes."""
     for _ in range(50):
-        found = any(str(word).encode() in contents(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
-        if not found:
+        lines = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it is gone
+                lines.append(path.read_bytes())
+        if not any(str(word).encode() in line for line in lines):
             return False
         time.sleep(0.1)
     return True
-
-
-def contents(path):
-    try:
-        return path.read_bytes()
-    except OSError:  # it is gone
-        return b""
 
 
 def loaded(chapter):

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-import torch
-
-from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 
 from .conftest import assert_same_tensors
 
@@ -22,13 +19,7 @@ def test_twice_three_steps_are_six_to_the_bit(one):
     for step, log in rest.items():
         for quantity in ("loss", "grad_norm", "lr/main", "lr/ssm", "n_tokens_seen"):
             assert log[quantity] == full[step][quantity], (step, quantity)
-    ours, reference = checkpoint(one, "halves", 6), checkpoint(one, "interdomain", 6)
-    assert_same_tensors(ours, reference)
-    index = tensor_index(reference)
-    moments = [name for name in index if name.startswith("optimizer.state.")]
-    assert len(moments) == 3 * len(one.seen("interdomain")["initial"])  # step, exp_avg, exp_avg_sq of every parameter
-    before, after = (read_tensors(f, ["output.weight"], index) for f in (checkpoint(one, "halves", 3), ours))
-    assert not torch.equal(before["output.weight"], after["output.weight"])  # the second half trained
+    assert_same_tensors(checkpoint(one, "halves", 6), checkpoint(one, "interdomain", 6))
 
 
 @pytest.mark.parametrize("ranks", ["one", "four"])
@@ -58,23 +49,15 @@ def test_a_run_starts_from_another_runs_weights(one, two):
     assert log[1]["loss"] < two.seen("interdomain")["log"][3]["loss"]  # three steps learned, on the first batch again
 
 
-def test_a_checkpoint_says_what_it_is(one, two):
-    for runs, name in ((one, "halves"), (two, "interdomain")):
-        record = json.loads((checkpoint(runs, name, 6) / "interdomain.json").read_text())
-        assert record["size"] == "debug with vocab_size 512, max_seq_len 64"
-        assert (record["condition"], record["step"], record["tokens"]) == ("interdomain", 6, 3072)
-        assert record["model"]["vocab_size"] == 512
-        assert record["run"]["tokens_per_step"] == 512
-    tokenizer = (two.corpus / "tokenizer.model").read_bytes()
-    assert (checkpoint(two, "interdomain", 6) / "tokenizer.model").read_bytes() == tokenizer
+def test_a_checkpoint_says_what_it_is(two):
+    folder = checkpoint(two, "interdomain", 6)
+    record = json.loads((folder / "interdomain.json").read_text())
+    assert record["size"] == "debug with vocab_size 512, max_seq_len 64"
+    assert (record["condition"], record["step"], record["tokens"]) == ("interdomain", 6, 3072)
+    assert (record["model"]["vocab_size"], record["run"]["tokens_per_step"]) == (512, 512)
+    assert (folder / "tokenizer.model").read_bytes() == (two.corpus / "tokenizer.model").read_bytes()
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(two):
     """Copied while the steps after it were computed."""
     assert_same_tensors(checkpoint(two, "asynchronous", 3), checkpoint(two, "interdomain", 3))
-
-
-def test_another_models_checkpoint_is_not_continued(two):
-    """In the folder of the interdomain run, when that is done."""
-    assert f"error: {checkpoint(two, 'interdomain', 6)} is a checkpoint of another run" in two.output
-    assert two.seen("other model")["log"] == {}

@@ -18,7 +18,7 @@ def assert_same_run(ours, reference):
 
 @pytest.mark.parametrize("topology", ["two interdomain", "two replicated", "four hybrid", "one accumulated"])
 def test_every_topology_trains_as_one_rank(one, topology, request):
-    """From the same initial bits, in the same batches. And the model learns in these steps, or that would say little."""
+    """From the same initial bits, in the same batches; and it learns in these steps, or that would say little."""
     fixture, name = topology.split()
     runs, reference = request.getfixturevalue(fixture), one.seen("interdomain")
     log = runs.seen(name)["log"]
@@ -32,6 +32,11 @@ def test_every_topology_trains_as_one_rank(one, topology, request):
     assert len(set(reference["initial"].values())) > 30  # per tensor, not one constant
     assert runs.samples(name) == one.samples("interdomain")[: len(log)]
     assert {len(set(step)) for step in runs.samples(name)} == {8}
+    there, here = reference["validation"], runs.seen(name)["validation"]
+    assert list(there) == [1, 3, 6]  # the first step, every validation.freq, the last
+    assert name not in ("interdomain", "hybrid") or {1, 3} <= here.keys()
+    for step in here.keys() & there.keys():
+        assert here[step]["loss"] == pytest.approx(there[step]["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("condition", ["softmax", "s4d"])
@@ -39,13 +44,3 @@ def test_other_conditions_agree_on_two_ranks(one, two, condition):
     assert_same_run(two.seen(condition)["log"], one.seen(condition)["log"])
     # Other models than the interdomain one: the switch reaches the model.
     assert two.seen(condition)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
-
-
-def test_validation_is_the_same_number_on_every_topology(one, two, four):
-    reference = one.seen("interdomain")["validation"]
-    assert list(reference) == [1, 3, 6]  # the first step, every validation.freq, the last
-    for runs, name, last in ((two, "interdomain", 6), (four, "hybrid", 4)):
-        validation = runs.seen(name)["validation"]
-        assert list(validation) == [1, 3, last]
-        for step in validation.keys() & reference.keys():
-            assert validation[step]["loss"] == pytest.approx(reference[step]["loss"], rel=TOLERANCE)
