@@ -183,8 +183,7 @@ def short(tmp_path_factory):
 
 
 BFLOAT16 = {"training__mixed_precision_param": "bfloat16", "training__steps": 2}
-WITH_CHECKPOINTS = {"checkpoint__enable": True}
-VALIDATED = {"validation__enable": True}
+WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable": True}
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 
