@@ -41,40 +41,33 @@ def digest(tensor):
     return hashlib.sha256(whole(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def after(place, name, note):
-    """Have `note` called with what a method of this object returned and was given."""
-    original = getattr(place, name)
-
-    def noted(*args):
-        note(result := original(*args), *args)
-        return result
-
-    setattr(place, name, noted)
-
-
 def watch(trainer, probes, spoil, seen):
     model = trainer.model_parts[0]
     named = {clean_name(name): p for name, p in model.named_parameters()}
     seen |= {"log": {}, "validation": {}, "samples": [], "states": {}}
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
-    def scalars(_, found, step):
+    logger, loader, optimizers = trainer.metrics_processor.logger, trainer.dataloader, trainer.optimizers
+    log, take, update = logger.log, loader._take, optimizers.step
+
+    def scalars(found, step):
         validated = "validation_metrics/loss" in found
         loss = found["validation_metrics/loss" if validated else "loss_metrics/global_avg_loss"]
         seen["validation" if validated else "log"][step] = {"loss": loss, **found}
+        log(found, step)
 
-    def samples(batch, _):
+    def samples(batches):
+        batch = take(batches)
         rows = torch.cat([batch[0]["input"][:, :1], batch[1]], dim=1).numpy()
         seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
-
-    update = trainer.optimizers.step
+        return batch
 
     def step(*args, **kwargs):
         if "gradients" in probes and trainer.step == 1:
             seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
         update(*args, **kwargs)
         if "states" in probes:
-            every = named | trainer.optimizers.state_dict()
+            every = named | optimizers.state_dict()
             tensors = sorted((name, digest(value)) for name, value in every.items() if isinstance(value, torch.Tensor))
             seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
@@ -86,9 +79,7 @@ def watch(trainer, probes, spoil, seen):
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
-    after(trainer.metrics_processor.logger, "log", scalars)
-    after(trainer.dataloader, "_take", samples)
-    trainer.optimizers.step = step
+    logger.log, loader._take, optimizers.step = scalars, samples, step
     if spoil:
         model.register_forward_hook(spoiled)
 
