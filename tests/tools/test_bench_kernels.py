@@ -102,8 +102,7 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatc
 def gpu(monkeypatch):
     for name, value in cuda_stand_in.gpu("Stand-in 9000").items():
         monkeypatch.setattr(torch.cuda, name, value)
-    make = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": make())
+    monkeypatch.setattr(_cases, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
