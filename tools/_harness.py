@@ -21,13 +21,12 @@ import torch
 from ._task_table import SUITES, task_names
 
 INSTALL = ".venv/bin/python -m pip install -c constraints.txt -e '.[eval]'"
-NEEDED = ("lm_eval", "accelerate", "transformers")
 BOOTSTRAP = 1000  # resamples for the standard error of what is not a mean
 
 
 def require_harness() -> None:
     """Raises ValueError where something is not installed."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here: {INSTALL}")
 
@@ -35,9 +34,7 @@ def require_harness() -> None:
 def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
     """Tasks of suites and names with their data, and groups of them, before any model is loaded.
 
-    tokenizer: of the texts that are made to a length in tokens; without one, for --fetch, tasks that make their texts are left
-    out.
-
+    tokenizer: of the texts that are made to a length in tokens; without one, for --fetch, tasks that make theirs are left out.
     Raises: ValueError for an unknown name or a task that lacks a package, FileNotFoundError for data that cannot be had.
     """
     from lm_eval.defaults import DEFAULT_OTHER_SEED

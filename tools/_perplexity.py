@@ -14,9 +14,8 @@ The protocol:
 4. Perplexity is exp of the negative log-likelihood (NLL) in nats per scored token, of a corpus as a whole; bits per byte is
    its NLL / ln 2 per byte of the scored tokens' text. Means over corpora are arithmetic means of perplexities.
 
-The paper gives perplexities at L = 4 K, 8 K and 14 K (here 4,096, 8,192 and 14,336) per corpus and as the arithmetic mean over
-five. It does not say how documents were cut or joined or how many tokens were scored, so figures of ours stand beside each
-other, and beside the paper's only in their shape.
+The paper gives perplexities at 4 K, 8 K and 14 K (here 4,096, 8,192 and 14,336) per corpus and as the mean over five. It does
+not say how documents were cut or joined, so figures of ours stand beside the paper's only in their shape.
 """
 
 import math

@@ -20,16 +20,10 @@ import re
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
-LENGTHS = (1024, 2048, 4096, 8192)
-ENTRIES = (16, 32, 64, 128)
 SAMPLES, SEED, ANSWER = 200, 42, 128
-NEEDLES = {f"niah_single_1_{length}": length for length in LENGTHS}
-BOOKS = {f"phonebook_{entries}": entries for entries in ENTRIES}
-BASED = {
-    "based_nq": "hazyresearch/based_nq_2048",
-    "based_triviaqa": "hazyresearch/based_triviaqa",
-    "based_drop": "hazyresearch/based_drop",
-}
+NEEDLES = {f"niah_single_1_{length}": length for length in (1024, 2048, 4096, 8192)}
+BOOKS = {f"phonebook_{entries}": entries for entries in (16, 32, 64, 128)}
+BASED = {f"based_{name.partition('_')[0]}": f"hazyresearch/based_{name}" for name in ("nq_2048", "triviaqa", "drop")}
 MADE = [*NEEDLES, *BOOKS]  # here, of no data
 NAMES = [*MADE, *BASED]
 MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # of TriviaQA's pages

@@ -179,11 +179,6 @@ def main(argv=None) -> int:
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
     report = _bench.Report("inference", args.output, device, vars(mode))
-    report.note(
-        f"A step takes one token per sequence through the whole model, logits included; its time is the median of {mode.steps} "
-        f"steps in a row. Random weights in {mode.dtype}, dynamics and interdomain's state in float32. Speedup: the fastest "
-        "softmax of the prefix over interdomain. The paper's figures are of an RTX 6000 Ada (48 GB), its ranges over prefixes."
-    )
     for size in sizes:
         if deadline.passed:
             break

@@ -29,19 +29,15 @@ from ._curves import EVENTS, FOLDER, Curves, read_curves
 from ._timing import ratio
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
-SPEED, MFU, MEMORY, LOSS = (
-    "throughput(tps)",
-    "mfu(%)",
-    "memory/max_reserved(GiB)",
-    "loss_metrics/global_avg_loss",
-)  # scalars
+# Scalars of a run.
+SPEED, MFU = "throughput(tps)", "mfu(%)"
+MEMORY, LOSS = "memory/max_reserved(GiB)", "loss_metrics/global_avg_loss"
 COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", "MFU %", "GiB reserved", "loss", "remark"]
 CASE_SECONDS = 75.0  # that a case may take, or 1.5 equal shares of what is left if that is more
 LAST_LINES = 40  # of a failed run's output, on standard error
 TRACED, TRACE_WARMUP = 3, 2  # steps
 TOP_KERNELS = 20
 KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
-TOKENIZER_SIZE = 512  # any that this file's own text can train; every model's vocabulary is larger
 
 # A short time limit should not lose the first ones. Softmax before what is compared with it.
 CASES = (
@@ -81,9 +77,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 
     from .train_tokenizer import train_sentencepiece
 
-    text = Path(__file__).read_text()
-    model = train_sentencepiece([SimpleNamespace(text=text)], TOKENIZER_SIZE)
-    (folder / "tokenizer.model").write_bytes(model)
+    text = SimpleNamespace(text=Path(__file__).read_text())
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([text], 512))  # every model's vocabulary is larger
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
@@ -194,10 +189,6 @@ def main(argv=None) -> int:
         report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
-    report.note(
-        "Figures are the run's own (TensorBoard), medians over its steady steps, memory the highest. FLOPs per token are each "
-        "condition's own count, MFU against the rate that TorchTitan has for this GPU: compare conditions by tokens/s."
-    )
     measured, softmax = 0, {}
     runs = list(itertools.product(args.sizes, args.seq_len, args.cases))
     for i, (size, length, case) in enumerate(runs):
