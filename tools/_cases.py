@@ -16,13 +16,13 @@ from interdomain import scan
 CPU = torch.device("cpu")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs in Triton's interpreter
+# Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs (a layer: 8) in the interpreter
 # (tests/rehearse.py; the table is kernels/ERRORS.md).
 BOUNDS = {
     "fp32": 1e-5,  # fp32 or 3xTF32 products, fp32 sums; `reference` in fp32 multiplies Lambda's rounding T times
     "rounded": 4e-3,  # computed in fp32, the result rounded to bf16 (1.7e-3)
     "bf16": 1e-2,  # operands rounded to bf16 (1.7e-3 each) at eight places in a row; fp16 is rounded to bf16 first
-    "layer": 1.5e-2,  # the same with projections and input features before and after, each rounded
+    "layer": 2e-2,  # the same with projections and input features before and after, each rounded
     "bf16 decay": 1.5e-2,  # dlog_decay then: a few slow modes of one head outweigh all others, and nothing averages
 }
 STEPS = 4  # tokens of a case of a step

@@ -4,6 +4,7 @@ Check and measure everything on a GPU, what tells most first, within a fixed tim
 process with a share of the time; after it, summary.md has what is known so far. Without a GPU: tiny and labelled.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -129,12 +130,16 @@ def run_all(out: Path, deadline: Deadline) -> int:
     return int(failed)
 
 
-@user_errors
-def main(argv=None) -> int:
+def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     p.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
     p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help=f"default {SECONDS:.0f}")
-    args = p.parse_args(argv)
+    return p.parse_args(argv)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
     out, deadline = args.output.absolute(), Deadline(args.time_limit)
     if (out / LOG).exists():
         raise FileExistsError(f"{out / LOG} is there, and results are never overwritten. Give another --output.")

@@ -136,16 +136,11 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatc
 # What only a GPU would run: events, graphs, peak memory, workers. Tensors stay on the CPU, and the figures mean nothing.
 
 
-class GeneratorOfTheCPU(torch.Generator):
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls)
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     for name, value in cuda_stand_in.gpu("Stand-in 9000").items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch, "Generator", GeneratorOfTheCPU)
+    monkeypatch.setattr(_cases, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
     monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
     monkeypatch.setattr(_timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
