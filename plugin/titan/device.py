@@ -11,7 +11,8 @@ from interdomain.scan.triton_support import cannot_launch
 from .host import replace_device
 from .schema import JobConfig
 
-PLAIN = ("chunkwise-torch", "sequential", "fft", "reference")  # backends of the scan that are PyTorch's own on a GPU, too
+# Backends of the scan that are PyTorch's own on a GPU, too.
+PLAIN = ("chunkwise-torch", "sequential", "fft", "reference")
 
 
 def _cpu_module() -> types.SimpleNamespace:
