@@ -22,7 +22,7 @@ KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Tr
 
 
 def runs_as(backend: str, device: torch.device) -> str | None:
-    """ "triton" or "plain"; None: no op, autograd records the backend. torch.compile traces through this."""
+    """`triton` or `plain`; None: no op, autograd records the backend. torch.compile traces through this."""
     if backend in ("chunkwise", "parallel") and device.type in KERNEL_DEVICES:
         return "triton"
     return "plain" if backend in ("chunkwise", "chunkwise-torch") else None
@@ -50,6 +50,7 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
 
 
 def _no_none(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Empty tensors in place of None."""
     like = next(x for x in tensors if x is not None)
     return tuple(like.new_empty(0) if x is None else x for x in tensors)
 
