@@ -134,7 +134,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         "layer": [
             *(layer(mode=mode, repeat=True) for mode in LAYERS),
             *(layer(mode=mode, dtype=FP32, d=96, T=65, H=2) for mode in LAYERS),
-            *(layer(mode="interdomain", documents=True), layer(mode="interdomain", T=1, B=16)),
+            layer(mode="interdomain", documents=True),
             *(layer_step(mode=mode, T=STEPS) for mode in LAYERS),
             layer_step(mode="interdomain", dtype=FP32, T=STEPS, d=96, B=19, H=5),
         ],
