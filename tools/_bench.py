@@ -28,7 +28,7 @@ CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
 RESULTS = Path("benchmarks/results/today")
-PACKAGES = ("triton", "torchtitan")
+PACKAGES = ("triton", "torchtitan", "flash-attn", "flash-linear-attention", "mamba-ssm")
 NOT_RUN = _apart.LATE
 
 
@@ -57,10 +57,17 @@ def choose(what: str, wanted: list[str] | None, allowed: Collection[str]) -> lis
 
 
 def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -> None:
-    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU)."""
+    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU).
+
+    Raises: ValueError for a number below 1.
+    """
     for name, values in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, values[device.type == "cpu"])
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
 
 
 class Deadline:

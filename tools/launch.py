@@ -111,7 +111,7 @@ def next_steps(argv: list[str], job, plan) -> str:
 def train_on(job, plan) -> list[str]:
     """Flags behind a run's own that make it twice as long; none where its learning rate ends at 0."""
     longer = ["--training.steps", str(2 * plan.steps)]
-    if "training.tokens" in job.given:
+    if job.training.tokens:
         longer += ["--training.tokens", "0"]
     if job.lr_scheduler.decay_ratio == 0:
         return longer

@@ -102,10 +102,3 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
 def _strides(x: Tensor) -> tuple[int, ...]:
     """Without the last. That of a dimension of one may be anything: 0 keeps it from asking for another compilation."""
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))
-
-
-def ptxas(capability: int) -> str:
-    """Version of the assembler that Triton takes there: what it gets wrong is wrong in every kernel, of the scan's too."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return get_ptxas(capability).version

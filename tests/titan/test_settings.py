@@ -35,7 +35,7 @@ REFUSED = {
     "unknown size": ({"model__flavor": "7B"}, "model.flavor must be one of debug, 125M, 350M, 760M, 1.3B", "7B"),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
     "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no such switch"),
-    "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "[1, 2, 4]"),
+    "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "got 3"),
     "batch and ranks": ({"training__local_batch_size": 3}, "training.global_batch_size = 8", "multiple of 6"),
     "replicas and ranks": ({"parallelism__data_parallel_replicate_degree": 3}, "replicate_degree = 3", "2 rank(s)"),
     "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks, 2"),
