@@ -1,8 +1,8 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
 
 reference.py is what all else is compared with. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when
-they run); ops.py makes `torch.library` ops of the two. parallel.py and fft.py are plain PyTorch that autograd records, step.py
-is one token, and `sequential`. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
+they run); ops.py makes `torch.library` ops of the two. parallel.py and alternatives/ are plain PyTorch that autograd records,
+step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
 This package imports torch and triton, nothing else; `interdomain.features`, plugin/ and tools/ may import it.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import fft, ops, parallel, reference, step, triton_support
+from . import ops, parallel, reference, step, triton_support
+from .alternatives import fft, sequential
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
 from .step import decay_factor
@@ -42,7 +43,7 @@ BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "f
 
 # Those that autograd records where no op runs them (`ops.runs_as`).
 _RECORDED = {
-    "sequential": (step.scan_sequential, step.linear_sequential),
+    "sequential": (sequential.scan_sequential, sequential.linear_sequential),
     "parallel": (parallel.scan_parallel, parallel.linear_parallel),
     "fft": (fft.scan_fft, fft.linear_fft),
     "reference": (reference.scan_reference, reference.linear_reference),

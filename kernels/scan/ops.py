@@ -49,7 +49,7 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         return getattr(implementation(backend, device), name)(*args, **kw)
 
 
-def _no_none(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Empty tensors in place of None."""
     like = next(x for x in tensors if x is not None)
     return tuple(like.new_empty(0) if x is None else x for x in tensors)

@@ -7,8 +7,6 @@ M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its uppe
 are the fused kernels of triton_step.py: on CUDA, without gradients, and over the state itself.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -48,42 +46,6 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     decay_re, decay_im = decay[:, :, None].unbind(-1)  # [H, M, 1]
     X_re, X_im = state.unbind(-1)
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
-
-
-# backend="sequential": a step for every token, recorded by autograd. O(T) small operations, and O(T M P) memory for the
-# backward: at the speed of a reference, for short sequences and comparisons.
-
-
-def scan_sequential(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final state [B, H, M, P, 2]); tokens as in `interdomain_scan`."""
-    return _loop(scan_step, (q, k, v), k.shape[3] + v.shape[3], log_decay, mixing, initial_state, documents)
-
-
-def linear_sequential(
-    z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """-> (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
-    return _loop(linear_one_step, (z,), z.shape[3], log_decay, readout, initial_state, documents)
-
-
-def _loop(
-    step: Callable, tokens: tuple[Tensor, ...], P: int, log_decay: Tensor, table: Tensor, state: Tensor | None,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (B, T), (H, M, _) = tokens[0].shape[:2], log_decay.shape
-    decay = decay_factor(log_decay)
-    state = decay.new_zeros(B, H, M, P, 2) if state is None else state
-    outputs = []
-    for t in range(T):
-        if documents is not None:  # the initial state is that of document 0
-            goes_on = documents[:, t] == (documents[:, t - 1] if t else 0)
-            state = torch.where(goes_on[:, None, None, None, None], state, 0)
-        out, state = step(*(x[:, t] for x in tokens), decay, table, state)
-        outputs.append(out)
-    return torch.stack(outputs, dim=1), state
 
 
 # The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The underscore: they overwrite

@@ -75,7 +75,7 @@ class MixerConfig:
         if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
             why = "the softmax condition has no such switch but mixer.n_kv_heads. Choose another condition"
             return {f.name: why for f in fields(self) if f.name not in ("kind", "n_kv_heads", "n_basis")}
-        found = {}
+        found: dict[str, str] = {}
         if self.c_form == "identity":
             found["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
@@ -154,7 +154,8 @@ class ModelConfig:
             raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
         check_names("model", settings, (*MODEL_SETTINGS, "mixer"))
         check_names("mixer", mixer, MIXER_SETTINGS)
-        return cls(**settings | {"mixer": MixerConfig(**mixer)})
+        settings["mixer"] = MixerConfig(**mixer)
+        return cls(**settings)
 
 
 MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fft import irfft, rfft
 from torch.utils.checkpoint import checkpoint
 
-from .tables import powers
+from ..tables import powers
 
 
 def scan_fft(
