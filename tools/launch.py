@@ -103,15 +103,15 @@ def next_steps(argv: list[str], job, plan) -> str:
         last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
         lines["convert to a standalone folder"] = [python, "-m", "interdomain.tools.convert", last, "--output", export]
         lines["generate"] = [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("]
-        if longer := train_on(job, plan):
+        if longer := train_on(argv, job, plan):
             lines["train on, to twice the length, at the last learning rate"] = ["./launch.sh", *argv, *longer]
     return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
 
 
-def train_on(job, plan) -> list[str]:
+def train_on(argv: list[str], job, plan) -> list[str]:
     """Flags behind a run's own that make it twice as long; none where its learning rate ends at 0."""
     longer = ["--training.steps", str(2 * plan.steps)]
-    if job.training.tokens:
+    if any(flag.startswith("--training.tokens") for flag in argv):  # else steps win over the file's tokens
         longer += ["--training.tokens", "0"]
     if job.lr_scheduler.decay_ratio == 0:
         return longer

@@ -142,12 +142,12 @@ def test_the_flags_that_train_on():
     ):
         job = launch.job_config(launch.DEFAULT_CONFIG, given)
         plan = make_plan(job, world_size=2)
-        longer = launch.train_on(job, plan)
+        longer = launch.train_on(given, job, plan)
         assert longer[2:] == more
         again = launch.job_config(launch.DEFAULT_CONFIG, [*given, *longer])
         assert make_plan(again, world_size=2).steps == 2 * plan.steps
     job.lr_scheduler.decay_ratio, job.lr_scheduler.min_lr = None, 0
-    assert launch.train_on(job, plan) == []
+    assert launch.train_on([], job, plan) == []
 
 
 # Python, its venv and its pip, as far as launch.sh asks: an installation that notes when it begins, and whether it is alone.
