@@ -87,5 +87,5 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock
         assert words in paragraph
     for line in text.partition("ChildFailedError")[0].splitlines():
         if line.lstrip().startswith("File "):
-            assert "torch/distributed" in line or "torchrun" in line or "<frozen runpy>" in line, line
+            assert "titan" not in line, line
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
