@@ -20,6 +20,7 @@ from torch import Tensor
 
 from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
+from interdomain.data.tokenizer_export import padding_id
 
 from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
 from .transformer import Transformer, meta_model
@@ -137,6 +138,7 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, 
         "dtype": dtype,
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": padding_id(tokenizer),
         **to_transformers(config),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
         "weights": checksums(sorted(folder.glob("*.safetensors"))),

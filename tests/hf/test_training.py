@@ -109,12 +109,12 @@ def test_classification(exported):
     native, folder = exported("interdomain")
     torch.manual_seed(0)
     there = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder, trust_remote_code=True, num_labels=3, pad_token_id=0
+        folder, trust_remote_code=True, num_labels=3
     )
     rows = [random_texts(1, 5), random_texts(1, 12, seed=2)]
     single = torch.cat([there(row).logits for row in rows])
     for side in ("left", "right"):
-        tokens, kept = padded(rows, side, value=0)
+        tokens, kept = padded(rows, side, value=there.config.pad_token_id)
         out = there(tokens, attention_mask=kept, labels=torch.tensor([0, 2]))
         torch.testing.assert_close(out.logits, single, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(out.loss, F.cross_entropy(single, torch.tensor([0, 2])))
