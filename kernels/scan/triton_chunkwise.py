@@ -17,6 +17,7 @@ Nothing uses atomics; every sum has one order.
 import torch
 from torch import Tensor
 
+from .chunkwise import Exchange
 from .triton_launch import Passes, aligned, conj_sum, dense, padded_empty
 from .triton_plan import make_plan, segment_count
 from .triton_support import operand_dtype
@@ -24,9 +25,11 @@ from .triton_support import operand_dtype
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, a [B, Hq, T, 2M], which the backward takes)."""
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise, and
+    a [B, Hq, T, 2M], which the backward takes)."""
+    _no_group(enter)
     with torch.cuda.device_of(q):
         q, k, v = (aligned(x) for x in (q, k, v))
         (B, _, H, R), P = k.shape, k.shape[3] + v.shape[3]
@@ -39,12 +42,13 @@ def scan_forward(
             passes.expand(a, v, states, (R, P), o, final, mixing=mixing)
         else:
             passes.expand(passes.mix(a, mixing)[0], v, states, (R, P), o, final)
-        return o.contiguous(), final, a
+        return o.contiguous(), final, initial_state, a
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
-    initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None, parallel: bool = False,
+    initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None,
+    leave: Exchange | None = None, parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
 
@@ -74,9 +78,10 @@ def scan_backward(
 
 def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, parallel: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, both states as above)."""
+    _no_group(enter)
     with torch.cuda.device_of(z):
         z = aligned(z)
         B, _, H, P = z.shape
@@ -85,12 +90,12 @@ def linear_forward(
         y = padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
         passes.expand(None, z, states, (0, P), y, final)
-        return y.contiguous(), final
+        return y.contiguous(), final, initial_state
 
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None, parallel: bool = False,
+    *, documents: Tensor | None = None, leave: Exchange | None = None, parallel: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
@@ -104,6 +109,11 @@ def linear_backward(
         parts = passes.adjoint(None, d_y, costates, channels, dz, d_initial, v=z, state=states)
         d_readout = conj_sum(passes.contract(d_y, z, states, channels, total=True), pairs=False)
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
+
+
+def _no_group(enter: Exchange | None) -> None:
+    if enter is not None:
+        raise NotImplementedError("the Triton kernels take no group yet; backend='chunkwise-torch' does")
 
 
 def _passes(
