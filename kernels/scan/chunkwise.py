@@ -17,7 +17,8 @@ Where documents are packed (`_Masks`), a state stops at the end of its own: four
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 Everything is recomputed in the backward: what survives the forward is its inputs.
 Where the tokens are a shard of longer sequences, `enter` takes the state that they alone leave; what it returns waits for the
-state before them. `leave` takes their own gradient of that state; what it returns waits for later shards' of the state after.
+state before them. `leave` takes the gradient of that state by their outputs alone; what it returns waits for the gradient of
+the state after them, which stands for d_final.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
 
@@ -246,12 +247,12 @@ def _left(
     d_final: Tensor | None, B: int, P: int, log_decay: Tensor, read: list[tuple], leave: Exchange | None
 ) -> Tensor:
     """The conjugate G of the costate after the last token, dL = Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
-    G = own = _load_state(d_final, B, P, log_decay)
-    if leave is None:
-        return G
-    for sums, tab, docs, *_ in read:
-        _, own = _costates(sums, own, tab, docs)
-    return G + _load_state(leave(_store_state(own))(), B, P, log_decay)
+    if leave is not None:
+        own = _load_state(None, B, P, log_decay)
+        for sums, tab, docs, *_ in read:
+            _, own = _costates(sums, own, tab, docs)
+        d_final = leave(_store_state(own))()
+    return _load_state(d_final, B, P, log_decay)
 
 
 def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:

@@ -52,12 +52,11 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         return getattr(implementation(backend, device), name)(*args, **kw)
 
 
-def _exchange(
-    group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, reverse: bool = False
-) -> partial | None:
+def _exchange(group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, **backward) -> partial | None:
+    if not group:
+        return None
     T = tokens.shape[1]
-    given = dict(log_decay=log_decay, T=T, documents=documents, group=group, reverse=reverse)
-    return partial(shards.entering, **given) if group else None
+    return partial(shards.entering, log_decay=log_decay, T=T, documents=documents, group=group, **backward)
 
 
 def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -100,7 +99,7 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
-    leave = _exchange(group, k, log_decay, documents, reverse=True)
+    leave = _exchange(group, k, log_decay, documents, reverse=True, d_final=d_final)
     return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, leave=leave, **saved))
 
 
@@ -142,7 +141,7 @@ def linear_scan_backward(
     backend: str, documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
-    leave = _exchange(group, z, log_decay, documents, reverse=True)
+    leave = _exchange(group, z, log_decay, documents, reverse=True, d_final=d_final)
     return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave))
 
 
