@@ -20,7 +20,7 @@ def entering(
     own: Tensor, log_decay: Tensor, T: int, documents: Tensor | None, group: str, *, reverse: bool = False,
     d_final: Tensor | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """Start the exchange. The function that is returned waits and gives the state before this shard; zeros at the first.
+    """Start the exchange. The function that is returned waits and gives the state before this shard; zeros at the first rank.
 
     Collective: every rank of the group calls it, with the same shapes.
 
@@ -31,12 +31,11 @@ def entering(
         documents: [B, T]; document 0 goes on from the shard before.
         group: name of the process group.
     """
-    members = distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    members = distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
     rank, size, B = distributed.get_rank(members), distributed.get_world_size(members), own.shape[0]
     passes = own.new_ones(B) if documents is None else (documents[:, -1] == 0).to(own.dtype)
     step = torch.view_as_complex(powers(log_decay, torch.full((1,), T, device=own.device)))[:, 0, :, None]
     step = torch.conj_physical(step) if reverse else step
-    start = torch.zeros_like(own) if d_final is None else d_final
     if d_final is not None:
         own = own + passes.view(B, 1, 1, 1, 1) * torch.view_as_real(step * torch.view_as_complex(d_final.contiguous()))
     gathered = c10d.all_gather_into_tensor(torch.cat((own.flatten(), passes)), size, group)
@@ -48,6 +47,7 @@ def entering(
             # A copy: with B odd, a rank's part may start between two complex numbers.
             state = torch.view_as_complex(everyone[r, :-B].clone().view(own.shape))
             total = everyone[r, -B:].view(B, 1, 1, 1) * (step * total) + state
-        return start + torch.view_as_real(total)
+        total = torch.view_as_real(total)
+        return total if d_final is None else total + d_final
 
     return wait

@@ -201,27 +201,27 @@ class Passes(NamedTuple):
 
     def _end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
         """What all segments together leave, [B, H, M, P, 2], from what each alone leaves."""
-        if self.power is None:
-            return local[:, :, 0]
-        last = 0 if reverse else -1
-        state = torch.view_as_complex(self.chain(local, None, reverse=reverse)[:, :, last])
+        last, chained = 0 if reverse else -1, self.chain(local, None, reverse=reverse)
+        if self.power is None or chained is None:  # one segment
+            return local[:, :, last]
+        state = torch.view_as_complex(chained[:, :, last])
         step = torch.view_as_complex(self.power[0 if reverse else 1])[:, :, None]
         state = (torch.conj_physical(step) if reverse else step) * state
         if self.documents is not None:
             length = self.chunks * self.plan.chunk
-            before = 0 if reverse else self.documents[:, (self.segments - 1) * length - 1]
-            after = self.documents[:, length - 1 if reverse else -1]
-            state = state * (before == after)[:, None, None, None]
+            before = self.documents[:, (self.segments - 1) * length - 1]
+            passes = self.documents[:, length - 1] == 0 if reverse else before == self.documents[:, -1]
+            state = state * passes[:, None, None, None]
         return local[:, :, last] + torch.view_as_real(state)
 
     def _local(self, B: int, P: int) -> Tensor:
         H, _, N = self.E.shape
         return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
 
-    def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor:
+    def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor | None:
         """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
 
-        start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
+        start: [B, H, M, P, 2] before the first segment (after the last), None for zeros. One segment: start itself.
         """
         B, H, S, M, P, _ = local.shape
         if S == 1:
