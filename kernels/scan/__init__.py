@@ -92,7 +92,8 @@ def interdomain_scan(
     _check_shape("initial_state", initial_state, (B, H, M, R + D, 2))
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     documents = checked_documents(documents, k, check_documents)
-    backend = _choose(backend, (q, k, v), M, group, initial_state)
+    backend = _choose(backend, (q, k, v), M)
+    _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
     how = ops.runs_as(backend, k.device)
     if how is not None:
@@ -125,7 +126,8 @@ def linear_scan(
     _check_shape("initial_state", initial_state, (B, H, M, P, 2))
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     documents = checked_documents(documents, z, check_documents)
-    backend = _choose(backend, (z,), M, group, initial_state)
+    backend = _choose(backend, (z,), M)
+    _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
     if ops.runs_as(backend, z.device) is not None:
         no_forward_mode(*inputs)
@@ -216,26 +218,29 @@ def resolve_backend(
     return chosen, said
 
 
-def _choose(backend: str, inputs: tuple[Tensor, ...], M: int, group: str, initial_state: Tensor | None) -> str:
+def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
     """The backend that runs: `auto` resolved, an explicit one checked."""
-    if group and initial_state is not None:
-        raise ValueError("initial_state with a group: the state before a shard comes from the ranks before; give None")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(BACKENDS)}")
     device, dtype = inputs[0].device, triton_support.operand_dtype(*inputs)
     width = max(x.shape[-1] for x in inputs) if len(inputs) > 1 else 0
     if backend == "auto":
         return resolve_backend(device, M, width, dtype=dtype)[0]
-    if group and ops.runs_as(backend, device) is None:
-        raise ValueError(
-            f"backend {backend!r} takes no group on {device.type}: 'chunkwise' does, and 'chunkwise-torch'"
-        )
     if ops.runs_as(backend, device) == "triton" and (problem := triton_support.unsupported(device, dtype, M, width)):
         raise ValueError(
             f"backend {backend!r} cannot run this on CUDA: {problem}. backend='chunkwise-torch' can, in plain PyTorch; "
             "'auto' takes it and logs that"
         )
     return backend
+
+
+def _check_group(group: str, backend: str, device: torch.device, initial_state: Tensor | None) -> None:
+    if group and initial_state is not None:
+        raise ValueError("initial_state with a group: the state before a shard comes from the ranks before; give None")
+    if group and ops.runs_as(backend, device) is None:
+        raise ValueError(
+            f"backend {backend!r} takes no group on {device.type}: 'chunkwise' does, and 'chunkwise-torch'"
+        )
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:
