@@ -2,7 +2,8 @@
 
 reference.py is what all else is compared with. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when
 they run); ops.py makes `torch.library` ops of the two. parallel.py and alternatives/ are plain PyTorch that autograd records,
-step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents.
+step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for
+sequences whose shards are on several ranks.
 This package imports torch and triton, nothing else; `interdomain.features`, plugin/ and tools/ may import it.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
@@ -53,7 +54,7 @@ _RECORDED = {
 def interdomain_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, *, initial_state: Tensor | None = None,
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
-    check_documents: bool = True,
+    check_documents: bool = True, group: str = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
 
@@ -75,9 +76,13 @@ def interdomain_scan(
         recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
             (256 bytes in bf16 at M = 64), and saves computing it twice. Results and gradients are the same, bit for bit.
         check_documents: False leaves out the check of the numbers (some five small operations) where a caller has counted them.
+        group: name of a process group whose ranks hold contiguous shards of these sequences, in the order of the ranks and all
+            of T tokens. Document 0, or all without documents, goes on from the shard before. Results are those of the whole
+            sequence; gradients of log_decay and mixing are this shard's share, to be summed over ranks. Every rank must run the
+            forward and the backward: each exchanges one state. No initial_state; `chunkwise` and `chunkwise-torch` alone.
     Returns: (o [B, T, Hq, D] in v's dtype, the final state in initial_state's form), differentiable in every argument.
-    Raises: ValueError if shapes, dtypes, devices, backend or documents are not as above (on CUDA, and compiled, wrong numbers
-        of documents fail an asynchronous assertion); NotImplementedError for forward-mode differentiation of `chunkwise`.
+    Raises: ValueError if shapes, dtypes, devices, backend, documents or group are not as above (on CUDA, and compiled, wrong
+        numbers of documents fail an asynchronous assertion); NotImplementedError for forward-mode derivatives of `chunkwise`.
     """
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -88,12 +93,13 @@ def interdomain_scan(
     _check_tensors({"q": q, "k": k, "v": v}, {"log_decay": log_decay, "mixing": mixing, "initial_state": initial_state})
     documents = checked_documents(documents, k, check_documents)
     backend = _choose(backend, (q, k, v), M)
+    _check_group(group, backend, k.device, initial_state)
     inputs = q, k, v, log_decay, mixing, initial_state
     how = ops.runs_as(backend, k.device)
     if how is not None:
         no_forward_mode(*inputs)
         save = not recompute and torch.is_grad_enabled() and how == "triton"
-        o, final, _ = ops.scan(*inputs, backend, save, documents, final_state)
+        o, final, *_ = ops.scan(*inputs, backend, save, documents, final_state, group)
     else:
         with torch.autocast(k.device.type, enabled=False):
             o, final = _RECORDED[backend][0](*inputs, documents)
@@ -103,13 +109,15 @@ def interdomain_scan(
 def linear_scan(
     z: Tensor, log_decay: Tensor, readout: Tensor, *, initial_state: Tensor | None = None,
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
+    group: str = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
 
     Args:
         z: [B, T, H, P], dtypes as in `interdomain_scan`.
         log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, check_documents: as in `interdomain_scan`.
+        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, check_documents, group: as in
+            `interdomain_scan`.
     Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
     """
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
@@ -119,10 +127,11 @@ def linear_scan(
     _check_tensors({"z": z}, {"log_decay": log_decay, "readout": readout, "initial_state": initial_state})
     documents = checked_documents(documents, z, check_documents)
     backend = _choose(backend, (z,), M)
+    _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
     if ops.runs_as(backend, z.device) is not None:
         no_forward_mode(*inputs)
-        y, final = ops.linear_scan(*inputs, backend, documents, final_state)
+        y, final, _ = ops.linear_scan(*inputs, backend, documents, final_state, group)
     else:
         with torch.autocast(z.device.type, enabled=False):
             y, final = _RECORDED[backend][1](*inputs, documents)
@@ -223,6 +232,15 @@ def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
             "'auto' takes it and logs that"
         )
     return backend
+
+
+def _check_group(group: str, backend: str, device: torch.device, initial_state: Tensor | None) -> None:
+    if group and initial_state is not None:
+        raise ValueError("initial_state with a group: the state before a shard comes from the ranks before; give None")
+    if group and ops.runs_as(backend, device) is None:
+        raise ValueError(
+            f"backend {backend!r} takes no group on {device.type}: 'chunkwise' does, and 'chunkwise-torch'"
+        )
 
 
 def _basis_size(log_decay: Tensor, H: int) -> int:

@@ -16,10 +16,13 @@ and, viewed as M complex ones, take E in a single multiplication.
 Where documents are packed (`_Masks`), a state stops at the end of its own: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
 Everything is recomputed in the backward: what survives the forward is its inputs.
+Where the tokens are a shard of longer sequences, `enter` takes the state that they alone leave; what it returns waits for the
+state before them. `leave` takes the gradient of that state by their outputs alone; what it returns waits for the gradient of
+the state after them, which stands for d_final.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,14 +32,17 @@ from .tables import powers
 
 CHUNK = 64  # tokens
 
+Exchange = Callable[[Tensor], Callable[[], Tensor]]  # [B, H, M, P, 2] both ways
+
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None). documents: [B, T] int32, as in
-    `interdomain_scan`."""
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise).
+    documents: [B, T] int32, as in `interdomain_scan`."""
     B, T, H, R = k.shape
+    initial_state = initial_state if enter is None else _entered((k, v), log_decay, documents, enter)
     weights = _bilinear(mixing)
     o = torch.empty(B, T, q.shape[2], v.shape[3], dtype=v.dtype, device=v.device)
     for segment, tab, docs, z, S, X in _forward((k, v), log_decay, initial_state, documents):  # noqa: B007
@@ -45,15 +51,16 @@ def scan_forward(
         b = _scale(a @ weights.mT, conj_physical(tab.E))
         out = _expand(_kernel(b, tab, rows.shape, docs), _reading(b, rows, docs), z[..., R:, :], S[..., R:, :])
         _store_rows(o, out, segment)
-    return o, _store_state(X) if need_final else None
+    return o, _store_state(X) if need_final else None, initial_state
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, *,
-    documents: Tensor | None = None,
+    documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there."""
+    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
+    With `leave`, initial_state is what entered."""
     B, _, H, R = k.shape
     dtype, P = log_decay.dtype, R + v.shape[3]
     weights = _bilinear(mixing)
@@ -61,11 +68,9 @@ def scan_backward(
     d_weights = torch.zeros_like(weights)
     d_theta = log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex())
 
-    # The states before each segment, then the segments in reverse.
-    segments = list(_forward((k, v), log_decay, initial_state, documents))
-    G = _load_state(d_final, B, P, log_decay)  # the conjugate of the cotangent, dL = Re(conj(G) dX)
-    while segments:
-        segment, tab, docs, z, S, _ = segments.pop()
+    # The states before each segment, then the segments in reverse: first all that needs no costate.
+    read = []
+    for segment, tab, docs, z, S, _ in reversed([*_forward((k, v), log_decay, initial_state, documents)]):
         kT, vT, Sk, Sv = z[..., :R, :], z[..., R:, :], S[..., :R, :], S[..., R:, :]
         rows, d_rows = (_load_rows(x, H, segment, dtype) for x in (q, d_o))
         scores_k, scores_v = _scores(rows, kT, docs), _scores(d_rows, vT, docs)
@@ -75,16 +80,21 @@ def scan_backward(
         del a, c
 
         kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
-        d_theta += _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
+        inside = _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
         _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
         sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
+        read.append((sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside))
+
+    G = _left(d_final, B, P, log_decay, read, leave)
+    for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
         Z, G = _costates(sums, G, tab, docs)
         _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
         position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
         weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
         weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
+        d_theta += inside
         d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_initial = None if initial_state is None else _store_state(G)
     return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
@@ -92,9 +102,10 @@ def scan_backward(
 
 def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, final_state as above)."""
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, both states as above)."""
+    initial_state = initial_state if enter is None else _entered((z,), log_decay, documents, enter)
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, documents):  # noqa: B007
         w, kernel = _linear_kernel(readout, tab)
@@ -104,12 +115,12 @@ def linear_forward(
             out = zT @ (kernel[:, None, None] * docs.same).mT
             out += docs.reads * (_real(S).flatten(1, 3) @ _real(w).mT).view(zT.shape)
         _store_columns(y, out.view(zT.shape), segment)
-    return y, _store_state(X) if need_final else None
+    return y, _store_state(X) if need_final else None, initial_state
 
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None,
+    *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state), None as above."""
     B, _, _, P = z.shape
@@ -118,21 +129,22 @@ def linear_backward(
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
     w_conj = conj_physical(_complex(readout))[:, None, None, None]  # [H, 1, 1, 1, M]
 
-    segments = list(_forward((z,), log_decay, initial_state, documents))
-    G = _load_state(d_final, B, P, log_decay)
-    while segments:
-        segment, tab, docs, zT, S, _ = segments.pop()
-        w, kernel = _linear_kernel(readout, tab)
+    def per_chunk(x, like):
+        return torch.view_as_complex(x.view(*like.shape, 2))
+
+    read = []
+    for segment, tab, docs, zT, S, _ in reversed([*_forward((z,), log_decay, initial_state, documents)]):
         dyT = _load_columns((d_y,), segment, dtype)
-        flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
+        read_dy = (dyT if docs is None else docs.reads * dyT).flatten(1, 3)
         E_conj = _real(conj_physical(tab.E))  # [H, L, 2M]
+        sums = per_chunk(read_dy @ E_conj, S)
+        read.append((_real(w_conj * sums), tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
 
-        def per_chunk(x, like=S):
-            return torch.view_as_complex(x.view(*like.shape, 2))
-
-        read_dy = flat_dy if docs is None else (docs.reads * dyT).flatten(1, 3)
-        sums = per_chunk(read_dy @ E_conj)
-        Z, G = _costates(_real(w_conj * sums), G, tab, docs)
+    G = _left(d_final, B, P, log_decay, read, leave)
+    for added, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums in read:
+        w, kernel = _linear_kernel(readout, tab)
+        flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
+        Z, G = _costates(added, G, tab, docs)
         # Scores meet only per-head weights here, so they are summed over batch and chunks before anything else.
         if docs is None:
             out = (flat_dy @ kernel).baddbmm_(_real(Z).flatten(1, 3), _real(tab.T).mT)
@@ -144,7 +156,7 @@ def linear_backward(
         _store_columns(dz, out.view(zT.shape), segment)
         c = torch.view_as_complex((scores @ _real(tab.T)).unflatten(-1, (-1, 2)))
         d_w += conj_physical(tab.E * c).sum(1) + (sums * conj_physical(S)).sum((1, 2, 3))
-        weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj))
+        weighted = w_conj * per_chunk(read_dy @ (tab.position[:, None] * E_conj), S)
         d_theta += _decay_gradient_states(zT, S, Z, weighted, tab, docs)
         c = torch.view_as_complex((scores * tab.lag @ _real(tab.T)).unflatten(-1, (-1, 2)))
         d_theta += (w * conj_physical(c)).sum(1)
@@ -223,6 +235,24 @@ def _forward(
         docs = _Masks.of(documents, segment, log_decay.dtype)
         S, X = _states(z, X, tab, docs)
         yield segment, tab, docs, z, S, X
+
+
+def _entered(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, enter: Exchange) -> Tensor:
+    """The state before this shard, [B, H, M, P, 2]."""
+    *_, (*_, X) = _forward(parts, log_decay, None, documents)
+    return enter(_store_state(X))()
+
+
+def _left(
+    d_final: Tensor | None, B: int, P: int, log_decay: Tensor, read: list[tuple], leave: Exchange | None
+) -> Tensor:
+    """The conjugate G of the costate after the last token, dL = Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
+    if leave is not None:
+        own = _load_state(None, B, P, log_decay)
+        for sums, tab, docs, *_ in read:
+            _, own = _costates(sums, own, tab, docs)
+        d_final = leave(_store_state(own))()
+    return _load_state(d_final, B, P, log_decay)
 
 
 def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:

@@ -6,15 +6,18 @@
 `backend` says which module runs (`implementation`): what is compiled, listed or checkpointed does not change with it.
 The ops trust their inputs; `interdomain.scan` checks them.
 A tensor that does not exist (no state asked for, nothing saved) is empty: an op returns a fixed number.
+`group` names the process group whose ranks hold shards of the sequences, "" for none. The state that enters this shard is an
+output, which the backward saves: where activation checkpointing keeps the op's outputs, the exchange runs once.
 """
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import chunkwise
+from . import chunkwise, shards
 from .library import tag_caches
 from .triton_support import operand_dtype
 
@@ -31,7 +34,7 @@ def runs_as(backend: str, device: torch.device) -> str | None:
 def implementation(backend: str, device: torch.device) -> ModuleType:
     """The module whose four functions the ops call; every output newly allocated and contiguous.
 
-    The one in Triton also returns `a`, [B, Hq, T, 2M] in the operands' dtype, after the state, and takes it back.
+    The one in Triton also returns `a`, [B, Hq, T, 2M] in the operands' dtype, after the states, and takes it back.
     """
     if runs_as(backend, device) == "plain":
         return chunkwise
@@ -49,6 +52,13 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
         return getattr(implementation(backend, device), name)(*args, **kw)
 
 
+def _exchange(group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, **backward) -> partial | None:
+    if not group:
+        return None
+    T = tokens.shape[1]
+    return partial(shards.entering, log_decay=log_decay, T=T, documents=documents, group=group, **backward)
+
+
 def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Empty tensors in place of None."""
     like = next(x for x in tensors if x is not None)
@@ -61,36 +71,40 @@ def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
 @torch.library.custom_op("interdomain::scan", mutates_args=())
 def scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
-    backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> o, final state, and what `save` keeps for the backward: a."""
+    backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True, group: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> o, final state, and what is kept for the backward: with `save` a, with `group` the state that enters the shard."""
     inputs = q, k, v, log_decay, mixing, initial_state
-    o, final, *a = _call(backend, "scan_forward", *inputs, documents=documents, need_final=need_final)
-    return _no_none(o, final, a[0] if save else None)
+    enter = _exchange(group, k, log_decay, documents)
+    o, final, entered, *a = _call(
+        backend, "scan_forward", *inputs, documents=documents, need_final=need_final, enter=enter
+    )
+    return _no_none(o, final, a[0] if save else None, entered if group else None)
 
 
 @scan.register_fake
-def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=None, need_final=True):
+def _(q, k, v, log_decay, mixing, initial_state, backend, save=False, documents=None, need_final=True, group=""):
     B, T, H, R = k.shape
     Hq, D, M = q.shape[2], v.shape[3], log_decay.shape[1]
     a = q.new_empty((B, Hq, T, 2 * M), dtype=operand_dtype(q, k, v)) if save else v.new_empty(0)
-    final = log_decay.new_empty(B, H, M, R + D, 2) if need_final else v.new_empty(0)
-    return v.new_empty(B, T, Hq, D), final, a
+    final, entered = (log_decay.new_empty(B, H, M, R + D, 2) if x else v.new_empty(0) for x in (need_final, group))
+    return v.new_empty(B, T, Hq, D), final, a, entered
 
 
 @torch.library.custom_op("interdomain::scan_backward", mutates_args=())
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, backend: str, a: Tensor | None = None,
-    documents: Tensor | None = None,
+    documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = q, k, v, log_decay, mixing, initial_state
     saved = {} if a is None else {"a": a}
-    return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, **saved))
+    leave = _exchange(group, k, log_decay, documents, reverse=True, d_final=d_final)
+    return _no_none(*_call(backend, "scan_backward", d_o, d_final, *inputs, documents=documents, leave=leave, **saved))
 
 
 @scan_backward.register_fake
-def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, backend, a=None, documents=None):
+def _(d_o, d_final, q, k, v, log_decay, mixing, initial_state, backend, a=None, documents=None, group=""):
     return _fake_gradients(q, k, v, log_decay, mixing, initial_state)
 
 
@@ -104,30 +118,35 @@ def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 @torch.library.custom_op("interdomain::linear_scan", mutates_args=())
 def linear_scan(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, backend: str,
-    documents: Tensor | None = None, need_final: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    documents: Tensor | None = None, need_final: bool = True, group: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
-    return _no_none(*_call(backend, "linear_forward", *inputs, documents=documents, need_final=need_final))
+    enter = _exchange(group, z, log_decay, documents)
+    y, final, entered = _call(
+        backend, "linear_forward", *inputs, documents=documents, need_final=need_final, enter=enter
+    )
+    return _no_none(y, final, entered if group else None)
 
 
 @linear_scan.register_fake
-def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=True):
-    B, _, H, P = z.shape
-    final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else z.new_empty(0)
-    return z.new_empty(z.shape), final
+def _(z, log_decay, readout, initial_state, backend, documents=None, need_final=True, group=""):
+    (B, _, H, P), M = z.shape, log_decay.shape[1]
+    states = (log_decay.new_empty(B, H, M, P, 2) if x else z.new_empty(0) for x in (need_final, group))
+    return z.new_empty(z.shape), *states
 
 
 @torch.library.custom_op("interdomain::linear_scan_backward", mutates_args=())
 def linear_scan_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    backend: str, documents: Tensor | None = None,
+    backend: str, documents: Tensor | None = None, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = z, log_decay, readout, initial_state
-    return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents))
+    leave = _exchange(group, z, log_decay, documents, reverse=True, d_final=d_final)
+    return _no_none(*_call(backend, "linear_backward", d_y, d_final, *inputs, documents=documents, leave=leave))
 
 
 @linear_scan_backward.register_fake
-def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None):
+def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None, group=""):
     return _fake_gradients(z, log_decay, readout, initial_state)
 
 
@@ -138,10 +157,11 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
     """Register `backward` for `op`: n tensors of tokens, log_decay, a table, the initial state; then what is no tensor."""
 
     def setup(ctx, inputs, output):
-        ctx.backend, *save, documents, need_final = inputs[n + 3 :]
-        out, final, *saved = output
-        ctx.save_for_backward(documents, *inputs[: n + 3], *(x if any(save) else None for x in saved))
-        ctx.mark_non_differentiable(*saved, *(() if need_final else (final,)))
+        ctx.backend, *save, documents, need_final, ctx.group = inputs[n + 3 :]
+        out, final, *a, entered = output
+        state = entered if ctx.group else inputs[n + 2]
+        ctx.save_for_backward(documents, *inputs[: n + 2], state, *(x if any(save) else None for x in a))
+        ctx.mark_non_differentiable(*a, entered, *(() if need_final else (final,)))
         ctx.set_materialize_grads(False)
         ctx.output_shape = out.shape
 
@@ -150,8 +170,8 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         tensors = saved[: n + 3]
         if d_out is None:  # only the state was used
             d_out = tensors[n - 1].new_zeros(ctx.output_shape)
-        *grads, d_initial = backward(d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents)
-        d_initial = None if tensors[-1] is None else d_initial
+        *grads, d_initial = backward(d_out, d_final, *tensors, ctx.backend, *saved[n + 3 :], documents, ctx.group)
+        d_initial = None if tensors[-1] is None or ctx.group else d_initial
         return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
 
     op.register_autograd(gradient, setup_context=setup)

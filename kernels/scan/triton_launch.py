@@ -6,12 +6,14 @@ Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last di
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from .chunkwise import Exchange
 from .triton_adjoint import adjoint_kernel
 from .triton_passes import contract_kernel, expand_kernel, mix_kernel
 from .triton_plan import Plan, segment_count
@@ -167,36 +169,63 @@ class Passes(NamedTuple):
         )  # fmt: skip
         return parts
 
-    def states(self, initial: Tensor | None, P: int, *parts: Tensor) -> Tensor | None:
-        """States before every segment, [B, H, S, M, P, 2], of k and v, or z; None for one segment from zero."""
-        if self.segments == 1:
-            return dense(initial)
+    def states(
+        self, initial: Tensor | None, P: int, *parts: Tensor, enter: Exchange | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """States before every segment, [B, H, S, M, P, 2], of k and v, or z, and before the first; None for one from zero."""
+        if self.segments == 1 and enter is None:
+            return dense(initial), initial
         local, first = self._local(parts[0].shape[0], P), 0
         for x in parts:
             self.expand(None, x, None, (first, P), None, local)
             first += x.shape[3]
-        return self.chain(local, initial)
+        initial = initial if enter is None else enter(self._end(local))()
+        return self.chain(local, initial), initial
 
-    def costates(self, d_final: Tensor | None, *pairs: tuple[Tensor | None, Tensor, tuple[int, int]]) -> Tensor | None:
-        """Gradients of the states after every segment, of (b, d_o, channels) as in `adjoint`; None for one and zero."""
-        if self.segments == 1:
-            return dense(d_final)
+    def costates(
+        self,
+        d_final: Tensor | None,
+        *pairs: tuple[Tensor | None, Tensor, tuple[int, int]],
+        leave: Exchange | None = None,
+    ) -> Callable[[], Tensor | None]:
+        """Gradients of the states after every segment, of (b, d_o, channels) as in `adjoint`; None for one and zero. They are
+        what the returned function returns, which waits for `leave`."""
+        if self.segments == 1 and leave is None:
+            return lambda: dense(d_final)
         _, rows, (_, P) = pairs[0]
         local = self._local(rows.shape[0], P)
         for b, rows, channels in pairs:
             self.adjoint(b, rows, None, channels, None, local)
-        return self.chain(local, d_final, reverse=True)
+        pending = None if leave is None else leave(self._end(local, reverse=True))
+        return lambda: self.chain(local, pending() if pending else d_final, reverse=True)
+
+    def _end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
+        """What all segments together leave, [B, H, M, P, 2], from what each alone leaves."""
+        last, chained = 0 if reverse else -1, self.chain(local, None, reverse=reverse)
+        if self.power is None or chained is None:  # one segment
+            return local[:, :, last]
+        state = torch.view_as_complex(chained[:, :, last])
+        step = torch.view_as_complex(self.power[0 if reverse else 1])[:, :, None]
+        state = (torch.conj_physical(step) if reverse else step) * state
+        if self.documents is not None:
+            length = self.chunks * self.plan.chunk
+            before = self.documents[:, (self.segments - 1) * length - 1]
+            passes = self.documents[:, length - 1] == 0 if reverse else before == self.documents[:, -1]
+            state = state * passes[:, None, None, None]
+        return local[:, :, last] + torch.view_as_real(state)
 
     def _local(self, B: int, P: int) -> Tensor:
         H, _, N = self.E.shape
         return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
 
-    def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor:
+    def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor | None:
         """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
 
-        start: [B, H, M, P, 2] before the first segment (after the last), None for zeros.
+        start: [B, H, M, P, 2] before the first segment (after the last), None for zeros. One segment: start itself.
         """
         B, H, S, M, P, _ = local.shape
+        if S == 1:
+            return dense(start)
         out = torch.empty_like(local)
         BE = 32
         chain_kernel[(B * H * triton.cdiv(M * P, BE),)](

@@ -171,6 +171,48 @@ def test_documents(backend, segments, dtype, linear, kernels, small_chunks, monk
     check(case, dtype, linear, expected, backend, documents=documents.to(DEVICE))
 
 
+@pytest.mark.parametrize(
+    ("segments", "dtype", "linear", "documents"),
+    [
+        (1, BF16, False, None),
+        (1, FP32, True, None),
+        (3, FP32, False, None),
+        (3, FP32, True, True),
+        (1, FP32, False, True),
+    ],
+    ids=str,
+)
+def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monkeypatch):
+    """Two shards one after the other: the state that the first leaves enters the second, whose gradient of it goes back."""
+    handed = {}
+
+    def entering(own, *, reverse=False, **_):
+        before = handed.get(reverse, torch.zeros_like(own))
+        handed[reverse] = own
+        return lambda: before
+
+    monkeypatch.setattr(ops.shards, "entering", entering)
+    monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
+    case = Case(T=80, B=2, H=1, G=1 if linear else 2, R=16, D=17, state=False)
+    inputs, (d_out, d_state) = problem(case, dtype, linear)
+    cotangents = d_out, torch.zeros_like(d_state)
+    numbers = packed(80, ((0, 20, 45), (0, 33, 64))) if documents else None
+    expected = one_by_one(inputs, cotangents, numbers, linear) if documents else exact(inputs, cotangents, linear)
+    shards = []
+    for t in (slice(40), slice(40, 80)):
+        mine = {n: (x[:, t] if n in "qkvz" else x) for n, x in inputs.items()}
+        mine, (d_shard,) = on_device(mine, (d_out[:, t],))
+        local = None if numbers is None else (numbers[:, t] - numbers[:, max(t.start or 0, 1) - 1, None]).to(DEVICE)
+        out, state = function(linear)(**mine, documents=local, group="shards", backend="chunkwise")
+        shards.append((mine, d_shard, out, state))
+    grads = [gradients((out,), (d_shard,), mine) for mine, d_shard, out, _ in reversed(shards)]
+    got = {"out": torch.cat([x[2] for x in shards], dim=1), "state": shards[1][3]}
+    for n in grads[0]:
+        of_shards = grads[1][n], grads[0][n]
+        got[n] = torch.cat(of_shards, dim=1) if n[1:] in "qkvz" else sum(of_shards)
+    assert_agree({n: x.cpu() for n, x in got.items()}, expected, BOUNDS[dtype])
+
+
 @linear_or_query
 def test_what_is_not_asked_for(linear):
     """No cotangent of the state, no final state: nothing is read that is not there."""
