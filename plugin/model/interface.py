@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .shard import Shard
 
 # Shapes: B batch, T time.
 
@@ -13,11 +14,14 @@ from .config import ModelConfig
 class Mixer(nn.Module):
     """Base of the mixers: x [B, T, dim] -> [B, T, dim] by `forward(x, rope, dynamics, state, packing)`.
 
-    Attributes: state_grows, whether the state has room for a number of tokens, and not one size for all lengths.
+    Attributes:
+        state_grows: whether the state has room for a number of tokens, and not one size for all lengths.
+        shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
     state_grows = False
+    shard: Shard | None = None
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
@@ -25,8 +29,11 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer does not say what is constant over the sequence")
 
     @staticmethod
-    def packing(documents: Tensor, dtype: torch.dtype) -> Any:
-        """What `forward` needs to know of packed documents: from the number of each token's, [B, T] int32."""
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Any:
+        """What `forward` needs to know of packed documents and of the shard.
+
+        order: where the tokens stand in the sequence, [T]; positions: in their documents, [B, T], where several are packed.
+        """
         raise NotImplementedError("this mixer cannot keep packed documents apart")
 
     @staticmethod

@@ -12,6 +12,7 @@ from .config import Execution, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
 from .layers import InputNorm, Linear, RandomFourierFeatures, ShortConv, widened
+from .shard import Shard, before
 from .ssm import SSMDynamics, fold
 from .state import MixerState, ModelState
 
@@ -64,21 +65,23 @@ class InterdomainMixer(Mixer):
         rope: tuple[Tensor, Tensor],
         dynamics: tuple[Tensor, Tensor] | None = None,
         state: MixerState | None = None,
-        packing: Tensor | None = None,
+        packing: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
 
-        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2]; packing: [B, T], the number of each token's document.
+        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2]; packing: [B, T], the number of each token's document; of a
+        shard also [B], how many tokens of its document come before the first.
         """
         names = "kvq" if self.config.query_readout else "kv"
         projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
         if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
             o = self._step(projected, rope, state)
         else:
-            past, conv = self._convolved(projected, state)
+            documents, back = packing if isinstance(packing, tuple) else (packing, None)
+            past, conv = self._convolved(projected, state, back)
             # No projection lives longer than it is needed.
-            features = {n: self._features(n, projected.pop(n), rope, past.get(n), packing) for n in names}
-            o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, packing)
+            features = {n: self._features(n, projected.pop(n), rope, past.get(n), documents) for n in names}
+            o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, documents)
             if state is not None:
                 state.advance(conv, final)
         if self.config.normalize:
@@ -125,6 +128,7 @@ class InterdomainMixer(Mixer):
             documents=documents,
             check_documents=False,
             backend=self.execution.backend,
+            group="" if self.shard is None else self.shard.group,
         )
         if not self.config.query_readout:
             return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
@@ -137,8 +141,11 @@ class InterdomainMixer(Mixer):
         return fold([mixer.ssm() for mixer in mixers], mixers[0].config.readout)
 
     @staticmethod
-    def packing(documents: Tensor, dtype: torch.dtype) -> Tensor:
-        return documents
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Any:
+        if positions is None:
+            return None
+        documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
+        return documents if shard is None else (documents, positions[:, 0])
 
     @staticmethod
     def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> None:
@@ -209,14 +216,26 @@ class InterdomainMixer(Mixer):
         """In the order of their channels in a state."""
         return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
 
-    def _convolved(self, projected: dict[str, Tensor], state: MixerState | None) -> tuple[dict[str, Tensor], Any]:
-        """Of a state's convolutions: the inputs before x, by projection; and the last W - 1 inputs after it, [B, W - 1, E]."""
-        if state is None:
+    def _convolved(
+        self, projected: dict[str, Tensor], state: MixerState | None, back: Tensor | None
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The convolutions' W - 1 inputs before x, by projection; and for a state the last ones after it, [B, W - 1, E].
+
+        They come from the state, or from the shard before: of those the last `back` [B] are of the first token's document.
+        """
+        if state is None and self.shard is None:
             return {}, None
-        convs, n = self._convolutions(), state.conv.shape[1]
+        convs, n, conv = self._convolutions(), self.config.conv_width - 1, None
         new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
-        past = state.conv.split([len(conv.bias) for conv in convs.values()], dim=2)
-        return dict(zip(convs, past, strict=True)), torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
+        if state is None:
+            assert self.shard is not None
+            past = before(new, self.shard.group, 1)
+            if back is not None:
+                distance = torch.arange(n, 0, -1, device=new.device)[:, None]
+                past = past.masked_fill(distance > back[:, None, None], 0)
+        else:
+            past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
+        return dict(zip(convs, past.split([len(c.bias) for c in convs.values()], dim=2), strict=True)), conv
 
     # Costs
 

@@ -13,6 +13,7 @@ from .config import Execution, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
 from .layers import Linear
+from .shard import Shard, gather_shards
 from .state import KVCache, ModelState
 
 # Shapes: B batch, T time, S slots of the cache.
@@ -32,6 +33,18 @@ class Window(NamedTuple):
     def of(cls, attended: Tensor, dtype: torch.dtype, begin: int | Tensor = 0) -> "Window":
         """attended: which keys, bool. scaled_dot_product_attention would make the same of it, in every layer anew."""
         return cls(torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf), begin)
+
+    @classmethod
+    def after(cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype) -> "Window":
+        """Of queries that `begin` keys come before: those, and the queries' own up to each."""
+        if not begin or tokens == 1:
+            return cls(None, begin)
+        if device.type == "cuda":  # whose kernels know this one without a mask
+            from torch.nn.attention.bias import causal_lower_right  # takes as long to import as torch
+
+            return cls(causal_lower_right(tokens, begin + tokens), begin)
+        keys = torch.arange(begin + tokens, device=device)
+        return cls.of(keys <= keys[begin:, None], dtype, begin)
 
 
 class SoftmaxMixer(Mixer):
@@ -67,6 +80,8 @@ class SoftmaxMixer(Mixer):
         mask, begin = packing or Window()
         if state is not None:
             k, v = state.append(k, v, begin)
+        elif self.shard is not None:
+            k, v = _up_to_here(k, v, self.shard)
         if isinstance(mask, Tensor) and not hasattr(mask, "variant"):  # a causal bias has one, and no numbers
             mask = mask.to(q.dtype)
         k, v = k.to(q.dtype), v.to(q.dtype)
@@ -86,9 +101,14 @@ class SoftmaxMixer(Mixer):
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 
     @staticmethod
-    def packing(documents: Tensor, dtype: torch.dtype) -> Window:
-        same = documents[:, :, None] == documents[:, None]
-        return Window.of(same.tril()[:, None], dtype)
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Window | None:
+        T, device = order.shape[0], order.device
+        before = 0 if shard is None else shard.rank * T
+        if positions is None:
+            return Window.after(before, T, device, dtype) if before else None
+        keys, first = torch.arange(before + T, device=device), order - positions  # first: of each token's document
+        attended = (keys <= order[:, None]) & (keys >= first[..., None])
+        return Window.of(attended[:, None], dtype)
 
     @staticmethod
     def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> Window:
@@ -96,12 +116,7 @@ class SoftmaxMixer(Mixer):
         begin = state.length if state.cursor is None else state.cursor
         device = state.position.device
         if isinstance(begin, int) and not state.padded:
-            if not begin or tokens == 1:
-                return Window(None, begin)
-            if device.type == "cuda":  # whose kernels know this one without a mask
-                from torch.nn.attention.bias import causal_lower_right  # takes as long to import as torch
-
-                return Window(causal_lower_right(tokens, begin + tokens), begin)
+            return Window.after(begin, tokens, device, dtype)
         slots = torch.arange(begin + tokens if isinstance(begin, int) else state.capacity or 0, device=device)
         own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
         mask = slots <= own
@@ -124,3 +139,9 @@ class SoftmaxMixer(Mixer):
     def kept(config: ModelConfig) -> dict[str, int]:
         """Queries before and after RoPE, and the output."""
         return {"token": 3 * config.dim + 3 * config.n_kv_heads * config.head_dim, "scores": 0, "tables": 0}
+
+
+def _up_to_here(k: Tensor, v: Tensor, shard: Shard) -> tuple[Tensor, ...]:
+    """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]."""
+    everyone = gather_shards(torch.cat([k, v], dim=-1), shard.size, shard.group)
+    return torch.cat(everyone.unbind()[: shard.rank + 1], dim=2).chunk(2, dim=-1)

@@ -13,6 +13,7 @@ from .interface import Mixer
 from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
 from .mixer import InterdomainMixer
+from .shard import Shard
 from .softmax import SoftmaxMixer
 from .state import ModelState
 
@@ -59,7 +60,14 @@ class Transformer(nn.Module):
 
     Args:
         execution: how the mixers are computed; every choice computes the same function. None: the defaults.
+
+    Attributes:
+        shard: set here and on every mixer (`layers.*.attention`), the model computes one shard of its sequences, together with
+            the other ranks of the shard's process group: tokens, positions, labels and what is returned are the shard's.
+            Losses and gradients are to be summed over the ranks.
     """
+
+    shard: Shard | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -90,21 +98,27 @@ class Transformer(nn.Module):
             last: logits of the last so many positions only, [B, last, V]; None for all.
             labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
                 over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`).
-        Raises: ValueError for positions with a state, and for a state of other rows.
+        Raises: ValueError for positions with a state, and for a state of other rows; NotImplementedError for a state where the
+            sequences are sharded.
         """
         B, T = tokens.shape
-        h, packing, order = self.tok_embeddings(tokens), None, torch.arange(T, device=tokens.device)
+        h, order = self.tok_embeddings(tokens), torch.arange(T, device=tokens.device)
         if state is not None:
+            if self.shard is not None:
+                raise NotImplementedError(
+                    f"a state continues whole sequences, and this model computes one of {self.shard.size} shards of them; "
+                    "generate with a model that has no shard."
+                )
             if positions is not None:
                 raise ValueError("positions are for whole sequences; a state knows its own: leave one out.")
             if len(state.position) != B:
                 raise ValueError(f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each.")
             positions = state.position[:, None] + order
             packing = self._mixers[0].continuing(state, T, h.dtype)
-        elif positions is not None:
-            packing = self._mixers[0].packing((positions == 0).cumsum(1, dtype=torch.int32), h.dtype)
         else:
-            positions = order
+            order = order if self.shard is None else order + self.shard.rank * T
+            packing = self._mixers[0].packing(order, positions, h.dtype, self.shard)
+            positions = order if positions is None else positions
         rope = rope_of(self.config, positions, h.dtype) if self.config.mixer.rope else None
         dynamics = self.dynamics() if state is None else state.dynamics
         products = contextlib.nullcontext()
