@@ -86,9 +86,10 @@ def test_shapes_on_cuda_without_one(pretend_gpu):
     """The ops' fake implementations, as torch.compile and FSDP see them."""
     q, k, v = fake_inputs()
     theta, W = torch.empty(4, 64, 2, device="cuda"), torch.empty(4, 128, 128, device="cuda")
-    o, state, a = ops.scan(q, k, v, theta, W, None, "chunkwise", True)
+    o, state, a, entered = ops.scan(q, k, v, theta, W, None, "chunkwise", True, group="ranks")
     assert (o.shape, o.dtype, state.shape, state.dtype) == (v.shape, v.dtype, (2, 4, 64, 128, 2), torch.float32)
     assert (a.shape, a.dtype) == ((2, 4, 100, 128), torch.bfloat16)
+    assert (entered.shape, entered.dtype) == (state.shape, state.dtype)
 
 
 def test_nothing_imports_triton_before_it_runs():
