@@ -39,6 +39,7 @@ def memory_estimate(
     shards: int,
     local_batch: int,
     seq_len: int,
+    context: int = 1,
     checkpointing: str,
     precision: str,
     replicated: int = 0,
@@ -48,6 +49,7 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
+    context: ranks that share the tokens of a sequence.
     parameters, gradients, optimizer: float32, sharded but for `replicated` of them; AdamW has two moments. Gradients that are
         `accumulated` over micro-batches are whole until the last.
     gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced.
@@ -60,7 +62,7 @@ def memory_estimate(
     """
     dim, ffn, V = config.dim, config.ffn_hidden, config.vocab_size
     kept = mixer_class(config).kept(config)
-    tokens = local_batch * seq_len
+    tokens = local_batch * seq_len // context
     block = (n_params - 2 * V * dim) // config.n_layers
     stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
 

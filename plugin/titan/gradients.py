@@ -1,7 +1,7 @@
 """The gradients of a step, between the backward pass and the optimizer: summed over ranks, measured, clipped.
 
 Most parameters are sharded by FSDP2 (DTensors), which sums their gradients itself. The dynamics are plain tensors, complete and
-equal on every rank (`parallelize`): each rank has the gradients of its own samples, and `reduce_replicated` adds them up.
+equal on every rank (`parallelize`): each rank has the gradients of its own tokens, and `reduce_replicated` adds them up.
 
 Why plain tensors and not a group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
 8 times the real bytes in every micro-batch. A mesh of (ranks, 1) pads nothing, but needs process groups of its own, copies the

@@ -1,4 +1,4 @@
-"""Activation checkpointing, compilation and FSDP2 around the model: one path for one rank, many, replicas and both.
+"""Shards of sequences, activation checkpointing, compilation and FSDP2 for the model: one path for one rank and many.
 
 Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
 """
@@ -6,12 +6,13 @@ Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
+from interdomain.model.shard import Shard
 
 from .device import device_here
 from .host import (
@@ -25,10 +26,17 @@ from .host import (
 )
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
-SCAN_OPS = {torch.ops.interdomain.scan.default, torch.ops.interdomain.linear_scan.default}
+# A shard's exchange before it likewise; not gather_shards, softmax's keys and values of all shards: recomputed, they are one
+# block's at a time.
+SCAN_OPS = {
+    torch.ops.interdomain.scan.default,
+    torch.ops.interdomain.linear_scan.default,
+    torch.ops.interdomain.before.default,
+}
 
 
 def parallelize(model: Transformer, parallel_dims: ParallelDims, job_config: Any) -> None:
+    share_sequences(model, parallel_dims)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)
@@ -37,6 +45,22 @@ def parallelize(model: Transformer, parallel_dims: ParallelDims, job_config: Any
     if job_config.compile.enable and "loss" in job_config.compile.components:
         model.output.compile_loss(job_config.compile.backend)
     shard(model, _mesh(parallel_dims), job_config)
+
+
+def share_sequences(model: Transformer, parallel_dims: ParallelDims) -> None:
+    """Context parallelism: the model computes this rank's shard of its sequences, where they have any."""
+    if not parallel_dims.cp_enabled:
+        return
+    mesh = parallel_dims.get_mesh("cp")
+    model.shard = Shard(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    for layer in model.layers.values():
+        mixer: Any = layer.attention
+        mixer.shard = model.shard
+
+
+def own_shard(x: Tensor, shard: Shard | None) -> Tensor:
+    """This rank's tokens of whole sequences, [B, T] -> [B, T / size]: contiguous, not TorchTitan's head and tail."""
+    return x if shard is None else x.chunk(shard.size, dim=1)[shard.rank].contiguous()
 
 
 def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
@@ -63,11 +87,12 @@ def set_initial_values(model: Transformer, seed: int, *, loaded: bool, device: t
 
 
 def _mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path.
+    """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path. The
+    ranks that share a sequence are shards as well, for each has its own part of the gradients.
 
     TorchTitan's DDP is not used: it averages gradients that its loss has already normalised by the global token count.
     """
-    if parallel_dims.dp_shard > 1:
+    if parallel_dims.fsdp_enabled:
         return parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"])
     if parallel_dims.dp_replicate_enabled:
         return init_device_mesh(

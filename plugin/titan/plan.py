@@ -22,6 +22,7 @@ from interdomain.model import (
 )
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
+from interdomain.scan.ops import runs_as
 
 from .device import device_here, refuse_for_device
 from .schedule import run_length
@@ -41,7 +42,8 @@ class RunPlan:
     flops_per_token: int
     world_size: int
     shards: int
-    data_ranks: int
+    data_ranks: int  # that read samples of their own
+    context: int  # ranks that share a sequence
     local_batch: int
     global_batch: int
     seq_len: int
@@ -72,6 +74,7 @@ class RunPlan:
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         grows = mixer_class(self.config).state_grows
+        shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence",
@@ -80,7 +83,7 @@ class RunPlan:
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
             "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
             "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
-            f"rank(s) x {self.accumulation} accumulation step(s)",
+            f"{shared if self.context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             **self.computed,
@@ -98,7 +101,10 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     if not on_gpus:
         refuse_for_device(job_config)
     training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
+    context = job_config.parallelism.context_parallel_degree
     replicate, shard = _data_parallel(job_config.parallelism, world_size)
+    if context > 1:
+        _refuse_for_shards(job_config, config, torch.device("cuda") if on_gpus else device_here())
     data_ranks = replicate * shard
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
@@ -114,9 +120,10 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     memory = memory_estimate(
         config,
         n_params,
-        shards=shard,
+        shards=shard * context,
         local_batch=local,
         seq_len=seq_len,
+        context=context,
         checkpointing=job_config.activation_checkpoint.mode,
         precision=training.precision,
         replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
@@ -136,6 +143,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         world_size=world_size,
         shards=shard,
         data_ranks=data_ranks,
+        context=context,
         local_batch=local,
         global_batch=global_batch,
         seq_len=seq_len,
@@ -185,17 +193,46 @@ def _batch_that_divides(global_batch: int, local: int, ranks: int) -> str:
 
 
 def _data_parallel(parallel: Parallelism, world_size: int) -> tuple[int, int]:
-    """(replicas, shards) of the data-parallel mesh."""
+    """(replicas, shards) of the data-parallel mesh: what the ranks that share a sequence leave."""
     replicate, shard = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
-    if replicate < 1 or world_size % replicate:
+    context = parallel.context_parallel_degree
+    if world_size % context:
         raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {world_size} rank(s)."
+            f"parallelism.context_parallel_degree = {context} does not divide the {world_size} rank(s): replicas x shards x "
+            "context must be the number of ranks. Set a divisor of it, or start other ranks."
+        )
+    left, words = world_size // context, f" that context_parallel_degree = {context} leaves" if context > 1 else ""
+    if replicate < 1 or left % replicate:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {left} rank(s){words}."
         )
     if shard == -1:
-        shard = world_size // replicate
-    if replicate * shard != world_size:
+        shard = left // replicate
+    if replicate * shard != left:
         raise ValueError(
             f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicate} x {shard} must be "
-            f"the number of ranks, {world_size}. Set the shard degree to -1 to let it follow."
+            f"the number of ranks{words}, {left}. Set the shard degree to -1 to let it follow."
         )
     return replicate, shard
+
+
+def _refuse_for_shards(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
+    """Raises: ValueError for sequences that have no shards of equal and sufficient length, and a scan that takes no shards."""
+    context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
+    degree, recurrent = f"parallelism.context_parallel_degree = {context}", config.mixer.kind == "interdomain"
+    least = max(1, config.mixer.conv_width - 1) if recurrent else 1
+    lengths = {"training.seq_len": job_config.training.seq_len}
+    if job_config.validation.enable:
+        lengths["validation.seq_len"] = job_config.validation.seq_len
+    for setting, length in lengths.items():
+        if length % context or length < context * least:
+            raise ValueError(
+                f"{setting} = {length} tokens cannot be shared by {degree} ranks: each has as many, and at least {least} "
+                f"(what a convolution reads of the rank before). Set a multiple of {context} that is {context * least} or "
+                "more, or another degree."
+            )
+    if recurrent and backend != "auto" and runs_as(backend, device) is None:
+        raise ValueError(
+            f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
+            "chunkwise, chunkwise-torch, and on CUDA parallel. Leave it out to get auto."
+        )

@@ -199,10 +199,12 @@ class Training:
 
 @dataclass
 class Parallelism:
-    """[parallelism]: replicas x shards = ranks."""
+    """[parallelism]: replicas x shards x context = ranks."""
 
     data_parallel_replicate_degree: int = 1  # Replicas of the weights.
     data_parallel_shard_degree: int = -1  # Shards of a replica. -1: as many as there are ranks left.
+    #: Every sequence over so many ranks, a contiguous piece each: for sequences beyond the memory of one device.
+    context_parallel_degree: Count = 1
     #: Free gathered weights after the forward pass of a block. default: of all but the last.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 

@@ -38,7 +38,7 @@ from .host import (
 from .lock import hold_folder, require_shared
 from .metrics import InterdomainMetrics
 from .optimizer import GroupedOptimizers, GroupedSchedulers
-from .parallelize import parallelize, set_initial_values
+from .parallelize import own_shard, parallelize, set_initial_values
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
 from .resume_from import loads_a_model
@@ -102,7 +102,8 @@ class InterdomainTrainer(Trainer):
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
-        rank = dist.get_rank()  # every rank reads data: there is no other parallelism
+        batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
+        rank = batch.get_local_rank() if batch else 0
         tokenizer, self.dataloader = open_data(config, plan, rank)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan)
         model = self._build_model()
@@ -165,14 +166,16 @@ class InterdomainTrainer(Trainer):
             self._log(loss, norm)
 
     def _on_device(self, batch: Batch) -> Batch:
-        """Batches of a corpus are pinned: the host does not wait, and prepares this one while the device computes the last."""
+        """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
+        computes the last."""
         inputs, labels = batch
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-        return inputs, labels.to(self.device, non_blocking=True)
+        shard = self.model_parts[0].shard
+        inputs = {name: own_shard(x.to(self.device, non_blocking=True), shard) for name, x in inputs.items()}
+        return inputs, own_shard(labels.to(self.device, non_blocking=True), shard)
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks, mesh)
+        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.world_size, mesh)
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:

@@ -16,6 +16,7 @@ from .device import device_here
 from .errors import one_paragraph
 from .host import IGNORE_INDEX, BaseValidator, dist_sum, logger
 from .metrics import InterdomainMetrics, perplexity
+from .parallelize import own_shard
 
 
 class FixedValidator(BaseValidator):
@@ -94,9 +95,10 @@ class FixedValidator(BaseValidator):
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         tokens = torch.zeros((), dtype=torch.float64, device=device_here())
         for inputs, labels in self._batches():
-            loss += model(inputs.pop("input"), **inputs, labels=labels)
-            tokens += (labels != IGNORE_INDEX).sum()
             self.metrics.ntokens_since_last_log += labels.numel()
+            own = {name: own_shard(x, model.shard) for name, x in {**inputs, "labels": labels}.items()}
+            loss += model(own.pop("input"), **own)
+            tokens += (own["labels"] != IGNORE_INDEX).sum()
         mesh = self.metrics.parallel_dims.get_optional_mesh("loss")
         mean = dist_sum(loss, mesh) / dist_sum(tokens, mesh)
         self.metrics.log_validation(mean, step)

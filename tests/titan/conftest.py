@@ -138,9 +138,12 @@ class Runs:
         return torch.load(self.folder / f"{name}.rank{rank}.pt", weights_only=False)
 
     def samples(self, name):
-        """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order."""
-        steps = len(self.seen(name)["log"])
+        """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order. Those that
+        share a sequence, two neighbours where "context" is in the name, read the same."""
+        steps, each = len(self.seen(name)["log"]), 1 + ("context" in name)
         ranks = [self.seen(name, rank)["samples"] for rank in range(self.ranks)]
+        assert all(ranks[rank] == ranks[rank - rank % each] for rank in range(self.ranks))
+        ranks = ranks[::each]
         n = len(ranks[0]) // steps
         return [sorted(h for samples in ranks for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
 
@@ -186,6 +189,7 @@ BFLOAT16 = {"training__precision": "bf16", "training__steps": 2}
 WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable": True}
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
+CONTEXT = {"parallelism__context_parallel_degree": 2}  # and the passes of half as many ranks
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +213,13 @@ def two(tmp_path_factory, corpus, short, launch):
     runs.add("compiled", **COMPILED, **SHORT, **alike, compile__backend="aot_eager", probes=["scan"])
     whole, once = {"data__corpus": short}, {"training__steps": 1}
     apart = {**whole, "data__reset_state_at_documents": True}
-    runs.add("documents", **apart, **SHORT)
+    runs.add("documents", **apart, **SHORT, probes=["gradients"])
+    shared = {**CONTEXT, "training__local_batch_size": 8}
+    runs.add("context", **shared, **WITH_CHECKPOINTS, **VALIDATED, probes=["gradients"])
+    runs.add("context documents", **shared, **apart, **SHORT, probes=["gradients"])
+    for condition in ("softmax", "s4d"):
+        runs.add(f"context {condition}", **shared, mixer__condition=condition, training__steps=4)
+    runs.add("context compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"])
     runs.add("documents softmax", **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
         runs.add(f"through documents {condition}", **whole, mixer__condition=condition, **once)
@@ -218,12 +228,12 @@ def two(tmp_path_factory, corpus, short, launch):
     return runs.start()
 
 
-def half(two, runs, name):
+def half(two, runs, name, of="interdomain", parts=("checkpoint/step-3", "tb")):
     """A folder with the checkpoint of step 3 of the run on two ranks, as if that was killed at step 6: with its TensorBoard
     events, and no checkpoint after it but the remains of a save."""
     folder = runs.folder / name
-    for part in ("checkpoint/step-3", "tb"):
-        shutil.copytree(two.folder / "interdomain" / part, folder / part)
+    for part in parts:
+        shutil.copytree(two.folder / of / part, folder / part)
     (folder / "checkpoint" / "step-5").mkdir()
     return folder
 
@@ -236,6 +246,8 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
     runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
+    shared = half(two, runs, "after shards", "context", ["checkpoint/step-3"])
+    runs.add("after shards", folder=shared, **WITH_CHECKPOINTS)
     runs.add("other rate", folder=half(two, runs, "other rate"), **WITH_CHECKPOINTS, optimizer__lr=2e-4)
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
@@ -260,4 +272,7 @@ def four(tmp_path_factory, corpus, launch, two):
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     runs.add("hybrid", **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
     runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS)
+    shared = {**CONTEXT, "training__local_batch_size": 4, "training__steps": 4}
+    runs.add("context", **shared, **VALIDATED, probes=["gradients"])
+    runs.add("context after two", folder=half(two, runs, "context after two"), **WITH_CHECKPOINTS, **shared)
     return runs.start()

@@ -9,7 +9,7 @@ from interdomain.model import CONDITIONS, Execution
 from interdomain.titan.plan import make_plan, model_config
 from interdomain.titan.settings import read_job_config
 
-from .conftest import REPOSITORY, flags
+from .conftest import CONTEXT, REPOSITORY, flags
 
 CONFIGS, GIB = REPOSITORY / "train_configs", 2**30
 
@@ -56,6 +56,22 @@ def test_more_ranks_than_the_batch_divides_over(ranks, larger, local):
     advice = re.search(r"can run ((?:--[\w.]+ \d+ ?)+)", str(refused.value))[1].split()
     plan = make_plan(read_job_config([*arguments, *advice]), ranks)
     assert (plan.global_batch, plan.local_batch) == (larger or 128, local)
+
+
+def test_ranks_that_share_a_sequence():
+    """Steps and tokens stay; a pass has half the tokens on a rank, and the weights as many shards."""
+    alone, shared = make_plan(parse(), 2), make_plan(parse(**CONTEXT), 2)
+    assert (shared.data_ranks, shared.context, shared.accumulation) == (1, 2, 2)
+    same = ("global_batch", "tokens_per_step", "tokens", "steps", "warmup_steps", "flops_per_token")
+    assert [getattr(shared, name) for name in same] == [getattr(alone, name) for name in same]
+    assert shared.memory["parameters"] == alone.memory["parameters"]
+    assert shared.memory["activations"] < 0.6 * alone.memory["activations"]
+    assert "4 per rank x 1 group(s) of 2 ranks with 32 tokens each x 2 accumulation" in shared.describe()
+    for backend in ("sequential", "fft", "reference"):
+        with pytest.raises(ValueError, match=f"mixer.backend = {backend} cannot scan"):
+            make_plan(parse(mixer__backend=backend, **CONTEXT), 2, on_gpus=True)
+    make_plan(parse(mixer__backend="parallel", **CONTEXT), 2, on_gpus=True)
+    make_plan(parse(mixer__condition="softmax", training__seq_len=2, **CONTEXT), 2)  # no scan, no convolution
 
 
 def test_switches_stand_over_the_condition():

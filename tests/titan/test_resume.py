@@ -22,16 +22,25 @@ def test_twice_three_steps_are_six_to_the_bit(one):
     assert_same_tensors(checkpoint(one, "halves", 6), checkpoint(one, "interdomain", 6))
 
 
-@pytest.mark.parametrize("ranks", ["one", "four"])
-def test_a_run_of_two_ranks_continues_on_others(two, ranks, request):
+@pytest.mark.parametrize(
+    ("ranks", "name", "of"),
+    [
+        ("one", "after two", "interdomain"),
+        ("four", "after two", "interdomain"),
+        ("one", "after shards", "context"),
+        ("four", "context after two", "interdomain"),
+    ],
+)
+def test_a_run_of_two_ranks_continues_on_others(two, ranks, name, of, request):
+    """Also where they share sequences, before or after."""
     runs = request.getfixturevalue(ranks)
-    full, rest = two.seen("interdomain")["log"], runs.seen("after two")["log"]
-    assert list(rest) == [4, 5, 6]
+    full, rest = two.seen(of)["log"], runs.seen(name)["log"]
+    assert list(rest) == ([4] if "context" in name else [4, 5, 6])
     for step, log in rest.items():
         assert log["n_tokens_seen"] == 512 * step
         for quantity in ("loss", "grad_norm"):
             assert log[quantity] == pytest.approx(full[step][quantity], rel=1e-5)
-    assert runs.samples("after two") == two.samples("interdomain")[3:]
+    assert runs.samples(name) == two.samples(of)[3 : 3 + len(rest)]
 
 
 def test_a_changed_learning_rate_takes_effect_on_resume(one):

@@ -6,7 +6,7 @@ from interdomain.titan import entry, host, schema, settings, trainer
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 
-from .conftest import TINY, refusal
+from .conftest import CONTEXT, TINY, refusal
 from .test_plan import arguments
 
 # Defaults of ours that are not TorchTitan's.
@@ -39,6 +39,31 @@ REFUSED = {
     "batch and ranks": ({"training__local_batch_size": 3}, "training.global_batch_size = 8", "multiple of 6"),
     "replicas and ranks": ({"parallelism__data_parallel_replicate_degree": 3}, "replicate_degree = 3", "2 rank(s)"),
     "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks, 2"),
+    "context and ranks": ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3", "the 2 rank(s)"),
+    "context and shards": (
+        {**CONTEXT, "parallelism__data_parallel_shard_degree": 2},
+        "1 x 2 must be the number of ranks that context_parallel_degree = 2 leaves, 1",
+    ),
+    "context and tokens": ({**CONTEXT, "training__seq_len": 63}, "training.seq_len = 63", "multiple of 2 that is 6 or"),
+    "context and convolution": (
+        {**CONTEXT, "training__seq_len": 4},
+        "training.seq_len = 4",
+        "each has as many, and at least 3",
+    ),
+    "context and validation": (
+        {**CONTEXT, "validation__enable": True, "validation__seq_len": 33},
+        "validation.seq_len = 33",
+        "context_parallel_degree = 2",
+    ),
+    "context and scan": (
+        {**CONTEXT, "mixer__backend": "parallel"},
+        "mixer.backend = parallel",
+        "on cpu: allowed are auto",
+    ),
+    "no shard of a sequence": (
+        {"parallelism__context_parallel_degree": 0},
+        "context_parallel_degree must be at least 1",
+    ),
     "no sequence": ({"training__seq_len": 0}, "training.seq_len must be at least 1", "got 0"),
     "schedule shorter than the run": (
         {"lr_scheduler__total_steps": 5, "lr_scheduler__min_lr": 0},

@@ -16,7 +16,10 @@ def assert_same_run(ours, reference):
             assert ours[step][quantity] == pytest.approx(reference[step][quantity], rel=TOLERANCE), (step, quantity)
 
 
-@pytest.mark.parametrize("topology", ["two interdomain", "two replicated", "four hybrid", "one accumulated"])
+TOPOLOGIES = ["two interdomain", "two replicated", "two context", "four hybrid", "four context", "one accumulated"]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_topology_trains_as_one_rank(one, topology, request):
     """From the same initial bits, in the same batches; and it learns in these steps, or that would say little."""
     fixture, name = topology.split()
@@ -34,13 +37,52 @@ def test_every_topology_trains_as_one_rank(one, topology, request):
     assert {len(set(step)) for step in runs.samples(name)} == {8}
     there, here = reference["validation"], runs.seen(name)["validation"]
     assert list(there) == [1, 3, 6]  # the first step, every validation.freq, the last
-    assert name not in ("interdomain", "hybrid") or {1, 3} <= here.keys()
+    assert name not in ("interdomain", "hybrid", "context") or {1, 3} <= here.keys()
     for step in here.keys() & there.keys():
         assert here[step]["loss"] == pytest.approx(there[step]["loss"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("condition", ["softmax", "s4d"])
-def test_other_conditions_agree_on_two_ranks(one, two, condition):
-    assert_same_run(two.seen(condition)["log"], one.seen(condition)["log"])
+@pytest.mark.parametrize(
+    ("topology", "reference"),
+    [
+        ("two context", "one interdomain none"),
+        ("four context", "one interdomain none"),
+        ("two context documents", "two documents"),
+    ],
+)
+def test_shards_of_a_sequence_have_the_whole_gradients(topology, reference, request):
+    """Of every parameter, after one step; losses alone hide a factor. With documents also the losses and the validation."""
+    (fixture, name), (other, plain) = topology.split(maxsplit=1), reference.split(maxsplit=1)
+    ours, theirs = request.getfixturevalue(fixture).seen(name), request.getfixturevalue(other).seen(plain)
+    assert ours["initial"] == theirs["initial"]
+    assert ours["gradients"].keys() == theirs["gradients"].keys()
+    for parameter, gradient in theirs["gradients"].items():
+        difference = (ours["gradients"][parameter] - gradient).norm() / gradient.norm()
+        assert difference < 1e-5, (parameter, difference)
+    pairs = [(ours["log"][step], theirs["log"][step]) for step in ours["log"].keys() & theirs["log"].keys()]
+    if "documents" in name:
+        pairs += [(ours["validation"][step], theirs["validation"][step]) for step in (1, 3)]
+    assert len(pairs) >= 2
+    for here, there in pairs:
+        for quantity in {"loss", "grad_norm"} & there.keys():
+            assert here[quantity] == pytest.approx(there[quantity], rel=TOLERANCE)
+
+
+def test_shards_of_a_sequence_under_compilation_and_selective_checkpointing(one, two):
+    """The scan's output is saved: it runs once a layer and step on every rank."""
+    ours = two.seen("context compiled")
+    assert_same_run(ours["log"], one.seen("interdomain")["log"])
+    assert ours["calls"] == dict.fromkeys(ours["log"], 4)
+
+
+def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(two):
+    for log in two.seen("context")["log"].values():
+        assert log["loss"] < log["loss_metrics/global_max_loss"] < 1.2 * log["loss"]
+
+
+@pytest.mark.parametrize("name", ["softmax", "s4d", "context softmax", "context s4d"])
+def test_other_conditions_agree_on_two_ranks(one, two, name):
+    condition = name.split()[-1]
+    assert_same_run(two.seen(name)["log"], one.seen(condition)["log"])
     # Other models than the interdomain one: the switch reaches the model.
     assert two.seen(condition)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
