@@ -1,7 +1,9 @@
 """The gradients of a step, between the backward pass and the optimizer: summed over ranks, measured, clipped.
 
-Most parameters are sharded by FSDP2 (DTensors), which sums their gradients itself. The dynamics are plain tensors, complete and
-equal on every rank (`parallelize`): each rank has the gradients of its own tokens, and `reduce_replicated` adds them up.
+Most parameters are sharded by FSDP2 (DTensors), which sums their gradients over data itself. The dynamics are plain tensors,
+complete and equal on every rank (`parallelize`): each rank has the gradients of its own tokens and heads. Of parameters that
+the tensor axis does not split (norms, convolutions), a rank's gradients are of its own tokens or heads, too. `reduce_shares`
+adds up both.
 
 Why plain tensors and not a group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
 8 times the real bytes in every micro-batch. A mesh of (ranks, 1) pads nothing, but needs process groups of its own, copies the
@@ -9,64 +11,86 @@ parameters in every micro-batch and sums their gradients as often. Plain tensors
 micro-batches it has. They cost their memory on every rank: 100 MB at 1.3B, with gradients and optimizer state.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .meshes import Meshes, is_split
 
-def reduce_replicated(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
-    """Sum the gradients of the plain parameters over all ranks of the group, in one all-reduce. Collective, once per step.
 
-    A sum, not a mean: the loss is already divided by the token count of all ranks.
+def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
+    """Sum the gradients that FSDP2 does not: of the dynamics over all ranks that have them, in one all-reduce, and of all but the
+    split matrices over the tensor axis, in another. Collective, once per step.
+
+    Sums, not means: the loss is already divided by the token count of all ranks.
     """
-    replicated = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    if not replicated or dist.get_world_size(group) == 1:
+    gradients = [p.grad for p in parameters if p.grad is not None and not is_split(p)]
+    _all_reduce([g for g in gradients if not isinstance(g, DTensor)], meshes.stage)
+    _all_reduce([g.to_local() for g in gradients if isinstance(g, DTensor)], meshes.tensor.get_group())
+
+
+def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """In place, all in one."""
+    if not tensors or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([p.grad.flatten() for p in replicated if p.grad is not None])
+    flat = torch.cat([x.flatten() for x in tensors])
     dist.all_reduce(flat, group=group)
-    for p, summed in zip(replicated, flat.split([p.numel() for p in replicated]), strict=True):
-        p.grad = summed.view_as(p)
+    for x, summed in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(summed.view_as(x))
 
 
-def norms(groups: Iterable[list[Tensor]]) -> Tensor:
-    """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank. One collective for all groups.
+def norms(groups: Iterable[list[Tensor]], meshes: Meshes) -> Tensor:
+    """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank. One collective for all groups
+    and each axis of the mesh.
 
-    Args:
-        groups: DTensors of one mesh, sharded over its last dimension, and plain tensors, equal on every rank.
+    groups: DTensors, split over the tensor axis or not, and plain tensors, equal on every rank that has them.
     """
-    sharded, plain, meshes, devices = [], [], set(), []
-    for group in groups:
-        dtensors = [g for g in group if isinstance(g, DTensor)]
-        meshes |= {g.device_mesh for g in dtensors}
-        sharded.append([g.to_local() for g in dtensors])
-        plain.append([g for g in group if not isinstance(g, DTensor)])
-        devices += [g.device for g in (*sharded[-1], *plain[-1])]
+    groups = list(groups)
+    device = next(g.device for group in groups for g in group)
 
-    def squares(groups: list[list[Tensor]]) -> Tensor:
+    def squares(chosen: Callable[[Tensor], bool]) -> Tensor:
+        """Sums of squares of what is here, in float64: as norms of norms, they would be rounded twice more."""
         # PyTorch's norm of nothing is on the CPU: the host would wait for its copy.
-        nothing = torch.zeros((), device=devices[0])
-        each = [torch.nn.utils.get_total_norm(g).to(devices[0]) if g else nothing for g in groups]
-        # Sums of squares in float64: as norms of norms, they would be rounded twice more.
-        return torch.stack(each).double().square()
+        total = torch.zeros(len(groups), dtype=torch.float64, device=device)
+        for i, group in enumerate(groups):
+            local = [g.to_local() if isinstance(g, DTensor) else g for g in group if chosen(g)]
+            if local:
+                total[i] = torch.nn.utils.get_total_norm(local).to(device).double().square()
+        return total
 
-    total = squares(sharded)
-    if meshes:
-        (mesh,) = meshes
-        dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
-    return (total + squares(plain)).sqrt().float()
+    def add_up(x: Tensor, mesh: DeviceMesh) -> None:
+        if mesh.size() > 1:
+            dist.all_reduce(x, group=mesh.get_group())
+
+    total = squares(is_split)
+    add_up(total, meshes.tensor)
+    total += squares(lambda g: isinstance(g, DTensor) and not is_split(g))
+    add_up(total, meshes.data["shards"])
+    total += squares(lambda g: not isinstance(g, DTensor))
+    add_up(total, meshes.pipeline)
+    return total.sqrt().float()
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective; after `reduce_replicated`.
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, meshes: Meshes) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`. Collective; after `reduce_shares`.
 
     Returns: the norm before, a float32 scalar on the device, the same on every rank.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    (total,) = norms([[p.grad for p in parameters if p.grad is not None]])
-    for sharded in (True, False):  # PyTorch's multi-tensor functions take no mixture of DTensors and plain tensors
-        part = [p for p in parameters if isinstance(p, DTensor) is sharded]
+    (total,) = norms([[p.grad for p in parameters if p.grad is not None]], meshes)
+    for part in alike(parameters):
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
     return total
+
+
+def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Lists that PyTorch's multi-tensor functions take: DTensors of one mesh, or plain tensors."""
+    lists: dict[Any, list[nn.Parameter]] = {}
+    for p in parameters:
+        lists.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    return list(lists.values())

@@ -15,6 +15,7 @@ from interdomain.scan.tables import decay_exponent
 
 from .gradients import norms
 from .host import LoggerContainer, MetricsProcessor, ParallelDims, logger
+from .meshes import Meshes
 from .optimizer import GroupedOptimizers
 from .plan import RunPlan
 from .run_log import RunLog
@@ -26,14 +27,14 @@ class InterdomainMetrics(MetricsProcessor):
     model_parts: list[Any]
     optimizers: GroupedOptimizers
 
-    def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan) -> None:
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
         # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
         wanted, job_config.metrics.enable_tensorboard = job_config.metrics.enable_tensorboard, False
         super().__init__(job_config, parallel_dims)
         job_config.metrics.enable_tensorboard = wanted
         if not isinstance(self.logger, LoggerContainer):
             self.logger = LoggerContainer()
-        self.plan, self.num_flops_per_token = plan, plan.flops_per_token
+        self.plan, self.meshes, self.num_flops_per_token = plan, meshes, plan.flops_per_token
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
 
     def begin(self, first_step: int) -> None:
@@ -52,12 +53,12 @@ class InterdomainMetrics(MetricsProcessor):
             "loss_metrics/perplexity": perplexity(loss),
             "lr": self.optimizers.rates["main"],
             **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
-            **gradient_norms(self.optimizers, grad_norm, training.max_norm),
+            **gradient_norms(self.optimizers, grad_norm, training.max_norm, self.meshes),
             **guard.scalars(),
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
         if self._mixer_is_due(step):
-            extra |= life_signs(self.model_parts[0])
+            extra |= life_signs(self.model_parts, self.plan.config.n_layers, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
@@ -88,36 +89,38 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float) -> dict[str, float]:
+def gradient_norms(
+    optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes
+) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
     total: the norm of all, before clipping.
     """
-    groups: dict[str, list[Tensor]] = {}
+    groups: dict[str, list[Tensor]] = {"main": [], "ssm": []}  # on every stage of a pipeline
     for group in optimizers.groups:
-        gradients = [p.grad for p in group["params"] if p.grad is not None]
-        groups.setdefault(group["name"], []).extend(gradients)
+        groups[group["name"]] += [p.grad for p in group["params"] if p.grad is not None]
     clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
-    before = (norms(groups.values()) / clipped).tolist()
-    return {f"grad_norm/{group}": norm for group, norm in zip(groups, before, strict=True)}
+    before = (norms(groups.values(), meshes) / clipped).tolist()
+    return {f"grad_norm/{group}": norm for group, norm in zip(groups, before, strict=True) if norm}
 
 
 @torch.no_grad()
-def life_signs(model: Transformer) -> dict[str, float]:
+def life_signs(parts: list[Transformer], n_layers: int, meshes: Meshes) -> dict[str, float]:
     """Per layer with a recurrence: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta.
 
-    The parameters are complete on every rank (`gradients`): no collective. One read of the device for all layers.
+    The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
-    signs = {}
-    for i, layer in model.layers.items():
+    names = [*(f"timescale_tokens_{which}" for which in ("min", "median", "max")), "one_minus_abs_lambda_min", "dt_median"]
+    device = next(parts[0].parameters()).device
+    signs = torch.zeros(n_layers, len(names), device=device)  # zeros: of the layers of other stages
+    for i, layer in (item for part in parts for item in part.layers.items()):
         if (ssm := getattr(layer.attention, "ssm", None)) is not None:
             dt = ssm.log_dt.exp()  # [H]
             real = decay_exponent(dt, ssm.log_A_real, ssm.A_imag)[..., 0]  # [H, M], log|Lambda|
-            timescale, name = -1 / real, f"mixer/layer_{int(i):02d}"
-            signs[f"{name}/timescale_tokens_min"] = timescale.min()
-            signs[f"{name}/timescale_tokens_median"] = timescale.median()
-            signs[f"{name}/timescale_tokens_max"] = timescale.max()
-            signs[f"{name}/one_minus_abs_lambda_min"] = -torch.expm1(real.max())
-            signs[f"{name}/dt_median"] = dt.quantile(0.5)
-    values = torch.stack(list(signs.values())).tolist() if signs else []
-    return dict(zip(signs, values, strict=True))
+            timescale = -1 / real
+            values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(real.max()), dt.quantile(0.5)
+            signs[int(i)] = torch.stack(values)
+    if meshes.pipeline.size() > 1:
+        dist.all_reduce(signs, group=meshes.pipeline.get_group())
+    by_layer = {f"mixer/layer_{i:02d}": row for i, row in enumerate(signs.tolist()) if any(row)}
+    return {f"{layer}/{name}": x for layer, row in by_layer.items() for name, x in zip(names, row, strict=True)}

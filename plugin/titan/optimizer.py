@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from interdomain.model.initialize import clean_name
 
+from .gradients import alike
 from .guard import Guard
 from .host import LRSchedulersContainer, OptimizersContainer
 from .schedule import multiple_of_peak
@@ -22,8 +22,8 @@ SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
 class GroupedOptimizers(OptimizersContainer):
-    """Group 0 is `main` (its learning rate is logged as "lr"). The others are `ssm`: the input norms, which FSDP2 shards,
-    and the dynamics, which every rank has complete, with the same settings; left out where a model has none.
+    """Groups are named `main` (its learning rate is logged as "lr") and `ssm`: input norms and dynamics, where a model has them.
+    There are several of a name, with the same settings, for parameters that are sharded in different ways (`alike`).
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
     A step that is not finite on any rank leaves weights and state as they are (`guard`).
@@ -46,11 +46,10 @@ class GroupedOptimizers(OptimizersContainer):
         self.optimizers = []
         for model in model_parts:
             named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
-            groups = [{"params": [p for name, p in named if not SSM_PARAMETER.search(name)], "name": "main"}]
-            for sharded in (True, False):  # PyTorch's multi-tensor functions take no mixture
-                part = [p for name, p in named if SSM_PARAMETER.search(name) and isinstance(p, DTensor) is sharded]
-                if part:
-                    groups.append({"params": part, **ssm})
+            of_ssm = [p for name, p in named if SSM_PARAMETER.search(name)]
+            others = [p for name, p in named if not SSM_PARAMETER.search(name)]
+            groups = [{"params": part, "name": "main"} for part in alike(others)]
+            groups += [{"params": part, **ssm} for part in alike(of_ssm)]
             self.optimizers.append(optimizer(groups, **kwargs))
         self._validate_length(len(model_parts))
         self._post_init([p for group in self.groups for p in group["params"]], kwargs)
@@ -58,7 +57,7 @@ class GroupedOptimizers(OptimizersContainer):
     def step(self, skip: Tensor | None = None) -> None:
         """skip: 1.0 on the device for a step that changes nothing (`Guard.verdict`)."""
         # Of the step now taken: by the time that metrics are logged, the schedule has moved on to the next.
-        self.rates = {group["name"]: group["lr"] for group in self.optimizers[0].param_groups}
+        self.rates = {group["name"]: group["lr"] for group in self.groups}
         if self.optimizers[0].defaults["fused"]:
             for optimizer in self.optimizers:
                 optimizer.found_inf = skip

@@ -1,29 +1,32 @@
-"""Shards of sequences, activation checkpointing, compilation and FSDP2 for the model: one path for one rank and many.
+"""Parts of heads and sequences, activation checkpointing, compilation and FSDP2: one path for one rank and many.
 
-Order: checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled block.
+Order: the matrices are split first; checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled one.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import distribute_tensor
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
-from interdomain.model.shard import Shard
+from interdomain.model.shard import SPLIT, Part
 
 from .device import device_here
 from .host import (
     SAVED_OPS,
     ActivationCheckpoint,
-    ParallelDims,
     apply_ac,
     apply_compile,
     disable_fsdp_gradient_division,
     logger,
 )
+from .meshes import Meshes, part_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 # A shard's exchange before it likewise; not gather_shards, softmax's keys and values of all shards: recomputed, they are one
@@ -35,32 +38,32 @@ SCAN_OPS = {
 }
 
 
-def parallelize(model: Transformer, parallel_dims: ParallelDims, job_config: Any) -> None:
-    share_sequences(model, parallel_dims)
+def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
+    """A model, or a stage of one, on the meta device."""
+    if meshes.tensor.size() > 1:
+        split_matrices(model, meshes.tensor)
+    model.take_part(meshes.context, part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)
     if compiled:
         apply_compile(model, job_config.compile)
-    if job_config.compile.enable and "loss" in job_config.compile.components:
+    if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
         model.output.compile_loss(job_config.compile.backend)
-    shard(model, _mesh(parallel_dims), job_config)
+    shard(model, meshes.data, job_config)
 
 
-def share_sequences(model: Transformer, parallel_dims: ParallelDims) -> None:
-    """Context parallelism: the model computes this rank's shard of its sequences, where they have any."""
-    if not parallel_dims.cp_enabled:
-        return
-    mesh = parallel_dims.get_mesh("cp")
-    model.shard = Shard(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
-    for layer in model.layers.values():
-        mixer: Any = layer.attention
-        mixer.shard = model.shard
+def split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
+    """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
+    for name, module in model.named_modules():
+        if (dim := SPLIT.get(name.rpartition(".")[2])) is not None:
+            weight: Any = module.weight
+            module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Split(dim)], src_data_rank=None))
 
 
-def own_shard(x: Tensor, shard: Shard | None) -> Tensor:
+def own_shard(x: Tensor, part: Part | None) -> Tensor:
     """This rank's tokens of whole sequences, [B, T] -> [B, T / size]: contiguous, not TorchTitan's head and tail."""
-    return x if shard is None else x.chunk(shard.size, dim=1)[shard.rank].contiguous()
+    return x if part is None else x.chunk(part.size, dim=1)[part.rank].contiguous()
 
 
 def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
@@ -69,8 +72,10 @@ def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **option
 
 
 @torch.no_grad()
-def set_initial_values(model: Transformer, seed: int, *, loaded: bool, device: torch.device) -> None:
-    """Into the memory that `to_empty` gave. Collective.
+def set_initial_values(
+    model: Transformer, seed: int, *, loaded: bool, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Into the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers.
 
     Args:
         loaded: whether a checkpoint replaces all parameters: drawing them takes every rank 8 s at 1.3B.
@@ -81,24 +86,9 @@ def set_initial_values(model: Transformer, seed: int, *, loaded: bool, device: t
         for part in (getattr(layer.attention, name, None) for name in ("ssm", "feature_map")):  # not sharded by FSDP2
             if part is not None:
                 part.to(device)
-                if not loaded and torch.distributed.get_world_size() > 1:
+                if not loaded and dist.get_world_size(group) > 1:
                     for p in part.parameters():  # another kind of processor draws other last bits
-                        torch.distributed.broadcast(p, 0)
-
-
-def _mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """(replicas, shards) or (shards,): of size 1 where there is nothing to shard, so that one rank takes the same path. The
-    ranks that share a sequence are shards as well, for each has its own part of the gradients.
-
-    TorchTitan's DDP is not used: it averages gradients that its loss has already normalised by the global token count.
-    """
-    if parallel_dims.fsdp_enabled:
-        return parallel_dims.get_mesh(["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"])
-    if parallel_dims.dp_replicate_enabled:
-        return init_device_mesh(
-            device_here().type, (parallel_dims.dp_replicate, 1), mesh_dim_names=("dp_replicate", "fsdp")
-        )
-    return init_device_mesh(device_here().type, (1,), mesh_dim_names=("fsdp",))
+                        dist.broadcast(p, group=group, group_src=0)
 
 
 def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
@@ -113,16 +103,20 @@ def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    reshard = {"default": True, "always": True, "never": False}[job_config.parallelism.fsdp_reshard_after_forward]
-    always = job_config.parallelism.fsdp_reshard_after_forward == "always"
+    parallelism = job_config.parallelism
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
+    default = parallelism.fsdp_reshard_after_forward == "default" and parallelism.pipeline_parallel_degree == 1
+    reshard = always or default
 
-    fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
+    if model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
     for layer in model.layers.values():
         ssm: Any = getattr(layer.attention, "ssm", None)
         dynamics = set(ssm.parameters()) if ssm else None
         fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
-    # Needed again at once in the backward pass.
-    fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
+    if model.output is not None:  # needed again at once in the backward pass
+        fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
     fully_shard(model, **config, mp_policy=policy)
 
     disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .checkpoint import SelfDescribingCheckpoints, describe_run
 from .dataloader import Batch, open_data
 from .device import use_cpu_if_alone
 from .errors import one_paragraph
-from .gradients import clip, reduce_replicated
+from .gradients import clip, reduce_shares
 from .host import (
     TRAIN_STATE,
     GarbageCollection,
@@ -36,9 +36,11 @@ from .host import (
     translate,
 )
 from .lock import hold_folder, require_shared
+from .meshes import build_meshes
 from .metrics import InterdomainMetrics
 from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .parallelize import own_shard, parallelize, set_initial_values
+from .pipeline import Pipeline, keep, stages_of
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
 from .resume_from import loads_a_model
@@ -102,12 +104,16 @@ class InterdomainTrainer(Trainer):
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
+        self.meshes = build_meshes(self.parallel_dims)
         batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
         rank = batch.get_local_rank() if batch else 0
         tokenizer, self.dataloader = open_data(config, plan, rank)
-        self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan)
-        model = self._build_model()
-        self.model_parts = self.metrics_processor.model_parts = [model]
+        self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
+        self.model_parts = self.metrics_processor.model_parts = self._build_model()
+        self.pipeline = None
+        if plan.pipeline > 1:
+            schedule = config.parallelism.pipeline_parallel_schedule
+            self.pipeline = Pipeline(self.model_parts, plan, schedule, self.meshes, self.device)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
@@ -124,18 +130,25 @@ class InterdomainTrainer(Trainer):
             base_folder=config.job.dump_folder,
         )
         if config.validation.enable:
-            self.validator = FixedValidator(config, rank, plan.data_ranks, self.metrics_processor, self.checkpointer)
+            self.validator = FixedValidator(
+                config, rank, plan, self.pipeline, self.meshes, self.metrics_processor, self.checkpointer
+            )
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
-    def _build_model(self) -> Transformer:
+    def _build_model(self) -> list[Transformer]:
+        """This rank's stages of the pipeline; without one, the whole model."""
         config, plan = self.job_config, self.plan
         logger.info("Building %s", plan.config)
-        with torch.device("meta"):
-            model = Transformer(plan.config, plan.execution)
-        parallelize(model, self.parallel_dims, config)
-        model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
-        set_initial_values(model, plan.seed, loaded=loads_a_model(config), device=self.device)
-        return model.train()
+        parts, loaded = [], loads_a_model(config)
+        for stage in stages_of(plan, self.meshes.pipeline.get_local_rank()):
+            with torch.device("meta"):
+                model = Transformer(plan.config, plan.execution)
+            keep(model, plan.stages[stage])
+            parallelize(model, self.meshes, config)
+            model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
+            set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
+            parts.append(model.train())
+        return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
@@ -145,19 +158,16 @@ class InterdomainTrainer(Trainer):
 
         data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
         """
-        plan, model, losses = self.plan, self.model_parts[0], []
         self.optimizers.zero_grad()
-        for i in range(plan.accumulation):
-            if plan.accumulation > 1:
-                model.set_requires_gradient_sync(i == plan.accumulation - 1)
-            inputs, labels = self._on_device(next(data_iterator))
-            # Training's labels are all valid, so the number of tokens is the plan's, on every rank.
-            loss = model(inputs.pop("input"), **inputs, labels=labels) / plan.tokens_per_step
-            loss.backward()
-            losses.append(loss.detach())
-        loss = torch.stack(losses).sum()  # this rank's share
-        reduce_replicated(model.parameters())
-        norm = clip(model.parameters(), self.job_config.training.max_norm)
+        batches = (self._on_device(next(data_iterator)) for _ in range(self.plan.accumulation))
+        # This rank's share. Training's labels are all valid, so the number of tokens is the plan's, on every rank.
+        if self.pipeline:
+            loss = self.pipeline.run(list(batches), backward=True) / self.plan.tokens_per_step
+        else:
+            loss = self._accumulate(batches)
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        reduce_shares(parameters, self.meshes)
+        norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
         skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
         self.optimizers.step(skip)
         self.lr_schedulers.step()
@@ -165,17 +175,28 @@ class InterdomainTrainer(Trainer):
         if self.metrics_processor.should_log(self.step):
             self._log(loss, norm)
 
+    def _accumulate(self, batches: Iterable[Batch]) -> Tensor:
+        """The loss of a step's micro-batches, one after the other, and its gradients."""
+        (model,), losses = self.model_parts, []
+        for i, (inputs, labels) in enumerate(batches):
+            if self.plan.accumulation > 1:
+                model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
+            loss = model(inputs.pop("input"), **inputs, labels=labels) / self.plan.tokens_per_step
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
     def _on_device(self, batch: Batch) -> Batch:
         """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
         computes the last."""
         inputs, labels = batch
-        shard = self.model_parts[0].shard
-        inputs = {name: own_shard(x.to(self.device, non_blocking=True), shard) for name, x in inputs.items()}
-        return inputs, own_shard(labels.to(self.device, non_blocking=True), shard)
+        part = self.meshes.context
+        inputs = {name: own_shard(x.to(self.device, non_blocking=True), part) for name, x in inputs.items()}
+        return inputs, own_shard(labels.to(self.device, non_blocking=True), part)
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.world_size, mesh)
+        loss, mesh = self.meshes.whole(loss), self.parallel_dims.get_optional_mesh("loss")
+        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks * self.plan.context, mesh)
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:

@@ -1,5 +1,6 @@
 """Validation loss and perplexity over the same fixed tokens every time, whatever the topology."""
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ from .data_folders import open_dataset
 from .device import device_here
 from .errors import one_paragraph
 from .host import IGNORE_INDEX, BaseValidator, dist_sum, logger
+from .meshes import Meshes
 from .metrics import InterdomainMetrics, perplexity
 from .parallelize import own_shard
+from .pipeline import Pipeline
+from .plan import RunPlan
 
 
 class FixedValidator(BaseValidator):
@@ -26,7 +30,7 @@ class FixedValidator(BaseValidator):
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
+        rank: of the data-parallel ranks. checkpoints: results are written beside them.
     """
 
     job_config: Any
@@ -36,12 +40,16 @@ class FixedValidator(BaseValidator):
         self,
         job_config: Any,
         rank: int,
-        ranks: int,
+        plan: RunPlan,
+        pipeline: Pipeline | None,
+        meshes: Meshes,
         metrics: InterdomainMetrics,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
         super().__init__(job_config)
-        self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
+        self.rank, self.ranks, self.metrics, self.checkpoints = rank, plan.data_ranks, metrics, checkpoints
+        self.pipeline, self.meshes = pipeline, meshes
+        self.together = plan.accumulation if pipeline else 1  # passes at once: what a schedule takes
         self.dataset = open_dataset(job_config, "validation")
         config, held = job_config.validation, len(self.dataset)
         asked = math.ceil(config.tokens / config.seq_len)
@@ -69,19 +77,23 @@ class FixedValidator(BaseValidator):
         self.validate(model_parts, step)
 
     def _batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
+        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as training has it; the last batches are filled up with
         ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
-        for first in range(0, self.windows, per_pass):
+        passes = self.together * math.ceil(self.windows / (per_pass * self.together))
+        for first in range(0, per_pass * passes, per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
             indices = [min(i, self.windows - 1) for i in mine]
             rows = torch.from_numpy(self._read(indices))
             labels = rows[:, 1:].clone()
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
+            self.metrics.ntokens_since_last_log += labels.numel()
             inputs = {"input": rows[:, :-1]}
             if self.job_config.data.reset_state_at_documents:
                 inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(i)) for i in indices])
-            yield {name: x.to(device_here()) for name, x in inputs.items()}, labels.to(device_here())
+            part = self.meshes.context
+            inputs = {name: own_shard(x.to(device_here()), part) for name, x in inputs.items()}
+            yield inputs, own_shard(labels.to(device_here()), part)
 
     @one_paragraph
     def _read(self, indices: list[int]) -> np.ndarray:
@@ -89,22 +101,27 @@ class FixedValidator(BaseValidator):
 
     @torch.no_grad()
     def validate(self, model_parts: list[Any], step: int) -> None:
-        (model,) = model_parts
-        model.eval()
+        for part in model_parts:
+            part.eval()
         # Sums in float64: the result must not depend on how the windows are split over ranks.
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         tokens = torch.zeros((), dtype=torch.float64, device=device_here())
-        for inputs, labels in self._batches():
-            self.metrics.ntokens_since_last_log += labels.numel()
-            own = {name: own_shard(x, model.shard) for name, x in {**inputs, "labels": labels}.items()}
-            loss += model(own.pop("input"), **own)
-            tokens += (own["labels"] != IGNORE_INDEX).sum()
+        passes = self._batches()
+        while batches := list(itertools.islice(passes, self.together)):
+            for _, labels in batches:
+                tokens += (labels != IGNORE_INDEX).sum()
+            if self.pipeline:
+                loss += self.pipeline.run(batches, backward=False)
+            else:
+                ((inputs, labels),) = batches
+                loss += model_parts[0](inputs.pop("input"), **inputs, labels=labels)
         mesh = self.metrics.parallel_dims.get_optional_mesh("loss")
-        mean = dist_sum(loss, mesh) / dist_sum(tokens, mesh)
+        mean = dist_sum(self.meshes.whole(loss), mesh) / dist_sum(tokens, mesh)
         self.metrics.log_validation(mean, step)
         self.checkpoints.note_validation(step, mean, perplexity(mean))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        model.train()
+        for part in model_parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            part.train()

@@ -1,0 +1,63 @@
+"""The process groups of a run: one mesh with an axis for each kind of parallelism, of size 1 where a run does not use it.
+
+TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many.
+"""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from interdomain.model.shard import Part
+
+from .device import device_here
+from .host import ParallelDims
+
+
+class Meshes(NamedTuple):
+    """Those that this rank belongs to.
+
+    data: (replicas, shards) or (shards,), FSDP2's. The ranks that share a sequence are shards as well, for each has its own
+        part of the gradients. tensor, pipeline: the other axes. stage: all ranks that have the same layers.
+    context: this rank's part of its sequences; None: all of them.
+    """
+
+    data: DeviceMesh
+    tensor: DeviceMesh
+    pipeline: DeviceMesh
+    stage: dist.ProcessGroup | None
+    context: Part | None
+
+    def whole(self, loss: Tensor) -> Tensor:
+        """A loss, summed over the ranks that have shares of it for the same tokens. Collective."""
+        loss = loss.clone()
+        for mesh in (self.tensor, self.pipeline):
+            if mesh.size() > 1:
+                dist.all_reduce(loss, group=mesh.get_group())
+        return loss
+
+
+def build_meshes(dims: ParallelDims) -> Meshes:
+    """Collective, once per run. The order of the ranks is TorchTitan's."""
+    names = ("pipeline", "replicas", "shards", "tensor")
+    shape = dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp
+    mesh = init_device_mesh(device_here().type, shape, mesh_dim_names=names)
+    context = dims.get_optional_mesh("cp")
+    return Meshes(
+        data=mesh["replicas", "shards"] if dims.dp_replicate > 1 else mesh["shards"],
+        tensor=mesh["tensor"],
+        pipeline=mesh["pipeline"],
+        stage=mesh[names[1:]]._flatten("stage").get_group() if dims.pp > 1 else None,  # None: all ranks
+        context=part_of(context) if context else None,
+    )
+
+
+def part_of(mesh: DeviceMesh) -> Part:
+    return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether the ranks of the tensor axis have slices of it."""
+    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
