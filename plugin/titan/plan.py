@@ -22,12 +22,12 @@ from interdomain.model import (
 )
 from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
-from interdomain.scan.ops import runs_as
 
 from .device import device_here, refuse_for_device
 from .schedule import run_length
-from .schema import JobConfig, Mixer, Parallelism
+from .schema import JobConfig, Mixer
 from .settings import refuse_unsupported
+from .topology import Topology, pipeline_stages, refuse_for_schedule, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,14 @@ class RunPlan:
     n_params: int
     flops_per_token: int
     world_size: int
+    replicas: int
     shards: int
-    data_ranks: int  # that read samples of their own
     context: int  # ranks that share a sequence
+    tensor: int  # ranks that share heads, feed-forward and vocabulary
+    pipeline: int  # ranks that share the layers
+    stages: tuple[
+        tuple[str, ...], ...
+    ]  # names of each stage's modules; rank r of a pipeline has the stages r, r + pipeline, ...
     local_batch: int
     global_batch: int
     seq_len: int
@@ -54,7 +59,17 @@ class RunPlan:
     computed: dict[str, str]  # how the scan and the features are computed, in words
 
     @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read samples of their own."""
+        return self.replicas * self.shards
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.replicas, self.shards, self.context, self.tensor, self.pipeline)
+
+    @property
     def accumulation(self) -> int:
+        """Micro-batches of a step, on each rank that reads samples."""
         return self.global_batch // (self.local_batch * self.data_ranks)
 
     @property
@@ -101,11 +116,12 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     if not on_gpus:
         refuse_for_device(job_config)
     training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
-    context = job_config.parallelism.context_parallel_degree
-    replicate, shard = _data_parallel(job_config.parallelism, world_size)
-    if context > 1:
-        _refuse_for_shards(job_config, config, torch.device("cuda") if on_gpus else device_here())
-    data_ranks = replicate * shard
+    mesh, stages = (
+        topology(job_config.parallelism, world_size),
+        pipeline_stages(job_config.parallelism, config.n_layers),
+    )
+    refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
+    data_ranks = mesh.replicas * mesh.shards
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
     if global_batch % (local * data_ranks):
@@ -114,16 +130,17 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
             f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
             + _batch_that_divides(global_batch, local, data_ranks)
         )
+    refuse_for_schedule(job_config.parallelism, global_batch // (local * data_ranks), data_ranks, local)
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
     model = meta_model(config)
     n_params = count_parameters(model)
     memory = memory_estimate(
         config,
         n_params,
-        shards=shard * context,
+        shards=mesh.shards * mesh.context,
         local_batch=local,
         seq_len=seq_len,
-        context=context,
+        context=mesh.context,
         checkpointing=job_config.activation_checkpoint.mode,
         precision=training.precision,
         replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
@@ -141,9 +158,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         n_params=n_params,
         flops_per_token=train_flops_per_token(config, seq_len),
         world_size=world_size,
-        shards=shard,
-        data_ranks=data_ranks,
-        context=context,
+        **mesh._asdict(),
+        stages=stages,
         local_batch=local,
         global_batch=global_batch,
         seq_len=seq_len,
@@ -190,49 +206,3 @@ def _batch_that_divides(global_batch: int, local: int, ranks: int) -> str:
     most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " if ranks > global_batch else ""
     larger = f"--training.global_batch_size {batch} " if batch != global_batch else ""
     return f"{most}These ranks can run {larger}--training.local_batch_size {fits}."
-
-
-def _data_parallel(parallel: Parallelism, world_size: int) -> tuple[int, int]:
-    """(replicas, shards) of the data-parallel mesh: what the ranks that share a sequence leave."""
-    replicate, shard = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
-    context = parallel.context_parallel_degree
-    if world_size % context:
-        raise ValueError(
-            f"parallelism.context_parallel_degree = {context} does not divide the {world_size} rank(s): replicas x shards x "
-            "context must be the number of ranks. Set a divisor of it, or start other ranks."
-        )
-    left, words = world_size // context, f" that context_parallel_degree = {context} leaves" if context > 1 else ""
-    if replicate < 1 or left % replicate:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree = {replicate} does not divide the {left} rank(s){words}."
-        )
-    if shard == -1:
-        shard = left // replicate
-    if replicate * shard != left:
-        raise ValueError(
-            f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicate} x {shard} must be "
-            f"the number of ranks{words}, {left}. Set the shard degree to -1 to let it follow."
-        )
-    return replicate, shard
-
-
-def _refuse_for_shards(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
-    """Raises: ValueError for sequences that have no shards of equal and sufficient length, and a scan that takes no shards."""
-    context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
-    degree, recurrent = f"parallelism.context_parallel_degree = {context}", config.mixer.kind == "interdomain"
-    least = max(1, config.mixer.conv_width - 1) if recurrent else 1
-    lengths = {"training.seq_len": job_config.training.seq_len}
-    if job_config.validation.enable:
-        lengths["validation.seq_len"] = job_config.validation.seq_len
-    for setting, length in lengths.items():
-        if length % context or length < context * least:
-            raise ValueError(
-                f"{setting} = {length} tokens cannot be shared by {degree} ranks: each has as many, and at least {least} "
-                f"(what a convolution reads of the rank before). Set a multiple of {context} that is {context * least} or "
-                "more, or another degree."
-            )
-    if recurrent and backend != "auto" and runs_as(backend, device) is None:
-        raise ValueError(
-            f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
-            "chunkwise, chunkwise-torch, and on CUDA parallel. Leave it out to get auto."
-        )

@@ -36,6 +36,15 @@ Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
 FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
+SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
+Schedule = Annotated[
+    str,
+    Bound(
+        f"one of {', '.join(SCHEDULES)} (schedules that split the backward pass, such as zero-bubble and DualPipe, go through "
+        "the graph of the dynamics twice, which is one for all layers of a stage)",
+        SCHEDULES.__contains__,
+    ),
+]
 
 
 @dataclass
@@ -199,13 +208,25 @@ class Training:
 
 @dataclass
 class Parallelism:
-    """[parallelism]: replicas x shards x context = ranks."""
+    """[parallelism]: replicas x shards x context x tensor x pipeline = ranks."""
 
     data_parallel_replicate_degree: int = 1  # Replicas of the weights.
     data_parallel_shard_degree: int = -1  # Shards of a replica. -1: as many as there are ranks left.
     #: Every sequence over so many ranks, a contiguous piece each: for sequences beyond the memory of one device.
     context_parallel_degree: Count = 1
-    #: Free gathered weights after the forward pass of a block. default: of all but the last.
+    #: Heads, feed-forward and vocabulary over so many ranks, and between the mixers the tokens: ranks of one machine.
+    tensor_parallel_degree: Count = 1
+    #: Layers over so many ranks. The micro-batches of a step go through them one after the other.
+    pipeline_parallel_degree: Count = 1
+    pipeline_parallel_schedule: Schedule = "1F1B"  # 1F1B, GPipe or Interleaved1F1B (several stages per rank).
+    #: Layers of a stage; the embedding and the head count as many as the next two settings say. Unset: one stage per rank,
+    #: with Interleaved1F1B two.
+    pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
+    pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # Layers that the first stage has less, for its embedding.
+    pipeline_parallel_last_stage_less_layers: CountOr0 = (
+        1  # Layers that the last stage has less, for its norm and head.
+    )
+    #: Free gathered weights after the forward pass of a block. default: of all but the last; with a pipeline never.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
 

@@ -27,6 +27,7 @@ INSTEAD = {
     "validation.steps": "validation.tokens",
     "model.hf_assets_path": "data.tokenizer",
     "lr_scheduler.min_lr_factor": "lr_scheduler.min_lr",
+    "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
 }
 # Old files name these for TorchTitan's own entry point. They change nothing.
 IGNORED = ("job.custom_config_module", "experimental.custom_import")

@@ -38,11 +38,11 @@ REFUSED = {
     "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "got 3"),
     "batch and ranks": ({"training__local_batch_size": 3}, "training.global_batch_size = 8", "multiple of 6"),
     "replicas and ranks": ({"parallelism__data_parallel_replicate_degree": 3}, "replicate_degree = 3", "2 rank(s)"),
-    "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks, 2"),
+    "shards and ranks": ({"parallelism__data_parallel_shard_degree": 4}, "1 x 4", "the number of ranks: 2"),
     "context and ranks": ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3", "the 2 rank(s)"),
     "context and shards": (
         {**CONTEXT, "parallelism__data_parallel_shard_degree": 2},
-        "1 x 2 must be the number of ranks that context_parallel_degree = 2 leaves, 1",
+        "1 x 2 must be the number of ranks left by context_parallel_degree = 2: 1",
     ),
     "context and tokens": ({**CONTEXT, "training__seq_len": 63}, "training.seq_len = 63", "multiple of 2 that is 6 or"),
     "context and convolution": (
@@ -110,7 +110,7 @@ BROKEN = {
     '[data]\nweights = [1, "2"]': "data.weights must be list[float]: got [1, '2']",
     '[checkpoint]\nexclude_from_loading = ["data"]': "checkpoint.exclude_from_loading must be list[Literal['optimizer'",
     "[mixer]\ndual_inputs = true": "there is no setting mixer.dual_inputs. Near to it: mixer.dual_input",
-    "[parallelism]\ntensor_parallel_degree = 2": "that this plugin does not use. Leave it out.",
+    "[parallelism]\nexpert_parallel_degree = 2": "that this plugin does not use. Leave it out.",
     '[training]\ndataset = "c4"': "does not use. Set data.corpus instead, and leave it out.",
     "[quantize.linear.float8]\nemulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan's",
     "[mixer]\nrope = True": "wrong.toml is not valid TOML",
