@@ -24,8 +24,8 @@ from .meshes import Meshes, is_split
 
 
 def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
-    """Sum the gradients that FSDP2 does not: of the dynamics over all ranks that have them, in one all-reduce, and of all but the
-    split matrices over the tensor axis, in another. Collective, once per step.
+    """Sum the gradients that FSDP2 does not: of the dynamics over all ranks that have them, in one all-reduce, and of all
+    parameters but the split matrices over the tensor axis, in another. Collective, once per step.
 
     Sums, not means: the loss is already divided by the token count of all ranks.
     """

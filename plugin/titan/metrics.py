@@ -58,7 +58,7 @@ class InterdomainMetrics(MetricsProcessor):
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
         if self._mixer_is_due(step):
-            extra |= life_signs(self.model_parts, self.plan.config.n_layers, self.meshes)
+            extra |= life_signs(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
@@ -89,9 +89,7 @@ def perplexity(loss: float) -> float:
 
 
 @torch.no_grad()
-def gradient_norms(
-    optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes
-) -> dict[str, float]:
+def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes) -> dict[str, float]:
     """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
 
     total: the norm of all, before clipping.
@@ -105,14 +103,18 @@ def gradient_norms(
 
 
 @torch.no_grad()
-def life_signs(parts: list[Transformer], n_layers: int, meshes: Meshes) -> dict[str, float]:
+def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
     """Per layer with a recurrence: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta.
 
     The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
-    names = [*(f"timescale_tokens_{which}" for which in ("min", "median", "max")), "one_minus_abs_lambda_min", "dt_median"]
+    names = [
+        *(f"timescale_tokens_{which}" for which in ("min", "median", "max")),
+        "one_minus_abs_lambda_min",
+        "dt_median",
+    ]
     device = next(parts[0].parameters()).device
-    signs = torch.zeros(n_layers, len(names), device=device)  # zeros: of the layers of other stages
+    signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
         if (ssm := getattr(layer.attention, "ssm", None)) is not None:
             dt = ssm.log_dt.exp()  # [H]

@@ -22,7 +22,7 @@ SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 
 class GroupedOptimizers(OptimizersContainer):
-    """Groups are named `main` (its learning rate is logged as "lr") and `ssm`: input norms and dynamics, where a model has them.
+    """Groups are named `main` (its learning rate is logged as "lr") and `ssm` (input norms and dynamics, where there are any).
     There are several of a name, with the same settings, for parameters that are sharded in different ways (`alike`).
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.

@@ -1,13 +1,13 @@
 """Parts of heads and sequences, activation checkpointing, compilation and FSDP2: one path for one rank and many.
 
-Order: the matrices are split first; checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled one.
+Order: matrices are split first; checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled one.
 """
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard as Split
@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
-from interdomain.model.shard import SPLIT, Part
+from interdomain.model.shard import SHARDED
 
 from .device import device_here
 from .host import (
@@ -56,14 +56,9 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
 def split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
     for name, module in model.named_modules():
-        if (dim := SPLIT.get(name.rpartition(".")[2])) is not None:
+        if (dim := SHARDED.get(name.rpartition(".")[2])) is not None:
             weight: Any = module.weight
             module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Split(dim)], src_data_rank=None))
-
-
-def own_shard(x: Tensor, part: Part | None) -> Tensor:
-    """This rank's tokens of whole sequences, [B, T] -> [B, T / size]: contiguous, not TorchTitan's head and tail."""
-    return x if part is None else x.chunk(part.size, dim=1)[part.rank].contiguous()
 
 
 def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:

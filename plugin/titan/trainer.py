@@ -4,11 +4,12 @@ TorchTitan's trainer gives the loop over the steps (`Trainer.train`: load, step,
 state in a checkpoint. What it builds we build ourselves, from the plan and the plugin's own classes.
 """
 
+import itertools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ from .lock import hold_folder, require_shared
 from .meshes import build_meshes
 from .metrics import InterdomainMetrics
 from .optimizer import GroupedOptimizers, GroupedSchedulers
-from .parallelize import own_shard, parallelize, set_initial_values
-from .pipeline import Pipeline, keep, stages_of
+from .parallelize import parallelize, set_initial_values
+from .passes import Passes, Pipeline, keep, stages_of
 from .plan import RunPlan, make_plan
 from .preemption import Preemption
 from .resume_from import loads_a_model
@@ -110,10 +111,9 @@ class InterdomainTrainer(Trainer):
         tokenizer, self.dataloader = open_data(config, plan, rank)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        self.pipeline = None
-        if plan.pipeline > 1:
-            schedule = config.parallelism.pipeline_parallel_schedule
-            self.pipeline = Pipeline(self.model_parts, plan, schedule, self.meshes, self.device)
+        run = self.model_parts, plan, self.meshes, self.device
+        schedule = config.parallelism.pipeline_parallel_schedule
+        self.passes = Pipeline(*run, schedule) if plan.pipeline > 1 else Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
@@ -130,9 +130,8 @@ class InterdomainTrainer(Trainer):
             base_folder=config.job.dump_folder,
         )
         if config.validation.enable:
-            self.validator = FixedValidator(
-                config, rank, plan, self.pipeline, self.meshes, self.metrics_processor, self.checkpointer
-            )
+            beside = self.metrics_processor, self.checkpointer
+            self.validator = FixedValidator(config, rank, plan.data_ranks, self.passes, *beside)
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
     def _build_model(self) -> list[Transformer]:
@@ -153,18 +152,11 @@ class InterdomainTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
 
-        Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then
-        every rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
-
         data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
         """
         self.optimizers.zero_grad()
-        batches = (self._on_device(next(data_iterator)) for _ in range(self.plan.accumulation))
-        # This rank's share. Training's labels are all valid, so the number of tokens is the plan's, on every rank.
-        if self.pipeline:
-            loss = self.pipeline.run(list(batches), backward=True) / self.plan.tokens_per_step
-        else:
-            loss = self._accumulate(batches)
+        batches = itertools.islice(data_iterator, self.plan.accumulation)
+        loss = self.passes.run(batches, backward=True) / self.plan.tokens_per_step  # this rank's share
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
@@ -174,25 +166,6 @@ class InterdomainTrainer(Trainer):
         self.preemption.cast(asked)
         if self.metrics_processor.should_log(self.step):
             self._log(loss, norm)
-
-    def _accumulate(self, batches: Iterable[Batch]) -> Tensor:
-        """The loss of a step's micro-batches, one after the other, and its gradients."""
-        (model,), losses = self.model_parts, []
-        for i, (inputs, labels) in enumerate(batches):
-            if self.plan.accumulation > 1:
-                model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
-            loss = model(inputs.pop("input"), **inputs, labels=labels) / self.plan.tokens_per_step
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _on_device(self, batch: Batch) -> Batch:
-        """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
-        computes the last."""
-        inputs, labels = batch
-        part = self.meshes.context
-        inputs = {name: own_shard(x.to(self.device, non_blocking=True), part) for name, x in inputs.items()}
-        return inputs, own_shard(labels.to(self.device, non_blocking=True), part)
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         loss, mesh = self.meshes.whole(loss), self.parallel_dims.get_optional_mesh("loss")

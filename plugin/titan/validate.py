@@ -16,11 +16,8 @@ from .data_folders import open_dataset
 from .device import device_here
 from .errors import one_paragraph
 from .host import IGNORE_INDEX, BaseValidator, dist_sum, logger
-from .meshes import Meshes
 from .metrics import InterdomainMetrics, perplexity
-from .parallelize import own_shard
-from .pipeline import Pipeline
-from .plan import RunPlan
+from .passes import Passes
 
 
 class FixedValidator(BaseValidator):
@@ -30,7 +27,7 @@ class FixedValidator(BaseValidator):
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
 
     Args:
-        rank: of the data-parallel ranks. checkpoints: results are written beside them.
+        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
     """
 
     job_config: Any
@@ -40,16 +37,14 @@ class FixedValidator(BaseValidator):
         self,
         job_config: Any,
         rank: int,
-        plan: RunPlan,
-        pipeline: Pipeline | None,
-        meshes: Meshes,
+        ranks: int,
+        passes: Passes,
         metrics: InterdomainMetrics,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
         super().__init__(job_config)
-        self.rank, self.ranks, self.metrics, self.checkpoints = rank, plan.data_ranks, metrics, checkpoints
-        self.pipeline, self.meshes = pipeline, meshes
-        self.together = plan.accumulation if pipeline else 1  # passes at once: what a schedule takes
+        self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
+        self.passes = passes
         self.dataset = open_dataset(job_config, "validation")
         config, held = job_config.validation, len(self.dataset)
         asked = math.ceil(config.tokens / config.seq_len)
@@ -77,11 +72,11 @@ class FixedValidator(BaseValidator):
         self.validate(model_parts, step)
 
     def _batches(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as training has it; the last batches are filled up with
+        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
         ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
-        passes = self.together * math.ceil(self.windows / (per_pass * self.together))
-        for first in range(0, per_pass * passes, per_pass):
+        at_once = per_pass * self.passes.together
+        for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
             indices = [min(i, self.windows - 1) for i in mine]
             rows = torch.from_numpy(self._read(indices))
@@ -91,9 +86,7 @@ class FixedValidator(BaseValidator):
             inputs = {"input": rows[:, :-1]}
             if self.job_config.data.reset_state_at_documents:
                 inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(i)) for i in indices])
-            part = self.meshes.context
-            inputs = {name: own_shard(x.to(device_here()), part) for name, x in inputs.items()}
-            yield inputs, own_shard(labels.to(device_here()), part)
+            yield inputs, labels
 
     @one_paragraph
     def _read(self, indices: list[int]) -> np.ndarray:
@@ -106,17 +99,13 @@ class FixedValidator(BaseValidator):
         # Sums in float64: the result must not depend on how the windows are split over ranks.
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         tokens = torch.zeros((), dtype=torch.float64, device=device_here())
-        passes = self._batches()
-        while batches := list(itertools.islice(passes, self.together)):
-            for _, labels in batches:
-                tokens += (labels != IGNORE_INDEX).sum()
-            if self.pipeline:
-                loss += self.pipeline.run(batches, backward=False)
-            else:
-                ((inputs, labels),) = batches
-                loss += model_parts[0](inputs.pop("input"), **inputs, labels=labels)
-        mesh = self.metrics.parallel_dims.get_optional_mesh("loss")
-        mean = dist_sum(self.meshes.whole(loss), mesh) / dist_sum(tokens, mesh)
+        everything = self._batches()
+        while batches := list(itertools.islice(everything, self.passes.together)):
+            loss += self.passes.run(batches, backward=False)
+            tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
+        dims = self.metrics.parallel_dims
+        mean = dist_sum(self.passes.meshes.whole(loss), dims.get_optional_mesh("loss"))
+        mean /= dist_sum(tokens, dims.get_optional_mesh("batch"))
         self.metrics.log_validation(mean, step)
         self.checkpoints.note_validation(step, mean, perplexity(mean))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.

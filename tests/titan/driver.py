@@ -42,8 +42,8 @@ def digest(tensor):
 
 
 def watch(trainer, probes, spoil, seen):
-    model = trainer.model_parts[0]
-    named = {clean_name(name): p for name, p in model.named_parameters()}
+    parts = trainer.model_parts
+    named = {clean_name(name): p for part in parts for name, p in part.named_parameters()}
     seen |= {"log": {}, "validation": {}, "samples": [], "states": {}}
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
@@ -81,7 +81,7 @@ def watch(trainer, probes, spoil, seen):
 
     logger.log, loader._take, optimizers.step = scalars, samples, step
     if spoil:
-        model.register_forward_hook(spoiled)
+        parts[-1].register_forward_hook(spoiled)
 
 
 def watch_scan(trainer, stack, seen):
@@ -105,7 +105,7 @@ def watch_scan(trainer, stack, seen):
     for name in ("scan_forward", "linear_forward"):
         watched = counted(name, getattr(chunkwise, name))
         stack.enter_context(mock.patch.object(chunkwise, name, watched))
-    for layer in trainer.model_parts[0].layers.values():
+    for layer in (layer for part in trainer.model_parts for layer in part.layers.values()):
         if hasattr(layer.attention, "ssm"):
             layer.attention.ssm.register_forward_hook(dynamics)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from interdomain.titan.validate import FixedValidator
 
 from .conftest import TINY, flags, refusal
 
-VALIDATOR = {"rank": 0, "ranks": 1, "metrics": None, "checkpoints": None}
+VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
 
 
 def parse(corpus, **settings):

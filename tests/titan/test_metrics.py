@@ -19,7 +19,8 @@ from .conftest import TINY
 def test_life_signs_at_the_start():
     model = Transformer(build_config("debug", n_basis=8, vocab_size=64))
     model.init_weights()
-    signs = life_signs(model)
+    alone = SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1))
+    signs = life_signs([model], alone)
     for i, layer in enumerate(model.layers.values()):
         dt, name = layer.attention.ssm.log_dt.exp(), f"mixer/layer_{i:02d}"
         # Every mode starts with Re A = -1/2: |Lambda| = exp(-Delta / 2), a timescale of 2 / Delta tokens.
@@ -27,7 +28,7 @@ def test_life_signs_at_the_start():
         assert signs[f"{name}/timescale_tokens_max"] == pytest.approx(2 / dt.min().item(), rel=1e-5)
         assert signs[f"{name}/one_minus_abs_lambda_min"] == pytest.approx(1 - torch.exp(-dt.min() / 2).item(), rel=1e-3)
         assert signs[f"{name}/dt_median"] == pytest.approx(dt.quantile(0.5).item(), rel=1e-5)
-    assert life_signs(Transformer(build_config("debug", "softmax", vocab_size=64))) == {}
+    assert life_signs([Transformer(build_config("debug", "softmax", vocab_size=64))], alone) == {}
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def logged(monkeypatch):
         this.job_config = read_job_config(["--job.config_file", str(TINY), *frequencies])
         this.plan = SimpleNamespace(tokens_per_step=512, tokens=25_600, steps=50, accumulation=2)
         this.optimizers = SimpleNamespace(rates={"main": 1e-3}, guard=Guard())
-        this.model_parts, this.started = [None], None
+        this.model_parts = this.meshes = this.started = None
         this.log = lambda step, *given: seen.setdefault(step, given[-1])
         this.data_loading_times, this.time_last_log = [], clock.now
         for step in range(first, 51):

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from interdomain.model import Transformer, build_config
 from interdomain.titan.data_folders import open_dataset
+from interdomain.titan.passes import Passes
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.validate import FixedValidator
 
@@ -34,12 +35,14 @@ class Recorder:
         self.losses.append(loss)
 
 
-def validator(corpus, rank=0, ranks=1, **settings):
+def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
+    alone = SimpleNamespace(context=None, whole=lambda loss: loss)
     return FixedValidator(
         job_config=job,
         rank=rank,
         ranks=ranks,
+        passes=Passes([model], None, alone, torch.device("cpu")),
         metrics=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )
@@ -53,7 +56,7 @@ def plain_mean(model, corpus, windows):
 
 
 def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
-    validating = validator(corpus)
+    validating = validator(corpus, model)
     assert [len(labels) for _, labels in validating._batches()] == [3] * 6  # the last is filled up, with ignored labels
     for step in (1, 2):
         validating.validate([model], step)
@@ -64,7 +67,7 @@ def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
 
 
 def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    apart, through = validator(corpus, data__reset_state_at_documents=True), validator(corpus)
+    apart, through = validator(corpus, model, data__reset_state_at_documents=True), validator(corpus, model)
     for inputs, _ in apart._batches():
         assert inputs["positions"].shape == inputs["input"].shape
     for validating in (apart, through):
@@ -75,7 +78,7 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus):
     ranks = 5
     every = torch.cat([labels for _, labels in validator(corpus)._batches()])
-    shares = [list(validator(corpus, rank, ranks)._batches()) for rank in range(ranks)]
+    shares = [list(validator(corpus, None, rank, ranks)._batches()) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     real = torch.cat([labels for share in shares for _, labels in share])
     real = real[(real != -100).all(1)]
@@ -106,7 +109,7 @@ def test_which_steps_and_how_much(corpus):
 )
 def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, missed, compiled, validated, caplog):
     settings = {"validation__tokens": 64, "validation__freq": 3, "compile__enable": compiled}
-    validating, noted = validator(corpus, **settings), []
+    validating, noted = validator(corpus, model, **settings), []
     validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
