@@ -42,7 +42,7 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
     """A model, or a stage of one, on the meta device."""
     if meshes.tensor.size() > 1:
         split_matrices(model, meshes.tensor)
-    model.take_part(meshes.context, part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
+    model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
         checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -80,8 +81,8 @@ class Pipeline(Passes):
         B, T = plan.local_batch, plan.seq_len // plan.context
         tokens = torch.empty(B, T, dtype=torch.int64, device="meta")
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        hidden = torch.empty(B, T // plan.tensor, plan.config.dim, dtype=dtype, device="meta")
-        loss = torch.empty((), device="meta")
+        hidden = torch.empty(B, T // plan.tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             PipelineStage(
                 part,
@@ -94,6 +95,9 @@ class Pipeline(Passes):
             )
             for part, n in zip(parts, numbers, strict=True)
         ]
+        if dist.get_backend() == "fake":  # nobody answers PyTorch's question whether all stages have said their shapes
+            for stage in stages:
+                vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
         kind: Any = get_schedule_class(schedule)
         given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self.schedule = kind(given, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
