@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
-from interdomain.model.shard import Shard
+from interdomain.model.shard import Part, own
 
 from .device import device_here
 from .host import (
@@ -52,15 +52,12 @@ def share_sequences(model: Transformer, parallel_dims: ParallelDims) -> None:
     if not parallel_dims.cp_enabled:
         return
     mesh = parallel_dims.get_mesh("cp")
-    model.shard = Shard(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
-    for layer in model.layers.values():
-        mixer: Any = layer.attention
-        mixer.shard = model.shard
+    model.set_parts(shard=Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size()))
 
 
-def own_shard(x: Tensor, shard: Shard | None) -> Tensor:
+def own_shard(x: Tensor, shard: Part | None) -> Tensor:
     """This rank's tokens of whole sequences, [B, T] -> [B, T / size]: contiguous, not TorchTitan's head and tail."""
-    return x if shard is None else x.chunk(shard.size, dim=1)[shard.rank].contiguous()
+    return own(x, shard, dim=1).contiguous()
 
 
 def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
