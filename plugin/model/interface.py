@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .shard import Shard
+from .shard import Part
 
 # Shapes: B batch, T time.
 
@@ -17,11 +17,14 @@ class Mixer(nn.Module):
     Attributes:
         state_grows: whether the state has room for a number of tokens, and not one size for all lengths.
         shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
+        heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
+            Its matrices are this rank's parts, or DTensors of them (`shard.SHARDED`); all else is whole. None: all heads.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
     state_grows = False
-    shard: Shard | None = None
+    shard: Part | None = None
+    heads: Part | None = None
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
@@ -29,7 +32,7 @@ class Mixer(nn.Module):
         raise NotImplementedError("this mixer does not say what is constant over the sequence")
 
     @staticmethod
-    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Any:
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None) -> Any:
         """What `forward` needs to know of packed documents and of the shard.
 
         order: where the tokens stand in the sequence, [T]; positions: in their documents, [B, T], where several are packed.

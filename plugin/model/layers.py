@@ -5,8 +5,10 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .config import ModelConfig
+from .shard import Part, local, own, scatter_tokens
 from .ssm import KeptInFloat32
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
@@ -21,8 +23,21 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 class Embedding(nn.Embedding):
+    """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
+
+    heads: Part | None = None
+
     def reset_parameters(self) -> None:
         """Nothing: the module that holds it draws its values (`initialize`)."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = local(self.weight)
+        if self.heads is None:
+            return F.embedding(tokens, rows)
+        tokens = tokens - self.heads.rank * len(rows)
+        elsewhere = (tokens < 0) | (tokens >= len(rows))
+        found = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+        return scatter_tokens(found, self.heads)
 
 
 class Linear(nn.Linear):
@@ -33,6 +48,9 @@ class Linear(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -86,12 +104,13 @@ class RandomFourierFeatures(KeptInFloat32):
         self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, T, H, R] with H a multiple of H_kv -> [B, T, H, R]."""
+    def forward(self, x: Tensor, heads: Part | None = None) -> Tensor:
+        """x [B, T, H, R] with H a multiple of H_kv, or `heads` of them -> [B, T, H, R]."""
         B, T, H, R = x.shape
-        groups = widened(x).view(B, T, self.frequencies.shape[0], -1, R)
+        frequencies = own(self.frequencies, heads)
+        groups = widened(x).view(B, T, len(frequencies), -1, R)
         with torch.autocast(x.device.type, enabled=False):
-            angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
+            angles = torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype))
         features = torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / R) ** 0.5
         return features.view(B, T, H, R).to(x.dtype)
 

@@ -9,11 +9,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .layers import Linear, autocast_dtype
+from .shard import Part, gather_shards, gather_tokens, local
 
-PieceLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
+PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
 
 # Shapes: N tokens, n tokens of a piece, E dim, V vocabulary.
 IGNORE_INDEX = -100  # the label of a token that is not predicted; PyTorch's
+ELSEWHERE = -1  # the label of a token whose label is of another rank's part of the vocabulary
 PIECE_BYTES = 2**29  # of a piece's float32 logits
 LEAST_TOKENS = 1024  # of a piece: with fewer, adding up the weight's gradient takes longer than its products
 
@@ -21,17 +23,23 @@ LEAST_TOKENS = 1024  # of a piece: with fewer, adding up the weight's gradient t
 class Head(Linear):
     """hidden [..., E] -> logits [..., V]; with labels [...], the summed cross-entropy instead.
 
+    With `heads`: from its part of the tokens, [B, T / size, E], to its part of the logits, [B, T, V / size]; with all T labels,
+    to the loss of those that are of its part of the vocabulary. Sums over the ranks are the loss and the gradients.
+
     FSDP2 gathers the weight around calls of this module, so the loss must be computed inside of one.
     """
+
+    heads: Part | None = None
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size)
         self.piece_loss: PieceLoss = piece_loss
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = gather_tokens(hidden, self.heads)
         if labels is None:
             return super().forward(hidden)
-        return summed_cross_entropy(hidden, self.weight, labels, self.piece_loss)
+        return summed_cross_entropy(hidden, local(self.weight), labels, self.piece_loss, self.heads)
 
     def compile_loss(self, backend: str) -> None:
         """Everything between the matrix products as one compiled function."""
@@ -43,19 +51,31 @@ def piece_tokens(vocab_size: int) -> int:
     return max(LEAST_TOKENS, PIECE_BYTES // (4 * vocab_size) // 128 * 128)
 
 
-def piece_loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """(summed cross-entropy, its gradient by the logits in their dtype) of logits [n, V]; float32 inside, or float64."""
-    log_p = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=1)
-    loss = F.nll_loss(log_p, labels, reduction="sum", ignore_index=IGNORE_INDEX)
+def piece_loss(
+    logits: Tensor, labels: Tensor, gradient: bool, vocabulary: Part | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(summed cross-entropy, its gradient by the logits in their dtype) of logits [n, V]; float32 inside, or float64.
+
+    vocabulary: which part of it the logits are. Labels are counted from its first row, or ELSEWHERE, or IGNORE_INDEX: so the
+    ranks compile the same function, and one may load what another has compiled.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if vocabulary is None:
+        log_p, here = F.log_softmax(wide, dim=1), labels
+    else:
+        by_part = gather_shards(wide.logsumexp(dim=1), vocabulary.size, vocabulary.group)
+        log_p, here = wide - by_part.logsumexp(dim=0)[:, None], labels.masked_fill(labels == ELSEWHERE, IGNORE_INDEX)
+    loss = F.nll_loss(log_p, here, reduction="sum", ignore_index=IGNORE_INDEX)
     if not gradient:
         return loss, None
-    ignored = (labels == IGNORE_INDEX)[:, None]
-    target = labels[:, None].masked_fill(ignored, 0)
-    by_logits = log_p.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=log_p.dtype))
+    target, ignored = labels[:, None], (labels == IGNORE_INDEX)[:, None]
+    by_logits = log_p.exp_().scatter_add_(1, target.clamp_min(0), -(target >= 0).to(log_p.dtype))
     return loss, by_logits.masked_fill_(ignored, 0).to(logits.dtype)
 
 
-def summed_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss = piece_loss) -> Tensor:
+def summed_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss = piece_loss, vocabulary: Part | None = None
+) -> Tensor:
     """Sum over all tokens of -log softmax(hidden weight^T)[label]: a float32 scalar, float64 for float64.
 
     Where gradients are recorded, the forward pass computes those by hidden and weight as well, piece by piece, while a piece's
@@ -67,35 +87,49 @@ def summed_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, piece_l
     Args:
         hidden: [..., E]; weight: [V, E]; labels: [...] integers below V, or IGNORE_INDEX: those tokens add nothing.
         piece_loss: the function of that name, or a compiled one.
+        vocabulary: which part of it weight is, [V / size, E], where several ranks have the parts: the sum is over the tokens
+            whose label is of this part. The gradients are this part's of the whole sum.
     Raises: ValueError for labels of another shape.
     """
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels are {list(labels.shape)}: expected one per position, {list(hidden.shape[:-1])}.")
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    if vocabulary is not None:
+        own = labels - vocabulary.rank * len(weight)
+        own = own.masked_fill((own < 0) | (own >= len(weight)), ELSEWHERE)
+        labels = own.masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
+    given = hidden, weight, labels, piece_loss, vocabulary
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedCrossEntropy.apply(hidden, weight, labels, piece_loss)
-    return _by_pieces(hidden, weight, labels, piece_loss, (False, False))[0]
+        return _SummedCrossEntropy.apply(*given)
+    return _by_pieces(*given, (False, False))[0]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss, vocabulary: Part | None
+    ) -> Tensor:
         ctx.dtype = weight.dtype
-        loss, *gradients = _by_pieces(hidden, weight, labels, piece_loss, ctx.needs_input_grad[:2])
+        loss, *gradients = _by_pieces(hidden, weight, labels, piece_loss, vocabulary, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, by_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         by_hidden, by_weight = ctx.saved_tensors
         by_hidden = None if by_hidden is None else by_hidden * by_loss
         by_weight = None if by_weight is None else (by_weight * by_loss).to(ctx.dtype)
-        return by_hidden, by_weight, None, None
+        return by_hidden, by_weight, None, None, None
 
 
 def _by_pieces(
-    hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss, needed: tuple[bool, bool]
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    piece_loss: PieceLoss,
+    vocabulary: Part | None,
+    needed: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, its gradients by hidden [N, E] and by weight [V, E] where `needed`)."""
     dtype = autocast_dtype(hidden) or hidden.dtype
@@ -107,7 +141,7 @@ def _by_pieces(
     for begin in range(0, len(hidden), n):
         piece = slice(begin, begin + n)
         x = hidden[piece].to(dtype)
-        piece_sum, by_logits = piece_loss(x @ W.t(), labels[piece], any(needed))
+        piece_sum, by_logits = piece_loss(x @ W.t(), labels[piece], any(needed), vocabulary)
         loss = loss + piece_sum
         if by_hidden is not None and by_logits is not None:
             by_hidden[piece] = by_logits @ W

@@ -12,8 +12,8 @@ from .config import Execution, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
 from .layers import InputNorm, Linear, RandomFourierFeatures, ShortConv, widened
-from .shard import Shard, before
-from .ssm import SSMDynamics, fold
+from .shard import Part, before, own
+from .ssm import Dynamics, SSMDynamics, fold
 from .state import MixerState, ModelState
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
@@ -100,18 +100,18 @@ class InterdomainMixer(Mixer):
         y = input_features(
             x,
             self.head_dim,
-            conv=None if conv is None else (conv.weight, conv.bias),
+            conv=None if conv is None else (own(conv.weight, self.heads), own(conv.bias, self.heads)),
             past=past,
             documents=None if conv is None else documents,
             check_documents=False,  # counted (`Transformer.forward`)
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
-            norm=None if norm is None else (norm.weight, norm.bias),
+            norm=None if norm is None else (norm.weight, own(norm.bias, self.heads)),
             eps=1e-5 if norm is None else norm.eps,
             backend=self.execution.features,
         )
         if mapped and self.feature_map is not None:
-            y = self.feature_map(y)
+            y = self.feature_map(y, self.heads)
         return _with_ones(y) if name == "v" and self.config.normalize else y
 
     def _scan(
@@ -138,10 +138,13 @@ class InterdomainMixer(Mixer):
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
         """Of each, (log_decay, mixing or readout), float32."""
-        return fold([mixer.ssm() for mixer in mixers], mixers[0].config.readout)
+        return fold([mixer._own_dynamics() for mixer in mixers], mixers[0].config.readout)
+
+    def _own_dynamics(self) -> Dynamics:
+        return Dynamics(*(None if p is None else own(p, self.heads) for p in self.ssm()))
 
     @staticmethod
-    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Any:
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None) -> Any:
         if positions is None:
             return None
         documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
@@ -235,7 +238,7 @@ class InterdomainMixer(Mixer):
                 past = past.masked_fill(distance > back[:, None, None], 0)
         else:
             past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
-        return dict(zip(convs, past.split([len(c.bias) for c in convs.values()], dim=2), strict=True)), conv
+        return dict(zip(convs, past.split([projected[name].shape[2] for name in convs], dim=2), strict=True)), conv
 
     # Costs
 

@@ -1,12 +1,13 @@
-"""A sequence over several ranks: each has a shard of its tokens, in order, and gets from the others what its layers need.
+"""A model over several ranks: each computes its part of the tokens or of the heads, and gets from the others what it needs.
 
-    torch.ops.interdomain.before.default           a shard's tail, to the rank after it
-    torch.ops.interdomain.gather_shards.default    all shards, to every rank
+    torch.ops.interdomain.before.default            a part's tail, to the rank after it
+    torch.ops.interdomain.gather_shards.default     all parts, to every rank
+    torch.ops.interdomain.scatter_shards.default    the sum over the ranks, of which each gets its part
 
-Both are collective, forward and backward: every rank of the group must call them, the first and the last too.
+All are collective, forward and backward: every rank of the group must call them, the first and the last too.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,46 @@ from torch import Tensor
 
 from interdomain.scan.library import tag_caches
 
+# Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
+# large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks.
+SHARDED = dict.fromkeys(("tok_embeddings", "output", "wq", "wk", "wv", "wg", "w1", "w3"), 0) | dict.fromkeys(
+    ("wo", "w2"), 1
+)
 
-class Shard(NamedTuple):
-    """Which part of its sequences a rank has: of T tokens, those from rank T on. All shards have the same T.
 
-    group: the name of a process group (`ProcessGroup.group_name`) whose ranks have the shards of the same sequences, in order;
-    rank, size: this rank's place in it, and the number of shards.
+class Part(NamedTuple):
+    """Which of `size` equal parts of something a rank has; the ranks of a process group have them in order.
+
+    group: the group's name (`ProcessGroup.group_name`); rank: this rank's place in it.
     """
 
     group: str
     rank: int
     size: int
+
+
+def own(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
+    """This rank's part of x along a dimension, a view; x itself where part is None."""
+    return x if part is None else x.chunk(part.size, dim)[part.rank]
+
+
+def local(p: Any) -> Tensor:
+    """What this rank has of a parameter: p itself, or the part of a DTensor, with its gradient."""
+    return p.to_local() if hasattr(p, "placements") else p  # torch.compile sees no method by hasattr
+
+
+def gather_tokens(x: Tensor, part: Part | None) -> Tensor:
+    """The tokens of all ranks, [B, T / size, E] -> [B, T, E]; x itself where part is None."""
+    if part is None:
+        return x
+    return gather_shards(x, part.size, part.group).transpose(0, 1).flatten(1, 2)
+
+
+def scatter_tokens(x: Tensor, part: Part | None) -> Tensor:
+    """The adjoint: this rank's tokens of the sum over all ranks, [B, T, E] -> [B, T / size, E]; x itself where part is None."""
+    if part is None:
+        return x
+    return scatter_shards(x.unflatten(1, (part.size, -1)).transpose(0, 1), part.size, part.group)
 
 
 @torch.library.custom_op("interdomain::before", mutates_args=())
@@ -59,21 +89,33 @@ def _(x, size, group):
     return x.new_empty(size, *x.shape)
 
 
-def _setup_gather(ctx, inputs, output):
+@torch.library.custom_op("interdomain::scatter_shards", mutates_args=())
+def scatter_shards(x: Tensor, size: int, group: str) -> Tensor:
+    """The sum over all ranks of x[rank], where rank is this one: [size, ...] -> [...]."""
+    c10d = torch.ops._c10d_functional  # gloo reduces and gathers flat tensors only
+    summed = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.flatten(), "sum", size, group))
+    return torch.ops.aten._unsafe_view(summed, x.shape[1:])  # FSDP2 warns of a module that returns a view
+
+
+@scatter_shards.register_fake
+def _(x, size, group):
+    return x.new_empty(x.shape[1:])
+
+
+def _setup(ctx, inputs, output):
     _, ctx.size, ctx.group = inputs
 
 
-def _scatter(ctx, d):
-    c10d = torch.ops._c10d_functional
-    own = c10d.wait_tensor(c10d.reduce_scatter_tensor(d.flatten(), "sum", ctx.size, ctx.group))
-    return own.view(d.shape[1:]), None, None
-
-
-gather_shards.register_autograd(_scatter, setup_context=_setup_gather)
+gather_shards.register_autograd(
+    lambda ctx, d: (scatter_shards(d, ctx.size, ctx.group), None, None), setup_context=_setup
+)
+scatter_shards.register_autograd(
+    lambda ctx, d: (gather_shards(d, ctx.size, ctx.group), None, None), setup_context=_setup
+)
 
 
 def _gather(x: Tensor, size: int, group: str) -> Tensor:
-    c10d = torch.ops._c10d_functional  # gloo gathers flat tensors only
+    c10d = torch.ops._c10d_functional
     everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.flatten(), size, group))
     return everyone.view(size, *x.shape)
 

@@ -13,7 +13,7 @@ from .config import Execution, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
 from .layers import Linear
-from .shard import Shard, gather_shards
+from .shard import Part, gather_shards
 from .state import KVCache, ModelState
 
 # Shapes: B batch, T time, S slots of the cache.
@@ -101,7 +101,7 @@ class SoftmaxMixer(Mixer):
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"))
 
     @staticmethod
-    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Shard | None) -> Window | None:
+    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None) -> Window | None:
         T, device = order.shape[0], order.device
         before = 0 if shard is None else shard.rank * T
         if positions is None:
@@ -141,7 +141,7 @@ class SoftmaxMixer(Mixer):
         return {"token": 3 * config.dim + 3 * config.n_kv_heads * config.head_dim, "scores": 0, "tables": 0}
 
 
-def _up_to_here(k: Tensor, v: Tensor, shard: Shard) -> tuple[Tensor, ...]:
+def _up_to_here(k: Tensor, v: Tensor, shard: Part) -> tuple[Tensor, ...]:
     """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]."""
     everyone = gather_shards(torch.cat([k, v], dim=-1), shard.size, shard.group)
     return torch.cat(everyone.unbind()[: shard.rank + 1], dim=2).chunk(2, dim=-1)

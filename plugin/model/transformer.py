@@ -13,7 +13,7 @@ from .interface import Mixer
 from .layers import Embedding, Linear, RMSNorm, rope_of
 from .loss import Head
 from .mixer import InterdomainMixer
-from .shard import Shard
+from .shard import Part, gather_tokens, scatter_tokens
 from .softmax import SoftmaxMixer
 from .state import ModelState
 
@@ -40,6 +40,11 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    """With `heads`: x is that part of the tokens. The mixer and the feed-forward compute all tokens, with their part of the
+    heads and of the width."""
+
+    heads: Part | None = None
+
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
         self.attention = mixer_class(config)(config, execution)
@@ -49,8 +54,11 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Any, dynamics: Any, state: Any = None, packing: Any = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; a state is advanced."""
-        x = x + self.attention(self.attention_norm(x), rope, dynamics, state, packing)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self._of_all_tokens(self.attention, self.attention_norm(x), rope, dynamics, state, packing)
+        return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
+
+    def _of_all_tokens(self, module: nn.Module, x: Tensor, *given: Any) -> Tensor:
+        return scatter_tokens(module(gather_tokens(x, self.heads), *given), self.heads)
 
 
 class Transformer(nn.Module):
@@ -61,13 +69,15 @@ class Transformer(nn.Module):
     Args:
         execution: how the mixers are computed; every choice computes the same function. None: the defaults.
 
+    A stage of a pipeline is one from which modules were taken away: `tok_embeddings`, `norm` or `output` set to None, layers
+    deleted (each keeps its name). All stages of a rank get the same arguments.
+
     Attributes:
-        shard: set here and on every mixer (`layers.*.attention`), the model computes one shard of its sequences, together with
-            the other ranks of the shard's process group: tokens, positions, labels and what is returned are the shard's.
-            Losses and gradients are to be summed over the ranks.
+        shard, heads: which part of the sequences and of the heads the model computes (`set_parts`); None: all.
     """
 
-    shard: Shard | None = None
+    shard: Part | None = None
+    heads: Part | None = None
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -79,6 +89,20 @@ class Transformer(nn.Module):
         self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
             initialize(getattr(self, name), config, prefix=f"{name}.")
+
+    def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
+        """Compute a part, together with the other ranks of its process group. Losses and gradients are to be summed over them.
+
+        shard: of the sequences (context parallelism): tokens, positions, labels and what is returned are the shard's.
+        heads: of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and between the mixers of the
+            tokens; each number must be a multiple of its size. Arguments are those of all tokens. The parameters of
+            `shard.SHARDED` are to be replaced by this rank's parts, or by DTensors of them; all others stay whole.
+        """
+        for module in self.modules():
+            if hasattr(module, "shard"):
+                module.shard = shard
+            if hasattr(module, "heads"):
+                module.heads = heads
 
     def forward(
         self,
@@ -92,32 +116,37 @@ class Transformer(nn.Module):
         """Without a state: logits of whole sequences (training). With one: of a piece that continues from it; it is advanced.
 
         Args:
+            tokens: of a stage without embedding the hidden states, [B, T, dim], of which one with heads has T / size.
             positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
                 document come before it. Nothing is carried from one document into another: not state, convolution or
                 attention.
             last: logits of the last so many positions only, [B, last, V]; None for all.
             labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
-                over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`).
-        Raises: ValueError for positions with a state, and for a state of other rows; NotImplementedError for a state where the
-            sequences are sharded.
+                over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`). With
+                heads, the part of the sum whose labels are of this rank's vocabulary. A stage without head ignores them.
+        Returns: logits; with heads, of all tokens this rank's columns. Of a stage without head the hidden states.
+        Raises: ValueError for positions with a state, and for a state of other rows; NotImplementedError for a state or `last`
+            where the model computes a part.
         """
-        B, T = tokens.shape
-        h, order = self.tok_embeddings(tokens), torch.arange(T, device=tokens.device)
+        mixers, part = mixer_class(self.config), self.shard or self.heads
+        if part is not None and (state is not None or last is not None):
+            raise NotImplementedError(
+                f"state and last are for whole sequences and all heads, and this model computes one of {part.size} parts; "
+                "generate with a model that has no parts."
+            )
+        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        B, T = h.shape[0], h.shape[1] * (1 if self.heads is None else self.heads.size)
+        order = torch.arange(T, device=tokens.device)
         if state is not None:
-            if self.shard is not None:
-                raise NotImplementedError(
-                    f"a state continues whole sequences, and this model computes one of {self.shard.size} shards of them; "
-                    "generate with a model that has no shard."
-                )
             if positions is not None:
                 raise ValueError("positions are for whole sequences; a state knows its own: leave one out.")
             if len(state.position) != B:
                 raise ValueError(f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each.")
             positions = state.position[:, None] + order
-            packing = self._mixers[0].continuing(state, T, h.dtype)
+            packing = mixers.continuing(state, T, h.dtype)
         else:
             order = order if self.shard is None else order + self.shard.rank * T
-            packing = self._mixers[0].packing(order, positions, h.dtype, self.shard)
+            packing = mixers.packing(order, positions, h.dtype, self.shard)
             positions = order if positions is None else positions
         rope = rope_of(self.config, positions, h.dtype) if self.config.mixer.rope else None
         dynamics = self.dynamics() if state is None else state.dynamics
@@ -129,7 +158,10 @@ class Transformer(nn.Module):
                 h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
             if state is not None:
                 state.advance(T)
-            h = self.norm(h if last is None else h[:, -last:])
+            h = h if last is None else h[:, -last:]
+            h = h if self.norm is None else self.norm(h)
+            if self.output is None:
+                return h
             return self.output(h) if labels is None else self.output(h, labels)
 
     @property
@@ -142,7 +174,7 @@ class Transformer(nn.Module):
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
-        return self._mixers[0].dynamics(self._mixers)
+        return mixer_class(self.config).dynamics(self._mixers) if self.layers else []
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.

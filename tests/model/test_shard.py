@@ -1,11 +1,19 @@
-"""Context parallelism: a model whose sequences are in shards on several ranks is the model on one, gradients too."""
+"""Context and tensor parallelism, and stages: a model whose parts are on several ranks is the model on one, gradients too."""
+
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from interdomain.model.shard import Shard
+from interdomain.model import meta_model
+from interdomain.model.layers import rope_tables
+from interdomain.model.loss import IGNORE_INDEX
+from interdomain.model.shard import SHARDED, Part, own
 
 from .common import OPTIONS, lively, positions_of, random_tokens, small_config, variant
 
@@ -15,49 +23,138 @@ PACKED = ((14, 17, 17, 16), (64,), (5, 59))
 CASES = {
     "interdomain": ("interdomain", {}, None),
     "interdomain, packed": ("interdomain", {}, PACKED),
-    "s4d": ("s4d", {}, None),
-    "s4d-rope, packed": ("s4d-rope", {}, PACKED),
+    "interdomain-norope": ("interdomain-norope", {}, None),
     "single-query, packed": ("single-query", {}, PACKED),
+    "single-query-norope": ("single-query-norope", {}, None),
     "dual-linear": ("dual-linear", {}, None),
-    "rff, normalize": ("interdomain", OPTIONS["rff"] | OPTIONS["normalize"], None),
-    "kv2, gate, packed": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"], PACKED),
+    "dual-linear-norope, packed": ("dual-linear-norope", {}, PACKED),
+    "s4d, gate": ("s4d", OPTIONS["gate"], None),
+    "s4d-rope, packed": ("s4d-rope", {}, PACKED),
+    "kv2, rff, normalize, gate, packed": ("interdomain", OPTIONS["all"], PACKED),
+    "kv2, gate": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"], None),
     "softmax": ("softmax", {}, None),
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
 }
-RANKS = 4  # one group of all of them, and two groups of two
+RANKS = 4
+TOPOLOGIES = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
+STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
 
 
-def loss_and_gradients(case, shard=None):
-    """The loss of this shard's tokens, and the gradients of all parameters, by name."""
+COMPILED = "kv2, gate"
+
+
+def splits(case, tensor):
+    return CASES[case][1].get("n_kv_heads", tensor) % tensor == 0
+
+
+def stages_of(model):
+    """The model as a pipeline has it, with the same parameters."""
+    stages = []
+    for names in STAGES:
+        stage = meta_model(model.config)
+        for name in ("tok_embeddings", "norm", "output"):
+            setattr(stage, name, getattr(model, name) if name in names else None)
+        stage.layers = nn.ModuleDict({k: layer for k, layer in model.layers.items() if f"layers.{k}" in names})
+        stages.append(stage)
+    return stages
+
+
+def part_of(mesh):
+    return mesh and Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+def distribute(model, mesh):
+    """As a run does: DTensors in place of the parameters that have parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, module in model.named_modules():
+        dim = SHARDED.get(name.rpartition(".")[2])
+        if dim is not None:
+            whole = module.weight.detach()
+            module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+
+
+def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=False):
+    """The loss and the gradients of all parameters, by name, of this rank's part of the tokens and of the heads."""
     condition, options, lengths = CASES[case]
-    model = lively(small_config(condition, **options))
+    model = lively(small_config(condition, vocab_size=64, **options))
     tokens = random_tokens(model.config, 3, T + 1)
-    positions = positions_of(lengths) if lengths else None
-    own = slice(None)
-    if shard is not None:
-        own = slice(shard.rank * T // shard.size, (shard.rank + 1) * T // shard.size)
-        model.shard = shard
+    tokens, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[:, ::9] = IGNORE_INDEX
+    shard, heads = map(part_of, meshes)
+    if heads:
+        distribute(model, meshes[1])
+    stages = stages_of(model) if staged else [model]
+    for stage in stages:
+        stage.set_parts(shard=shard, heads=heads)
+    if compiled:
+        model.output.compile_loss("aot_eager")
         for layer in model.layers.values():
-            layer.attention.shard = shard
-    positions = None if positions is None else positions[:, own]
-    loss = model(tokens[:, :-1][:, own], positions=positions, labels=tokens[:, 1:][:, own])
+            layer.compile(backend="aot_eager", fullgraph=True)
+    positions = own(positions_of(lengths), shard, dim=1) if lengths else None
+    loss = own(tokens, shard, dim=1)
+    for stage in stages:
+        loss = stage(loss, positions=positions, labels=own(labels, shard, dim=1))
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+def summed(found, context, tensor):
+    """Over the ranks; of the parameters that have parts the whole gradients."""
+    for name, x in found.items():
+        parted = hasattr(x, "full_tensor")
+        found[name] = x = x.full_tensor() if parted else x
+        for mesh in (context, None if parted else tensor):
+            if mesh is not None:
+                dist.all_reduce(x, group=mesh.get_group())
+    return found
+
+
+class Collectives(TorchDispatchMode):
+    """What is handed to other ranks: the operation, and how many numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace not in ("aten", "prim"):
+            self.seen.append((func.name(), sum(x.numel() for x in args if isinstance(x, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(mesh):
+    """Of softmax's block, forward and backward: it has no other operations than PyTorch's and those."""
+    model = variant("softmax")
+    distribute(model, mesh)
+    model.set_parts(heads=part_of(mesh))
+    h = torch.randn(3, T // mesh.size(), model.config.dim, dtype=torch.float64, requires_grad=True)
+    rope = rope_tables(torch.arange(T), model.config.head_dim, 1e4, torch.float64)
+    with Collectives() as forward:
+        out = model.layers["0"](h, rope, ())
+    with Collectives() as backward:
+        out.sum().backward()
+    return forward.seen, backward.seen
 
 
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    for group, index in ((dist.group.WORLD, rank), (pairs[rank // 2], rank % 2)):
-        for i, case in enumerate(CASES):
-            if group.size() == 2 and i % 2 != rank // 2:
-                continue  # each pair computes half of the cases
-            found = loss_and_gradients(case, Shard(group.group_name, index, group.size()))
-            for x in found.values():
-                dist.all_reduce(x, group=group)
-            if index == 0:
-                torch.save(found, folder / f"{case} {group.size()}.pt")
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    pair, world = grid["tp"], init_device_mesh("cpu", (RANKS,))
+    of_ranks = {1: None, 2: pair, 4: world}
+    jobs = [(case, topology, "") for topology in TOPOLOGIES for case in CASES if splits(case, topology[1])]
+    for i, (case, topology, how) in enumerate([*jobs, (COMPILED, (1, 2), "compiled")]):
+        both = topology == (2, 2)
+        if math.prod(topology) == 2 and i % 2 != rank // 2:
+            continue  # each pair computes half of these
+        meshes = (grid["cp"], grid["tp"]) if both else [of_ranks[n] for n in topology]
+        found = loss_and_gradients(case, meshes, staged=both, compiled=bool(how))
+        found = summed(found, *meshes)
+        if rank in (0, 2 * (i % 2) * (math.prod(topology) == 2)):
+            torch.save(found, folder / f"{case} {topology} {how}.pt")
+    if rank < 2:
+        torch.save(collectives(pair), folder / f"collectives {rank}.pt")
     dist.destroy_process_group()
 
 
@@ -68,18 +165,41 @@ def computed(tmp_path_factory):
     return folder
 
 
+def compare(got, expected, where):
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (got[name] - x).norm() <= 1e-10 * x.norm(), f"{name} on {where}"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_one_process(case, computed):
     expected = loss_and_gradients(case)
-    for ranks in (2, 4):
-        got = torch.load(computed / f"{case} {ranks}.pt")
-        assert got.keys() == expected.keys()
-        for name, x in expected.items():
-            assert (got[name] - x).norm() <= 1e-10 * x.norm(), f"{name} on {ranks} ranks"
+    files = [path for path in computed.iterdir() if path.name.startswith(f"{case} (")]
+    assert len(files) == sum(splits(case, tensor) for _, tensor in TOPOLOGIES) + (case == COMPILED)
+    for path in files:
+        compare(torch.load(path), expected, path.name)
 
 
-def test_a_state_with_a_shard_is_refused():
+def test_stages_are_the_model_to_the_bit():
+    whole, staged = (loss_and_gradients("interdomain, packed", staged=staged) for staged in (False, True))
+    for name, x in whole.items():
+        assert torch.equal(x, staged[name]), name
+
+
+def test_a_block_exchanges_activations_only(computed):
+    """Two gathers of a rank's tokens and two sums of all tokens, forward and backward; nothing of the parameters."""
+    numbers = 3 * T * 32
+    for rank in range(2):
+        for seen in torch.load(computed / f"collectives {rank}.pt"):
+            assert sorted(seen) == 2 * [("interdomain::gather_shards", numbers // 2)] + 2 * [
+                ("interdomain::scatter_shards", numbers)
+            ]
+
+
+@pytest.mark.parametrize("part", ["shard", "heads"])
+def test_a_state_with_a_part_is_refused(part):
     model = variant("interdomain")
-    state, model.shard = model.init_state(1), Shard("", 0, 2)
-    with pytest.raises(NotImplementedError, match="one of 2 shards"):
+    state = model.init_state(1)
+    model.set_parts(**{part: Part("", 0, 2)})
+    with pytest.raises(NotImplementedError, match="one of 2 parts"):
         model(random_tokens(model.config, 1, 4), state)
