@@ -14,6 +14,12 @@ from torch import Tensor
 
 from interdomain.scan.library import tag_caches
 
+# Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
+# large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks.
+SHARDED = dict.fromkeys(("tok_embeddings", "output", "wq", "wk", "wv", "wg", "w1", "w3"), 0) | dict.fromkeys(
+    ("wo", "w2"), 1
+)
+
 
 class Shard(NamedTuple):
     """Which part of its sequences a rank has: of T tokens, those from rank T on. All shards have the same T.
