@@ -169,6 +169,9 @@ SIZES: dict[str, dict[str, int]] = {
     "350M": dict(dim=1024, n_layers=24, n_heads=16, head_dim=64, n_basis=64),
     "760M": dict(dim=1536, n_layers=24, n_heads=16, head_dim=96, n_basis=64),
     "1.3B": dict(dim=2048, n_layers=24, n_heads=32, head_dim=64, n_basis=64),
+    # Not in the paper: width, layers and heads of Llama's models, 6.7 and 65 billion parameters.
+    "7B": dict(dim=4096, n_layers=32, n_heads=32, head_dim=128, n_basis=64),
+    "70B": dict(dim=8192, n_layers=80, n_heads=64, head_dim=128, n_basis=64),
 }
 
 # The eight corners of the cube (the paper reports six), and the baseline.

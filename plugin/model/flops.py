@@ -5,6 +5,7 @@ Each mixer counts its own (`interface.Mixer`); here they are summed with what al
 
 from .config import ModelConfig
 from .loss import piece_tokens
+from .traffic import Held
 from .transformer import mixer_class
 
 
@@ -34,60 +35,91 @@ def state_size(config: ModelConfig) -> int:
 
 def memory_estimate(
     config: ModelConfig,
-    n_params: int,
+    own: Held,
     *,
     shards: int,
     local_batch: int,
     seq_len: int,
     context: int = 1,
+    tensor: int = 1,
+    in_flight: tuple[int, ...] = (1,),
     checkpointing: str,
     precision: str,
-    replicated: int = 0,
     accumulated: bool = False,
+    stay_gathered: bool = False,
     compiled: bool = False,
     recompute: bool = True,
 ) -> dict[str, int]:
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
-    context: ranks that share the tokens of a sequence.
-    parameters, gradients, optimizer: float32, sharded but for `replicated` of them; AdamW has two moments. Gradients that are
+    own: what the device has of the model, before FSDP2 shards it.
+    context: ranks that share the tokens of a sequence; tensor: ranks that share heads, feed-forward, vocabulary, and between
+        the mixers the tokens.
+    in_flight: of each of the device's stages, micro-batches whose activations it holds at once.
+    parameters, gradients, optimizer: float32, sharded but for the dynamics; AdamW has two moments. Gradients that are
         `accumulated` over micro-batches are whole until the last.
-    gathered: the whole parameters of head and two blocks, and a block's gradients, also as they are reduced.
-    activations: what autograd keeps per token and layer. `none`: the inputs of norms, products, features, scan and activation
-        (compiled: without the activation's output). `selective`: the block's input, the scan and every second product, as
-        TorchTitan chooses (q, v, the gate, the last). `full`: the block's input; and once, the rest of a block, computed again.
-        Without `recompute` also the scan's scores. Of bf16-products without checkpointing, also the weights in bf16.
+    gathered: the whole parameters of head and two blocks, or of all that `stay_gathered`, and a block's gradients, also as they
+        are reduced.
+    activations: what autograd keeps (`_kept_per_token`), and what a shard of a sequence keeps of the others.
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
         logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
     """
-    dim, ffn, V = config.dim, config.ffn_hidden, config.vocab_size
-    kept = mixer_class(config).kept(config)
+    dim, V, n_params, layers = config.dim, config.vocab_size // tensor, own.parameters, sum(own.layers)
+    kept, handed = mixer_class(config).kept(config), mixer_class(config).handed_on(config)
     tokens = local_batch * seq_len // context
-    block = (n_params - 2 * V * dim) // config.n_layers
+    block = (n_params - (own.embedding + own.head) * V * dim) // max(1, layers)
     stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+    rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
 
-    features = 2 * dim + kept["token"] + 3 * ffn
-    everything = 2 * dim * stored + width * (features + ffn)
-    if compiled:
-        everything = dim * stored + width * (features + dim)
-    chosen = dim * stored + width * (3 * dim + config.n_kv_heads * config.head_dim + ffn)
-    per_layer = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": dim * stored}[checkpointing]
-    if not recompute and checkpointing != "full":
-        per_layer += width * kept["scores"]
-    activations = tokens * config.n_layers * per_layer
-    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4)
+    per_layer, everything = _kept_per_token(config, tensor, checkpointing, precision, compiled, recompute)
+    blocks = sum(n * times for n, times in zip(own.layers, in_flight, strict=True))
+    activations = tokens * blocks * per_layer
+    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * own.head
     if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
         activations += max(0, tokens * (everything - per_layer) - piece)
-    activations += 4 * config.n_layers * kept["tables"]
-    rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
+    activations += 4 * blocks * kept["tables"] // tensor
     if checkpointing == "none":
-        activations += rounded * config.n_layers * block
-    sharded = 4 * ((n_params - replicated) // shards + replicated)
+        activations += rounded * blocks * block
+    if context > 1:
+        activations += 4 * blocks * local_batch * handed["state"] // tensor
+        alive = blocks if checkpointing == "none" else 1  # keys and values of all shards
+        activations += alive * (context - 1) * tokens * width * handed["token"] // tensor
+    passed_on = sum(in_flight) - own.head * in_flight[-1]  # outputs of stages that are not the last
+    activations += passed_on * tokens * dim * stored // tensor
+    sharded = 4 * ((n_params - own.dynamics) // shards + own.dynamics)
+    gathered = n_params if stay_gathered else (own.embedding or own.head) * V * dim + 2 * block
+    head = tokens * dim * stored // tensor + tokens * dim * 2 * width + 4 * V * dim
     return {
         "parameters": sharded,
         "gradients": sharded + 4 * n_params * (accumulated and shards > 1),
         "optimizer": 2 * sharded,
-        "gathered": stored * (V * dim + 3 * block) + 4 * block,
+        "gathered": stored * (gathered + block) + 4 * block,
         "activations": activations,
-        "loss": tokens * dim * (stored + 2 * width) + (4 + rounded) * V * dim + piece,
+        "loss": own.head * (in_flight[-1] * head + rounded * V * dim + piece),
     }
+
+
+def _kept_per_token(
+    config: ModelConfig, tensor: int, checkpointing: str, precision: str, compiled: bool, recompute: bool
+) -> tuple[int, int]:
+    """Bytes that autograd keeps per token and layer, with this checkpointing and without any.
+
+    `none`: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
+    `selective`: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last). `full`:
+    the block's input; and once, the rest of a block, computed again. Without `recompute` also the scan's scores. Of
+    bf16-products without checkpointing, also the weights in bf16.
+    Ranks that share the heads keep all tokens of the products' inputs and of the last product, 1 / tensor of all else.
+    """
+    dim, ffn, kept = config.dim, config.ffn_hidden, mixer_class(config).kept(config)
+    stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+    features = kept["token"] + 3 * ffn
+    everything = (2 * dim * stored + width * (features + ffn)) // tensor
+    if compiled:
+        everything = (dim * stored + width * (features + dim)) // tensor
+    everything += width * 2 * dim
+    chosen = (dim * stored + width * (2 * dim + config.n_kv_heads * config.head_dim + ffn)) // tensor + width * dim
+    block_input = dim * stored // tensor
+    own = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": block_input}[checkpointing]
+    if not recompute and checkpointing != "full":
+        own += width * kept["scores"] // tensor
+    return own, everything

@@ -62,3 +62,9 @@ class Mixer(nn.Module):
     def kept(config: ModelConfig) -> dict[str, int]:
         """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"."""
         raise NotImplementedError("this mixer does not say what its backward pass keeps")
+
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward: float32
+        "state" per sequence; of the activations' dtype, "tail" per sequence and "token" per token of the shard."""
+        raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")

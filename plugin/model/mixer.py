@@ -272,6 +272,12 @@ class InterdomainMixer(Mixer):
         scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2
         return {"token": token, "scores": scores, "tables": tables}
 
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
+        channels = m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)
+        return {"state": InterdomainMixer.state_size(config), "tail": (m.conv_width - 1) * channels, "token": 0}
+
 
 def _with_ones(v: Tensor) -> Tensor:
     """v with the ones channel: its coefficients are eta of paper eq. 9."""

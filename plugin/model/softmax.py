@@ -140,6 +140,10 @@ class SoftmaxMixer(Mixer):
         """Queries before and after RoPE, and the output."""
         return {"token": 3 * config.dim + 3 * config.n_kv_heads * config.head_dim, "scores": 0, "tables": 0}
 
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        return {"state": 0, "tail": 0, "token": 2 * config.n_kv_heads * config.head_dim}
+
 
 def _up_to_here(k: Tensor, v: Tensor, shard: Part) -> tuple[Tensor, ...]:
     """Keys and values of all shards up to this one: each [B, H, T, R] -> [B, H, (rank + 1) T, R]."""

@@ -4,7 +4,6 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
-import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -18,16 +17,16 @@ from interdomain.model import (
     build_config,
     cell_of,
     count_parameters,
-    meta_model,
 )
-from interdomain.model.flops import memory_estimate, state_size, train_flops_per_token
+from interdomain.model.flops import state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
 
+from .costs import CARD, Costs, longest_sequence
 from .device import device_here, refuse_for_device
 from .schedule import run_length
 from .schema import JobConfig, Mixer
 from .settings import refuse_unsupported
-from .topology import Topology, pipeline_stages, refuse_for_schedule, refuse_for_topology, topology
+from .topology import CHUNK, Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,17 @@ class RunPlan:
     pipeline: int  # ranks that share the layers
     stages: tuple[
         tuple[str, ...], ...
-    ]  # names of each stage's modules; rank r of a pipeline has the stages r, r + pipeline, ...
+    ]  # names of their modules; rank r of a pipeline has the stages r, r + pipeline, ...
+    schedule: str  # of the pipeline
     local_batch: int
     global_batch: int
     seq_len: int
     steps: int
     warmup_steps: int
     precision: str
-    memory: dict[str, int]
+    memory: dict[str, int]  # bytes by part, of the rank that needs the most
+    traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
+    longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
     computed: dict[str, str]  # how the scan and the features are computed, in words
 
     @property
@@ -88,6 +90,10 @@ class RunPlan:
         """The dry run's table."""
         gib = 2**30
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
+        longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
+        if self.context == 1:
+            longest += f" (8 ranks share {8 * self.longest:,})"
         grows = mixer_class(self.config).state_grows
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
         rows = {
@@ -99,11 +105,23 @@ class RunPlan:
             "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
             "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
             f"{shared if self.context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
+            "mesh": str(self.topology),
+            **({"pipeline": self._stages()} if self.pipeline > 1 else {}),
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+            "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            "longest sequence": longest,
             **self.computed,
         }
         return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+    def _stages(self) -> str:
+        """A pipeline in words, and the share of a step that its ranks wait."""
+        numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
+        layers = " | ".join("-".join(dict.fromkeys([n[0], n[-1]])) if n else "none" for n in numbers)
+        waits = self.pipeline - 1
+        idle = waits / (len(self.stages) // self.pipeline * self.accumulation + waits)
+        return f"{self.schedule}, idle {idle:.1%} of a step; layers by stage {layers}"
 
 
 def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
@@ -116,38 +134,15 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     if not on_gpus:
         refuse_for_device(job_config)
     training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
-    mesh, stages = (
-        topology(job_config.parallelism, world_size),
-        pipeline_stages(job_config.parallelism, config.n_layers),
-    )
+    mesh = topology(job_config.parallelism, world_size)
+    stages = pipeline_stages(job_config.parallelism, config.n_layers)
     refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
     data_ranks = mesh.replicas * mesh.shards
     local, seq_len = training.local_batch_size, training.seq_len
     global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
-    if global_batch % (local * data_ranks):
-        raise ValueError(
-            f"training.global_batch_size = {global_batch} sequences does not divide over {data_ranks} data-parallel "
-            f"rank(s) of training.local_batch_size = {local}: it must be a multiple of {local * data_ranks}. "
-            + _batch_that_divides(global_batch, local, data_ranks)
-        )
-    refuse_for_schedule(job_config.parallelism, global_batch // (local * data_ranks), data_ranks, local)
+    refuse_for_batch(job_config, mesh, global_batch)
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    model = meta_model(config)
-    n_params = count_parameters(model)
-    memory = memory_estimate(
-        config,
-        n_params,
-        shards=mesh.shards * mesh.context,
-        local_batch=local,
-        seq_len=seq_len,
-        context=mesh.context,
-        checkpointing=job_config.activation_checkpoint.mode,
-        precision=training.precision,
-        replicated=sum(p.numel() for name, p in model.named_parameters() if ".ssm." in name),
-        accumulated=global_batch > local * data_ranks,
-        compiled=job_config.compile.enable and "model" in job_config.compile.components,
-        recompute=mixer.recompute,
-    )
+    costs = Costs(job_config, config, mesh, stages, global_batch // (local * data_ranks))
     products = training.precision == "bf16-products"
     execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=products)
     return RunPlan(
@@ -155,18 +150,21 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         size=job_config.model.flavor,
         execution=execution,
         seed=job_config.debug.seed,
-        n_params=n_params,
+        n_params=count_parameters(costs.model),
         flops_per_token=train_flops_per_token(config, seq_len),
         world_size=world_size,
         **mesh._asdict(),
         stages=stages,
+        schedule=job_config.parallelism.pipeline_parallel_schedule,
         local_batch=local,
         global_batch=global_batch,
         seq_len=seq_len,
         steps=steps,
         warmup_steps=warmup_steps,
         precision=training.precision,
-        memory=memory,
+        memory=costs.memory(local, seq_len),
+        traffic=costs.traffic(),
+        longest=longest_sequence(lambda n: sum(costs.memory(1, n).values()), mesh.context * mesh.tensor * CHUNK),
         computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )
 
@@ -197,12 +195,3 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
         conv_width = mixer.conv_width * recurrent
         words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
     return words
-
-
-def _batch_that_divides(global_batch: int, local: int, ranks: int) -> str:
-    """Flags that would run on these ranks, in words: with the same steps, or with larger ones."""
-    batch = ranks * math.ceil(global_batch / ranks)
-    fits = max(n for n in range(1, local + 1) if batch // ranks % n == 0)
-    most = f"A step of {global_batch} sequences feeds at most {global_batch} ranks. " if ranks > global_batch else ""
-    larger = f"--training.global_batch_size {batch} " if batch != global_batch else ""
-    return f"{most}These ranks can run {larger}--training.local_batch_size {fits}."

@@ -86,7 +86,7 @@ class Model:
     """[model]: the size. `flavor` names a row of the table of sizes; every number can be set on top of it."""
 
     name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
-    flavor: Size = "debug"  # debug, 125M, 350M, 760M or 1.3B.
+    flavor: Size = "debug"  # debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
     #: Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's.
     vocab_size: CountOr0 = 0
     dim: CountOr0 = 0  # Width; 0: as the size says. A head is dim / n_heads wide.

@@ -1,5 +1,6 @@
 """The axes that a run's ranks are divided by, the layers of a pipeline's stages, and what the axes refuse."""
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -76,24 +77,39 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
     several = parallel.pipeline_parallel_schedule == MULTI_STAGE
     weight, stages = n_layers + first + last, 2 * ranks if several else ranks
     said = (
-        f"{n_layers} layers, and {first} and {last} for the first and the last stage's other modules "
-        "(parallelism.pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers),"
+        f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
+        f"{last} for the head (pipeline_parallel_last_stage_less_layers)"
     )
     if per_stage is not None:
         stages = math.ceil(weight / per_stage)
         if stages % ranks or (stages >= 2 * ranks) != several:
             allowed = f"a multiple of {ranks} that is {2 * ranks} or more" if several else str(ranks)
             raise ValueError(
-                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {said} and "
-                f"{parallel.pipeline_parallel_schedule} on pipeline_parallel_degree = {ranks} ranks must have {allowed}. Leave "
-                f"it out for {2 * ranks if several else ranks}."
+                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {said}: "
+                f"{parallel.pipeline_parallel_schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed}. Leave it "
+                f"out for {2 * ranks if several else ranks}."
             )
     if max(first, last, 1) > weight // stages:
         raise ValueError(
-            f"{said} cannot be divided over {stages} stages (parallelism.pipeline_parallel_degree = {ranks}, "
-            f"{parallel.pipeline_parallel_schedule}): at most {weight // max(first, last, 1)} are possible."
+            f"{said}, cannot be divided over {stages} stages ({parallel.pipeline_parallel_schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} ranks): at most {weight // max(first, last, 1)} are possible."
         )
     return tuple(map(tuple, generate_llm_fqn_per_model_part(stages, n_layers, first, last)))
+
+
+def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Of each stage of a pipeline's rank, micro-batches that are forward and not yet backward, where they are the most.
+
+    stages: of a rank. As PyTorch's schedules order them (`Schedule1F1B`, `ScheduleGPipe`, `ScheduleInterleaved1F1B`).
+    """
+    if schedule == "GPipe":
+        return (micro_batches,)
+    if schedule == "1F1B":
+        return (min(micro_batches, ranks - rank),)
+    a_round = micro_batches // max(1, micro_batches // ranks)
+    first_backward = min((stages - 1) * a_round + 2 * (ranks - 1 - rank) + 1, stages * micro_batches)
+    order = [i // a_round % stages for i in range(first_backward)]
+    return tuple(map(order.count, range(stages)))
 
 
 def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
@@ -121,21 +137,52 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
                 )
 
 
-def refuse_for_schedule(parallel: Parallelism, microbatches: int, data_ranks: int, local_batch: int) -> None:
-    """Raises: ValueError for a number of micro-batches that the pipeline's schedule does not take."""
-    ranks, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
-    allowed = microbatches
-    if schedule == "1F1B" and microbatches < ranks:
-        rule, allowed = f"at least parallelism.pipeline_parallel_degree = {ranks}; GPipe takes fewer", ranks
-    elif schedule == MULTI_STAGE and microbatches % (rounds := max(1, microbatches // ranks)):
-        rule = f"a multiple of the number of rounds, {microbatches} // {ranks} = {rounds}"
-        allowed = microbatches // rounds * rounds + rounds
-    if ranks > 1 and allowed != microbatches:
-        raise ValueError(
-            f"{schedule} cannot run the {microbatches} micro-batches of a step: there must be {rule}. A micro-batch is "
-            f"training.local_batch_size = {local_batch} sequences on each of {data_ranks} data-parallel rank(s). These ranks "
-            f"can run --training.global_batch_size {allowed * local_batch * data_ranks}."
+def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -> None:
+    """Raises: ValueError for sequences of a step that do not divide over the ranks that read samples, or a number of
+    micro-batches that the pipeline's schedule does not take."""
+    local, schedule = job_config.training.local_batch_size, job_config.parallelism.pipeline_parallel_schedule
+    ranks, said = mesh.replicas * mesh.shards, f"training.global_batch_size = {global_batch} sequences"
+    wrong, micro_batches = global_batch % (local * ranks), global_batch // (local * ranks)
+    if wrong:
+        why = (
+            f"{said} does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
+            f"multiple of {local * ranks}."
         )
+        if ranks > global_batch:
+            why += f" A step of {global_batch} sequences feeds at most {global_batch} ranks."
+    else:
+        rounds = micro_batches // mesh.pipeline
+        why = (
+            f"{said}, {local} at once on each of {ranks} data-parallel rank(s), are {micro_batches} micro-batches. {schedule} on "
+            f"parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
+            + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
+        )
+    if wrong or not _takes(schedule, mesh.pipeline, micro_batches):
+        batch, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
+        advice = f"--training.global_batch_size {batch} " if batch != global_batch else ""
+        advice += f"--training.local_batch_size {fits}"
+        if mesh.pipeline > 1 and job_config.validation.enable:
+            advice += f" --validation.local_batch_size {fits}"
+        raise ValueError(f"{why} These ranks can run {advice}.")
+
+
+def _takes(schedule: str, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
+    if ranks == 1 or schedule == "GPipe":
+        return True
+    if schedule == MULTI_STAGE:
+        return micro_batches % max(1, micro_batches // ranks) == 0
+    return micro_batches >= ranks
+
+
+def _batch_that_divides(least: int, local: int, ranks: int, schedule: str, pipeline: int) -> tuple[int, int]:
+    """The smallest number of sequences per step, from `least` on, that these ranks can run, and the largest local batch."""
+    return next(
+        (each * ranks, n)
+        for each in itertools.count(math.ceil(least / ranks))
+        for n in range(min(local, each), 0, -1)
+        if each % n == 0 and _takes(schedule, pipeline, each // n)
+    )
 
 
 def _refuse_for_context(

@@ -65,7 +65,7 @@ def test_ranks_that_share_a_sequence():
     same = ("global_batch", "tokens_per_step", "tokens", "steps", "warmup_steps", "flops_per_token")
     assert [getattr(shared, name) for name in same] == [getattr(alone, name) for name in same]
     assert shared.memory["parameters"] == alone.memory["parameters"]
-    assert shared.memory["activations"] < 0.6 * alone.memory["activations"]
+    assert shared.memory["activations"] < 0.65 * alone.memory["activations"]
     assert "4 per rank x 1 group(s) of 2 ranks with 32 tokens each x 2 accumulation" in shared.describe()
     for backend in ("sequential", "fft", "reference"):
         with pytest.raises(ValueError, match=f"mixer.backend = {backend} cannot scan"):

@@ -32,7 +32,11 @@ def test_a_setting_that_torchtitan_has_has_torchtitans_default():
 
 REFUSED = {
     "unknown condition": ({"mixer__condition": "s4"}, "mixer.condition must be one of softmax, interdomain,", "got s4"),
-    "unknown size": ({"model__flavor": "7B"}, "model.flavor must be one of debug, 125M, 350M, 760M, 1.3B", "7B"),
+    "unknown size": (
+        {"model__flavor": "8B"},
+        "model.flavor must be one of debug, 125M, 350M, 760M, 1.3B, 7B, 70B",
+        "8B",
+    ),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
     "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no such switch"),
     "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "got 3"),
