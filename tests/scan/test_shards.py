@@ -1,7 +1,6 @@
 """Context parallelism: shards of sequences on 2 and on 4 ranks equal one rank. Real processes over gloo, started once."""
 
 import functools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ from torch import distributed
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from interdomain import scan
-from interdomain.scan import shards
 
+from ..traffic import counted
 from .common import Case, assert_agree, function, gradients, linear_or_query, op_inputs
 from .test_documents import packed
 
@@ -65,13 +64,7 @@ def run_rank(rank, folder):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", store=distributed.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
     groups = {4: distributed.group.WORLD, 2: distributed.new_group([0, 1])}
-    c10d, sent, results = shards.c10d, [], {}
-
-    def counted(x, *args):
-        sent.append(x.nbytes)
-        return c10d.all_gather_into_tensor(x, *args)
-
-    shards.c10d = SimpleNamespace(all_gather_into_tensor=counted, wait_tensor=c10d.wait_tensor)
+    results = {}
     for size in (2, 4) if rank < 2 else (4,):
         group = groups[size].group_name
         for linear in (False, True):
@@ -82,8 +75,8 @@ def run_rank(rank, folder):
                 calls |= {("documents", how): checkpointed(fn, group, how == "saved") for how in ("saved", "repeated")}
                 calls["documents", "compiled"] = compiled
             for (name, how), call in calls.items():
-                sent.clear()
-                results[name, how, linear, size] = on_a_rank(name, linear, rank, size, call), list(sent)
+                with counted() as traffic:
+                    results[name, how, linear, size] = on_a_rank(name, linear, rank, size, call), traffic
     torch.save(results, f"{folder}/{rank}.pt")
     distributed.destroy_process_group()
 
@@ -115,13 +108,14 @@ def one_rank(name, linear, size):
 def test_shards_are_the_whole(name, size, linear, ranks):
     """Values, every shard's final state, every gradient; one message of one state each way, whatever the length."""
     case = CASES[name]
-    state_bytes = 8 * (2 * case.B * case.H * case.M * (case.R + case.D) + case.B)
+    state_bytes = case.B * (8 * case.H * case.M * (case.R + case.D) + 4) * 2  # float64
     expected = one_rank(name, linear, size)
     for how, exchanges in (("eager", 2), ("compiled", 2), ("saved", 2), ("repeated", 3)):
         if (name, how, linear, size) not in ranks[0]:
             continue
-        results, sent = zip(*(r[name, how, linear, size] for r in ranks[:size]), strict=True)
-        assert sent == ([state_bytes] * exchanges,) * size
+        results, traffic = zip(*(r[name, how, linear, size] for r in ranks[:size]), strict=True)
+        received = {"allgather": [exchanges, exchanges * (size - 1) * state_bytes]}
+        assert [*map(list, map(dict.values, traffic))] == [[received]] * size
         got = {n: [x[n] for x in results] for n in results[0]}
         got = {n: torch.cat(x, dim=1) if n in TOKENS else sum(x) if n != "state" else x for n, x in got.items()}
         got["states"] = torch.stack(got.pop("state"))

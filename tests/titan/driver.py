@@ -7,6 +7,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
     gradients        (a probe) whole ones of step 1            states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
+    traffic          (a probe) {step: {group: {collective: [calls, bytes received]}}} of the training step
 
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
@@ -31,6 +32,7 @@ from interdomain.scan import chunkwise
 from interdomain.titan import errors
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
+from tests.traffic import counted
 
 
 def whole(tensor):
@@ -110,6 +112,16 @@ def watch_scan(trainer, stack, seen):
             layer.attention.ssm.register_forward_hook(dynamics)
 
 
+def watch_traffic(trainer, seen):
+    seen["traffic"], train_step = {}, trainer.train_step
+
+    def step(batches):
+        with counted() as seen["traffic"][trainer.step]:
+            train_step(batches)
+
+    trainer.train_step = step
+
+
 def run(job):
     seen, config = {}, read_job_config(job["args"])
     with contextlib.ExitStack() as stack:
@@ -118,6 +130,8 @@ def run(job):
         watch(trainer, job["probes"], job["spoil"] or {}, seen)
         if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)
+        if "traffic" in job["probes"]:
+            watch_traffic(trainer, seen)
         with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
             trainer.train()
             assert not job["stops"]
