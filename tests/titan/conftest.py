@@ -116,14 +116,32 @@ def launch(tmp_path_factory):
     return launch
 
 
+AXES = {  # as the plan calls them, outermost first: their settings
+    "pipeline": "pipeline_parallel",
+    "replicas": "data_parallel_replicate",
+    "shards": "data_parallel_shard",
+    "context": "context_parallel",
+    "tensor": "tensor_parallel",
+}
+
+
+def parallel(**degrees):
+    """Settings for these degrees and the same steps of 8 sequences; through a pipeline in four micro-batches."""
+    passes = 4 if degrees.get("pipeline", 1) > 1 else 1
+    data = degrees.get("replicas", 1) * degrees.get("shards", 1)
+    each = {"training__local_batch_size": 8 // data // passes, "validation__local_batch_size": 8 // data // passes}
+    return each | {f"parallelism__{name}_degree": degrees.get(axis, 1) for axis, name in AXES.items()}
+
+
 class Runs:
     """Jobs of one start of the driver: what was seen, by job and rank."""
 
     def __init__(self, ranks, folder, corpus, launch):
         self.ranks, self.folder, self.corpus, self.launch, self.jobs = ranks, folder, corpus, launch, []
+        self.settings = {}
 
     def add(self, name, *, toml=TINY, probes=(), folder=None, spoil=None, stops=False, **settings):
-        settings = {"training__local_batch_size": 8 // self.ranks} | settings
+        self.settings[name] = settings = {"training__local_batch_size": 8 // self.ranks} | settings
         arguments = flags(self.corpus, folder or self.folder / name, toml, **settings)
         job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops}
         self.jobs.append(job)
@@ -137,15 +155,24 @@ class Runs:
     def seen(self, name, rank=0):
         return torch.load(self.folder / f"{name}.rank{rank}.pt", weights_only=False)
 
+    def whole(self, name, what):
+        """Of all parameters, wherever a pipeline has them: "initial" or "gradients"."""
+        return {n: x for rank in range(self.ranks) for n, x in self.seen(name, rank)[what].items()}
+
     def samples(self, name):
         """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order. Those that
-        share a sequence, two neighbours where "context" is in the name, read the same."""
-        steps, each = len(self.seen(name)["log"]), 1 + ("context" in name)
-        ranks = [self.seen(name, rank)["samples"] for rank in range(self.ranks)]
-        assert all(ranks[rank] == ranks[rank - rank % each] for rank in range(self.ranks))
-        ranks = ranks[::each]
+        share sequences, heads or layers read the same."""
+
+        def degree(axis):
+            return self.settings[name].get(f"parallelism__{AXES[axis]}_degree", 1)
+
+        steps, together, stages = len(self.seen(name)["log"]), degree("context") * degree("tensor"), degree("pipeline")
+        data, ranks = self.ranks // together // stages, {}
+        for rank in range(self.ranks):
+            samples = self.seen(name, rank)["samples"]
+            assert ranks.setdefault(rank // together % data, samples) == samples
         n = len(ranks[0]) // steps
-        return [sorted(h for samples in ranks for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
+        return [sorted(h for samples in ranks.values() for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +216,8 @@ BFLOAT16 = {"training__precision": "bf16", "training__steps": 2}
 WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable": True}
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
-CONTEXT = {"parallelism__context_parallel_degree": 2}  # and the passes of half as many ranks
+CONTEXT = {"parallelism__context_parallel_degree": 2}
+INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
 
 
 @pytest.fixture(scope="session")
@@ -214,12 +242,15 @@ def two(tmp_path_factory, corpus, short, launch):
     whole, once = {"data__corpus": short}, {"training__steps": 1}
     apart = {**whole, "data__reset_state_at_documents": True}
     runs.add("documents", **apart, **SHORT, probes=["gradients"])
-    shared = {**CONTEXT, "training__local_batch_size": 8}
-    runs.add("context", **shared, **WITH_CHECKPOINTS, **VALIDATED, probes=["gradients"])
-    runs.add("context documents", **shared, **apart, **SHORT, probes=["gradients"])
-    for condition in ("softmax", "s4d"):
-        runs.add(f"context {condition}", **shared, mixer__condition=condition, training__steps=4)
-    runs.add("context compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"])
+    for axis in ("context", "tensor", "pipeline"):
+        shared = parallel(**{axis: 2}) | (INTERLEAVED if axis == "pipeline" else {})
+        runs.add(axis, **shared, **WITH_CHECKPOINTS, **VALIDATED, probes=["gradients"])
+        runs.add(f"{axis} documents", **shared, **apart, **SHORT, probes=["gradients"])
+        for condition in ("softmax", "s4d"):
+            runs.add(f"{axis} {condition}", **shared, mixer__condition=condition, training__steps=4)
+        runs.add(
+            f"{axis} compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"]
+        )
     runs.add("documents softmax", **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
         runs.add(f"through documents {condition}", **whole, mixer__condition=condition, **once)
@@ -246,8 +277,9 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("first half", folder=runs.folder / "halves", training__steps=3, **WITH_CHECKPOINTS)
     runs.add("second half", folder=runs.folder / "halves", **WITH_CHECKPOINTS)
     runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
-    shared = half(two, runs, "after shards", "context", ["checkpoint/step-3"])
-    runs.add("after shards", folder=shared, **WITH_CHECKPOINTS)
+    for axis in ("context", "tensor", "pipeline"):
+        shared = half(two, runs, f"after {axis}", axis, ["checkpoint/step-3"])
+        runs.add(f"after {axis}", folder=shared, **WITH_CHECKPOINTS)
     runs.add("other rate", folder=half(two, runs, "other rate"), **WITH_CHECKPOINTS, optimizer__lr=2e-4)
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
@@ -272,7 +304,14 @@ def four(tmp_path_factory, corpus, launch, two):
     runs = Runs(4, tmp_path_factory.mktemp("four"), corpus, launch)
     runs.add("hybrid", **VALIDATED, parallelism__data_parallel_replicate_degree=2, training__steps=4)
     runs.add("after two", folder=half(two, runs, "after two"), **WITH_CHECKPOINTS)
-    shared = {**CONTEXT, "training__local_batch_size": 4, "training__steps": 4}
-    runs.add("context", **shared, **VALIDATED, probes=["gradients"])
-    runs.add("context after two", folder=half(two, runs, "context after two"), **WITH_CHECKPOINTS, **shared)
+    pairs = {"context shards": "interdomain", "context tensor": "pipeline", "tensor pipeline": "context"}
+    for name, of in pairs.items():
+        shared = parallel(**dict.fromkeys(name.split(), 2)) | {"training__steps": 4}
+        runs.add(name, **shared, **VALIDATED, probes=["gradients"])
+        runs.add(
+            f"{name} after {of}",
+            folder=half(two, runs, f"{name} after {of}", of, ["checkpoint/step-3"]),
+            **WITH_CHECKPOINTS,
+            **shared,
+        )
     return runs.start()

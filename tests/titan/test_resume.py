@@ -27,15 +27,19 @@ def test_twice_three_steps_are_six_to_the_bit(one):
     [
         ("one", "after two", "interdomain"),
         ("four", "after two", "interdomain"),
-        ("one", "after shards", "context"),
-        ("four", "context after two", "interdomain"),
+        ("one", "after context", "context"),
+        ("one", "after tensor", "tensor"),
+        ("one", "after pipeline", "pipeline"),
+        ("four", "context shards after interdomain", "interdomain"),
+        ("four", "context tensor after pipeline", "pipeline"),
+        ("four", "tensor pipeline after context", "context"),
     ],
 )
 def test_a_run_of_two_ranks_continues_on_others(two, ranks, name, of, request):
-    """Also where they share sequences, before or after."""
+    """Also where they share sequences, heads or layers, before or after."""
     runs = request.getfixturevalue(ranks)
     full, rest = two.seen(of)["log"], runs.seen(name)["log"]
-    assert list(rest) == ([4] if "context" in name else [4, 5, 6])
+    assert list(rest) == ([4, 5, 6] if name.startswith("after") else [4])
     for step, log in rest.items():
         assert log["n_tokens_seen"] == 512 * step
         for quantity in ("loss", "grad_norm"):
