@@ -1,0 +1,203 @@
+"""Every combination of the axes on 2 and 4 ranks, and features of a run under each axis, against one rank. By request:
+
+INTERDOMAIN_MATRIX=matrix.md ./launch.sh test tests/matrix -n 0        (the table is written there; a quarter of an hour)
+"""
+
+import itertools
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from interdomain.tools import compare_runs
+
+from ..titan.conftest import AXES, COMPILED, INTERLEAVED, REPOSITORY, TINY, Runs, environment, flags, parallel
+from ..titan.test_random_kills import children
+
+TABLE = os.environ.get("INTERDOMAIN_MATRIX", "")
+pytestmark = pytest.mark.skipif(not TABLE, reason="a quarter of an hour: by request, with INTERDOMAIN_MATRIX=matrix.md")
+
+EVERY = {"validation__enable": True, "training__steps": 4, "checkpoint__enable": True, "checkpoint__interval": 2}
+FEATURES = {
+    "softmax": {"mixer__condition": "softmax"},
+    "s4d": {"mixer__condition": "s4d"},
+    "single-query, grouped": {"mixer__condition": "single-query", "mixer__n_kv_heads": 2, "mixer__output_gate": True},
+    "rff, normalized": {"mixer__feature_map": "rff", "mixer__normalize": True},
+    "documents": {"data__reset_state_at_documents": True},
+    "accumulated": {"training__local_batch_size": 1},
+    "compiled": {**COMPILED, "compile__backend": "aot_eager"},
+    "checkpointed": {"activation_checkpoint__mode": "full"},
+    "GPipe": {"parallelism__pipeline_parallel_schedule": "GPipe"},
+    "Interleaved1F1B": INTERLEAVED,
+    "bf16": {"training__precision": "bf16"},
+    "bf16-products": {"training__precision": "bf16-products"},
+}
+SCHEDULES = ("GPipe", "Interleaved1F1B")
+TOLERANCE = {"bf16": 2e-2, "bf16-products": 2e-2}  # of losses and gradients; 1e-5 for the others
+
+
+def combinations(ranks):
+    """All degrees of all axes whose product is the number of ranks: {axis: degree}, of those above 1."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for degrees in itertools.product(divisors, repeat=len(AXES)):
+        found = {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
+        if math.prod(degrees) == ranks:
+            yield found
+
+
+def name_of(degrees):
+    return " x ".join(f"{axis} {n}" for axis, n in degrees.items())
+
+
+def continued(runs, source, **settings):
+    """A run that begins where another had saved its second step, with everything."""
+    settings |= {"checkpoint__initial_load_path": source, "checkpoint__initial_load_model_only": False}
+    runs.add(f"from {source.parent.parent.name}", **settings, **EVERY)
+
+
+def worst(runs, name, reference, of):
+    """The largest relative difference by quantity, of the steps that a run made; and None for what it was not asked."""
+    ours, theirs, found = runs.seen(name), reference.seen(of), {}
+    for quantity in ("loss", "grad_norm"):
+        found[quantity] = max(
+            abs(log[quantity] / theirs["log"][step][quantity] - 1) for step, log in ours["log"].items()
+        )
+    validated = ours["validation"].items()
+    found["validation"] = max(abs(seen["loss"] / theirs["validation"][step]["loss"] - 1) for step, seen in validated)
+    if "gradients" in ours:
+        assert runs.whole(name, "initial") == theirs["initial"]
+        gradients = runs.whole(name, "gradients")
+        assert gradients.keys() == theirs["gradients"].keys()
+        pairs = ((gradients[n], g) for n, g in theirs["gradients"].items())
+        found["gradients"] = max(((x - g).norm() / g.norm()).item() for x, g in pairs)
+        assert runs.samples(name) == reference.samples(of)
+    for rank in range(runs.ranks):  # every rank says the same
+        assert all(
+            runs.seen(name, rank)["log"][step][q] == log[q]
+            for step, log in ours["log"].items()
+            for q in ("loss", "grad_norm")
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def table():
+    rows = []
+    yield rows
+    columns = ("loss", "grad_norm", "validation", "gradients")
+    lines = ["| run | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for name, found in rows:
+        lines.append(f"| {name} | " + " | ".join(f"{found[c]:.0e}" if c in found else "" for c in columns) + " |")
+    Path(TABLE).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, corpus, short, launch):
+    runs = Runs(1, tmp_path_factory.mktemp("one"), corpus, launch)
+    runs.add("one", **parallel(), **EVERY, probes=["gradients"])
+    for feature, settings in FEATURES.items():
+        given = {**parallel(), **EVERY, "data__corpus": short, **settings, "training__local_batch_size": 8}
+        runs.add(feature, **given, probes=["gradients"])
+    return runs.start()
+
+
+def check(table, name, found, tolerance=1e-5):
+    table.append((name, found))
+    assert max(found.values()) < tolerance, (name, found)
+
+
+def test_every_combination(tmp_path_factory, corpus, launch, alone, table):
+    """Each begins with the same bits and computes what one rank does. It goes on from a checkpoint of the one before it in the
+    table, and one rank from its own."""
+    source, every = alone.folder / "one" / "checkpoint" / "step-2", []
+    for ranks in (2, 4, 8):
+        runs = Runs(ranks, tmp_path_factory.mktemp(f"ranks{ranks}"), corpus, launch)
+        chosen = list(combinations(ranks)) if ranks < 8 else [{"pipeline": 2, "context": 2, "tensor": 2}]
+        for degrees in chosen:
+            name = name_of(degrees)
+            runs.add(name, **parallel(**degrees), **EVERY, probes=["gradients"])
+            continued(runs, source, **parallel(**degrees))
+            source = runs.folder / name / "checkpoint" / "step-2"
+            every.append((runs, name, source))
+        runs.start()
+    back = Runs(1, tmp_path_factory.mktemp("back"), corpus, launch)
+    for _, _, folder in every:
+        continued(back, folder, **parallel())
+    back.start()
+    before = "one"
+    for runs, name, _ in every:
+        check(table, name, worst(runs, name, alone, "one"))
+        check(table, f"{name}, continued from {before}", worst(runs, f"from {before}", alone, "one"))
+        check(table, f"one rank, continued from {name}", worst(back, f"from {name}", alone, "one"))
+        before = name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_features_under_every_axis(ranks, tmp_path_factory, short, launch, alone, table):
+    chosen = {2: ["context", "tensor", "pipeline"], 4: ["context tensor", "tensor pipeline", "context pipeline"]}[ranks]
+    runs = Runs(ranks, tmp_path_factory.mktemp(f"features{ranks}"), short, launch)
+    cases = [
+        (axes, feature) for axes in chosen for feature in FEATURES if "pipeline" in axes or feature not in SCHEDULES
+    ]
+    for axes, feature in cases:
+        settings = {**parallel(**dict.fromkeys(axes.split(), 2)), **EVERY, **FEATURES[feature]}
+        runs.add(f"{axes}, {feature}", **settings, probes=["gradients"])
+    runs.start()
+    for axes, feature in cases:
+        found = worst(runs, f"{axes}, {feature}", alone, feature)
+        check(table, f"{axes} 2, {feature}", found, TOLERANCE.get(feature, 1e-5))
+
+
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_generated_code_from_the_cache_of_an_earlier_start(axis, tmp_path_factory, corpus, launch, alone, table):
+    """Ranks share a cache of compiled code on the disk: what was compiled for one must not be run by another."""
+    for start in ("first", "second"):
+        runs, name = Runs(2, tmp_path_factory.mktemp(start), corpus, launch), f"{axis} 2, inductor, {start} start"
+        runs.add(name, **parallel(**{axis: 2}), **EVERY, **COMPILED, probes=["gradients"])
+        check(table, name, worst(runs.start(), name, alone, "one"))
+
+
+def test_killed_and_continued_on_other_ranks(tmp_path, corpus):
+    """Four starts of one run, three of them killed: its losses are those of a run on one rank that nobody disturbed."""
+    every = {
+        "training__steps": 40,
+        "checkpoint__enable": True,
+        "checkpoint__interval": 2,
+        "metrics__enable_tensorboard": True,
+    }
+
+    def start(folder, **degrees):
+        _, _, *ours = flags(corpus, tmp_path / folder, **every, **parallel(**degrees))
+        ranks = str(math.prod(degrees.values()))
+        command = [
+            sys.executable,
+            "-m",
+            "interdomain.tools.launch",
+            str(TINY),
+            *ours,
+            "--ranks",
+            ranks,
+            "--max-restarts",
+            "0",
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), **pipes)
+
+    starts = [{"context": 2, "tensor": 2}, {"tensor": 2, "pipeline": 2}, {"shards": 2, "pipeline": 2}]
+    for until, degrees in zip((10, 20, 30), starts, strict=True):
+        with start("killed", **degrees) as run:
+            for line in run.stdout:
+                if re.search(rf"step: +{until} ", line):
+                    agent = children(run.pid)[0]
+                    os.kill(children(agent)[-1], signal.SIGKILL)
+        assert run.returncode not in (0, None)
+    for folder in ("killed", "alone"):
+        with start(folder) as run:
+            said = run.stdout.read()
+        assert run.returncode == 0, said[-3000:]
+    assert compare_runs.main([str(tmp_path / "killed"), str(tmp_path / "alone"), "--tolerance", "1e-3"]) == 0
