@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import torch
+
+from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
 
 from .conftest import assert_same_tensors
 
@@ -74,3 +77,15 @@ def test_a_checkpoint_says_what_it_is(two):
 def test_an_asynchronous_save_holds_the_weights_of_its_step(two):
     """Copied while the steps after it were computed."""
     assert_same_tensors(checkpoint(two, "asynchronous", 3), checkpoint(two, "interdomain", 3))
+
+
+@pytest.mark.parametrize("axis", ["context", "tensor", "pipeline"])
+def test_a_checkpoint_of_every_axis_holds_what_one_rank_saves(one, two, axis):
+    """By the same names, weights and optimizer state, whole: what `convert` reads and every topology continues from."""
+    ours, reference = checkpoint(two, axis, 3), checkpoint(one, "interdomain", 3)
+    index = tensor_index(reference)
+    assert tensor_index(ours).keys() == index.keys()
+    ours, theirs = (read_tensors(folder, list(index), tensor_index(folder)) for folder in (ours, reference))
+    for name in index:
+        difference = torch.linalg.vector_norm((ours[name] - theirs[name]).float())
+        assert difference <= 1e-4 * torch.linalg.vector_norm(theirs[name].float()), name
