@@ -36,7 +36,7 @@ CASES = {
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
 }
 RANKS = 4
-TOPOLOGIES = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
+TOPOLOGIES = ((4, 1), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
 STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
 
 
