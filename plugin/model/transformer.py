@@ -91,14 +91,16 @@ class Transformer(nn.Module):
             initialize(getattr(self, name), config, prefix=f"{name}.")
 
     def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
-        """Compute a part, together with the other ranks of its process group. Losses and gradients are to be summed over them.
+        """Compute these parts, together with the other ranks of their process groups; None: all. To be called before modules are
+        wrapped. Losses and gradients are to be summed over the ranks.
 
         shard: of the sequences (context parallelism): tokens, positions, labels and what is returned are the shard's.
         heads: of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and between the mixers of the
             tokens; each number must be a multiple of its size. Arguments are those of all tokens. The parameters of
             `shard.SHARDED` are to be replaced by this rank's parts, or by DTensors of them; all others stay whole.
         """
-        for module in self.modules():
+        modules: Any = self.modules()
+        for module in modules:
             if hasattr(module, "shard"):
                 module.shard = shard
             if hasattr(module, "heads"):
@@ -134,7 +136,7 @@ class Transformer(nn.Module):
                 f"state and last are for whole sequences and all heads, and this model computes one of {part.size} parts; "
                 "generate with a model that has no parts."
             )
-        h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        h: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         B, T = h.shape[0], h.shape[1] * (1 if self.heads is None else self.heads.size)
         order = torch.arange(T, device=tokens.device)
         if state is not None:
