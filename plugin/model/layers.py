@@ -37,7 +37,7 @@ class Embedding(nn.Embedding):
         tokens = tokens - self.heads.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
         found = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-        return scatter_tokens(found, self.heads).clone()  # a copy: of a view FSDP2 warns
+        return scatter_tokens(found, self.heads)
 
 
 class Linear(nn.Linear):
