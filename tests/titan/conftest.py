@@ -190,6 +190,7 @@ WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}  # and the passes of half as many ranks
+TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
 
 
 @pytest.fixture(scope="session")
