@@ -153,8 +153,8 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
     else:
         rounds = micro_batches // mesh.pipeline
         why = (
-            f"{said}, {local} at once on each of {ranks} data-parallel rank(s), are {micro_batches} micro-batches. {schedule} on "
-            f"parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
+            f"{said}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
+            f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
             + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
         )
     if wrong or not _takes(schedule, mesh.pipeline, micro_batches):

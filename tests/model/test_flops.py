@@ -7,9 +7,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from interdomain.model import CONDITIONS, Transformer, build_config, count_parameters, meta_model
+from interdomain.model import CONDITIONS, Transformer, build_config, meta_model
 from interdomain.model.config import PRECISIONS
 from interdomain.model.flops import forward_flops_per_token, memory_estimate, state_size, train_flops_per_token
+from interdomain.model.traffic import held
 
 from .common import OPTIONS, VARIANTS, small_config
 
@@ -79,35 +80,97 @@ def test_every_condition_has_its_own_count(condition):
         assert flops["mixer"] - less == 2 * 12 * 11 * 2 * 64 * 2 * 64
 
 
-def estimate(config, **changes):
+def names(layers):
+    """Of a stage's modules."""
+    return [f"layers.{i}" for i in range(layers)]
+
+
+def estimate(config, stages=None, **changes):
+    stages = stages or [["tok_embeddings", *names(config.n_layers), "norm", "output"]]
     settings = dict(shards=4, local_batch=8, seq_len=256, checkpointing="none", precision="bf16")
-    return memory_estimate(config, count_parameters(meta_model(config)), **{**settings, **changes})
+    return memory_estimate(
+        config, held(meta_model(config), stages, changes.get("tensor", 1)), **{**settings, **changes}
+    )
+
+
+def total(config, **changes):
+    return sum(estimate(config, **changes).values())
 
 
 @pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
 def test_memory(condition):
     config = small_config(condition, n_layers=6)  # with two, a block that is computed again is half of all
-    n = count_parameters(meta_model(config))
-    found = estimate(config)
-    # float32 parameters, gradients, and two moments, each on 1 of 4 devices.
-    assert (found["parameters"], found["gradients"], found["optimizer"]) == (n, n, 2 * n)
-
-    some = estimate(config, replicated=n // 2, accumulated=True)
-    on_each = n // 2 + (n - n // 2) // 4
-    assert (some["parameters"], some["gradients"], some["optimizer"]) == (4 * on_each, 4 * on_each + 4 * n, 8 * on_each)
+    own = held(meta_model(config), [["tok_embeddings", *names(6), "norm", "output"]])
+    found, n = estimate(config), own.parameters
+    # float32 parameters, gradients, and two moments, each on 1 of 4 devices; the dynamics on each.
+    on_each = (n - own.dynamics) // 4 + own.dynamics
+    assert (found["parameters"], found["gradients"], found["optimizer"]) == (4 * on_each, 4 * on_each, 8 * on_each)
+    assert estimate(config, accumulated=True)["gradients"] == 4 * on_each + 4 * n
     assert estimate(config, shards=1, accumulated=True) == estimate(config, shards=1)  # nothing to gather
-
-    def total(**changes):
-        return sum(estimate(config, **changes).values())
+    assert estimate(config, stay_gathered=True)["gathered"] > found["gathered"]
 
     growing = [dict(local_batch=b) for b in (1, 2, 8)], [dict(seq_len=t) for t in (64, 256, 1024)]
     growing += ([dict(shards=s) for s in (8, 4, 1)],)
     growing += ([dict(checkpointing=c) for c in ("full", "selective", "none")], [dict(precision=p) for p in PRECISIONS])
     for changes in growing:
-        for less, more in itertools.pairwise(total(**change) for change in changes):
+        for less, more in itertools.pairwise(total(config, **change) for change in changes):
             assert less < more
     kept = 2 * config.mixer.n_basis * config.n_heads * 6 * 8 * 256 * 2 * (condition == "interdomain")
     for checkpointing, expected in (("none", kept), ("selective", kept), ("full", 0)):
-        assert total(checkpointing=checkpointing, recompute=False) - total(checkpointing=checkpointing) == expected
-    assert total() < sum(estimate(small_config(condition, n_layers=7)).values())
-    assert total() < sum(estimate(small_config(condition, n_layers=6, vocab_size=200)).values())
+        whole = total(config, checkpointing=checkpointing)
+        assert total(config, checkpointing=checkpointing, recompute=False) - whole == expected
+    assert total(config) < total(small_config(condition, n_layers=7))
+    assert total(config) < total(small_config(condition, n_layers=6, vocab_size=200))
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective", "none"])
+@pytest.mark.parametrize("condition", ["interdomain", "s4d", "softmax"])
+def test_memory_by_axis(condition, checkpointing):
+    """More ranks of an axis never take more of a device's memory, and what they divide falls by about their number."""
+    config = build_config("350M", condition)
+    own = dict(local_batch=8, seq_len=8192, checkpointing=checkpointing)
+    for axis in ("context", "tensor"):
+        each = [estimate(config, **own, **{axis: degree}) for degree in (1, 2, 4, 8)]
+        for less, more in itertools.pairwise(reversed(each)):
+            assert sum(less.values()) < sum(more.values())
+        # Of 8 ranks each keeps the products' inputs of all tokens (tensor), or softmax's keys and values (context).
+        assert each[3]["activations"] < 0.45 * each[0]["activations"]
+    assert estimate(config, tensor=4)["loss"] < estimate(config)["loss"]
+    # A pipeline's rank: some layers for several micro-batches, several stages, the ends' modules.
+    stage, halves = [names(6)], [names(3), names(6)[3:]]
+    one, two, four = (estimate(config, stage, **own, in_flight=(n,))["activations"] for n in (1, 2, 4))
+    assert four - two == 2 * (two - one) > 0
+    assert one == two - one or checkpointing == "full"  # where a block is computed again
+    both = estimate(config, halves, **own, in_flight=(2, 2))["activations"]
+    assert both - two == 2 * 8 * 8192 * config.dim * 2  # what the first stage passes on
+    middle, last = estimate(config, stage, **own), estimate(config, [[*names(6), "norm", "output"]], **own)
+    assert middle["loss"] == 0 < estimate(config, **own)["loss"] == last["loss"]
+    assert middle["parameters"] < last["parameters"] < estimate(config, **own)["parameters"]
+
+
+# size, condition, settings: bytes as they were before there was any other axis than shards
+UNCHANGED = [
+    (
+        "1.3B",
+        "interdomain",
+        dict(shards=8, accumulated=True, compiled=True, recompute=False),
+        [698_570_240, 6_108_197_376, 1_397_140_480, 639_961_490, 34_099_691_520, 1_774_190_592],
+    ),
+    (
+        "125M",
+        "softmax",
+        dict(shards=1, precision="bf16-products", checkpointing="selective"),
+        [536_423_424, 536_423_424, 1_072_846_848, 211_575_808, 2_617_245_696, 1_558_839_296],
+    ),
+    (
+        "350M",
+        "s4d",
+        dict(shards=8, precision="float32", checkpointing="full"),
+        [199_962_112, 199_962_112, 399_924_224, 338_971_552, 1_904_214_016, 1_380_974_592],
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "condition", "settings", "expected"), UNCHANGED)
+def test_memory_without_other_axes(size, condition, settings, expected):
+    assert list(estimate(build_config(size, condition), local_batch=4, seq_len=4096, **settings).values()) == expected

@@ -27,6 +27,13 @@ def test_table(condition):
         assert count("125M", condition) == OTHERS[row]
 
 
+def test_sizes_that_are_not_in_the_paper():
+    """Widths, layers and heads of Llama's models; softmax's 7B has as many parameters as Llama 2's."""
+    assert count("7B", "softmax") == 6_738_415_616
+    assert count("7B", "interdomain") == 6_748_517_376
+    assert count("70B", "interdomain") == 65_084_490_752
+
+
 def test_switches():
     """12 layers of width 768, 12 heads, M = 64; a convolution has 5 numbers per channel, an input norm's bias one."""
     whole, M = count("125M", "interdomain"), 64

@@ -217,6 +217,7 @@ WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
+TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
 INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
 
 

@@ -4,12 +4,14 @@ import dataclasses
 import re
 
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from interdomain.model import CONDITIONS, Execution
 from interdomain.titan.plan import make_plan, model_config
 from interdomain.titan.settings import read_job_config
+from interdomain.titan.topology import in_flight
 
-from .conftest import CONTEXT, REPOSITORY, flags
+from .conftest import CONTEXT, PIPELINE, REPOSITORY, TENSOR, flags
 
 CONFIGS, GIB = REPOSITORY / "train_configs", 2**30
 
@@ -56,6 +58,134 @@ def test_more_ranks_than_the_batch_divides_over(ranks, larger, local):
     advice = re.search(r"can run ((?:--[\w.]+ \d+ ?)+)", str(refused.value))[1].split()
     plan = make_plan(read_job_config([*arguments, *advice]), ranks)
     assert (plan.global_batch, plan.local_batch) == (larger or 128, local)
+
+
+AXES = ["data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel"]
+
+
+def run_1_3B(ranks, degrees, *more):
+    """The paper's run on more ranks, by degrees in the order of AXES; the advice of a refusal is taken."""
+    given = [word for axis, n in zip(AXES, degrees, strict=True) for word in (f"--parallelism.{axis}_degree", str(n))]
+    given = ["--job.config_file", str(CONFIGS / "1.3B.toml"), *given, *more]
+    try:
+        return make_plan(read_job_config(given), ranks, on_gpus=True)
+    except ValueError as refused:
+        advice = re.search(r"can run ((?:--[\w.]+ \d+ ?)+)", str(refused))[1].split()
+        return make_plan(read_job_config([*given, *advice]), ranks, on_gpus=True)
+
+
+LONG = ["--training.seq_len", "131072", "--validation.seq_len", "131072", "--training.global_batch_size", "8"]
+LONG += [
+    "--training.local_batch_size",
+    "1",
+    "--validation.local_batch_size",
+    "1",
+    "--activation_checkpoint.mode",
+    "selective",
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "more", "mesh", "batch", "accumulation"),
+    [
+        (256, (1, 1, 1, 1), [], "shards 256", 256, 1),  # a rank needs a sequence of its own
+        (256, (32, 1, 1, 1), [], "replicas 32 x shards 8", 256, 1),
+        (512, (64, 2, 1, 1), [], "replicas 64 x shards 4 x context 2", 256, 1),
+        (512, (4, 4, 1, 1), [], "replicas 4 x shards 32 x context 4", 128, 1),
+        (512, (1, 1, 4, 2), [], "shards 64 x tensor 4 x pipeline 2", 128, 2),
+        (512, (2, 2, 2, 4), [], "replicas 2 x shards 16 x context 2 x tensor 2 x pipeline 4", 128, 4),
+        (512, (8, 64, 1, 1), LONG, "replicas 8 x context 64", 8, 1),
+        (256, (1, 16, 4, 1), LONG, "shards 4 x context 16 x tensor 4", 8, 2),
+    ],
+)
+def test_the_largest_run_on_hundreds_of_ranks(ranks, degrees, more, mesh, batch, accumulation):
+    plan = run_1_3B(ranks, degrees, *more)
+    assert str(plan.topology) == f"{mesh} = {ranks} ranks"
+    assert (plan.global_batch, plan.accumulation) == (batch, accumulation)
+    assert sum(plan.memory.values()) < 80e9
+    assert plan.longest >= plan.seq_len
+    received = plan.describe().partition("received per step")[2].partition("\n")[0]
+    for name, degree in plan.topology._asdict().items():
+        if name != "shards":
+            assert (plan.traffic[name] > 0) == (degree > 1) == (f"{name} " in received)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(CONFIGS.glob("*B.toml")) + sorted(CONFIGS.glob("*M.toml")), ids=lambda p: p.stem
+)
+def test_a_file_fits_on_the_ranks_that_it_names(file):
+    ranks = int(re.search(r"on (\d+) GPUs", file.read_text())[1])
+    job = read_job_config(["--job.config_file", str(file)])
+    plan = make_plan(job, ranks, on_gpus=True)
+    assert sum(plan.memory.values()) < 0.7 * 80e9
+    said = int(re.search(r"about (\d+) GiB", file.read_text())[1])
+    assert abs(sum(plan.memory.values()) / GIB - said) < 1
+    assert plan.seq_len <= plan.longest
+    job.training.local_batch_size = job.validation.local_batch_size = 1
+    for tokens, fits in ((plan.longest, True), (plan.longest + 64 * plan.tensor, False)):
+        job.training.seq_len = job.validation.seq_len = tokens
+        assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
+
+
+def test_stages_of_a_pipeline():
+    """TorchTitan's division of layers: embedding and head count as one layer each, unless settings say other numbers."""
+    plan = make_plan(parse(**PIPELINE), 2)
+    first, last = ("tok_embeddings", "layers.0", "layers.1"), ("layers.2", "layers.3", "norm", "output")
+    assert plan.stages == (first, last)
+    assert "1F1B, idle 33.3% of a step; layers by stage 0-1 | 2-3" in plan.describe()  # 1 / (2 + 1)
+    less = {"parallelism__pipeline_parallel_last_stage_less_layers": 3}
+    assert make_plan(parse(**PIPELINE, **less), 2).stages == ((*first, "layers.2"), last[1:])
+    looped = {**PIPELINE, "parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
+    plan = make_plan(parse(**looped), 2)
+    assert plan.stages == (first[:2], ("layers.1", "layers.2"), ("layers.3",), last[2:])
+    assert (
+        "Interleaved1F1B, idle 20.0% of a step; layers by stage 0 | 1-2 | 3 | none" in plan.describe()
+    )  # 1 / (2 x 2 + 1)
+    assert make_plan(parse(**PIPELINE), 2).n_params == make_plan(parse(), 1).n_params
+    gpipe = {"parallelism__pipeline_parallel_schedule": "GPipe", "training__local_batch_size": 8}  # fewer than ranks
+    assert make_plan(parse(**PIPELINE | gpipe), 2).accumulation == 1
+
+
+class Stage:
+    """What PyTorch's schedules ask of a stage when they are made."""
+
+    has_backward, group, submod = True, None, None
+
+    def __init__(self, rank, ranks, i, stages):
+        self.group_rank, self.group_size, self.num_stages, self.stage_index = (
+            rank,
+            ranks,
+            ranks * stages,
+            rank + i * ranks,
+        )
+        self.is_first, self.is_last = self.stage_index == 0, self.stage_index == self.num_stages - 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "micro_batches"), [(4, 2, 8), (4, 2, 3), (4, 3, 12), (2, 2, 2), (4, 2, 10)]
+)
+def test_micro_batches_in_flight(ranks, stages, micro_batches):
+    """As PyTorch's schedule has them, where they are the most."""
+    for rank in range(ranks):
+        own = [Stage(rank, ranks, i, stages) for i in range(stages)]
+        alive, most = [0] * stages, [0] * stages
+        for action in filter(None, ScheduleInterleaved1F1B(own, micro_batches).pipeline_order[rank]):
+            alive[action.stage_index // ranks] += 1 if action.computation_type.name == "FORWARD" else -1
+            most = list(alive) if sum(alive) > sum(most) else most
+        assert in_flight("Interleaved1F1B", rank, ranks, stages, micro_batches) == tuple(most)
+
+
+def test_an_offloaded_run_has_no_other_axes():
+    for axis in (TENSOR, PIPELINE):
+        with pytest.raises(ValueError, match=r"training.enable_cpu_offload with .* not\s+tested"):
+            make_plan(parse(training__enable_cpu_offload=True, **axis), 2, on_gpus=True)
+
+
+def test_a_short_chunk_at_the_end_of_shards_is_warned_of(caplog):
+    make_plan(parse(**CONTEXT, training__seq_len=128), 2)
+    assert not caplog.text
+    make_plan(parse(**CONTEXT, training__seq_len=192), 2)
+    assert "96 tokens per rank are no multiple of the scan's 64" in caplog.text
 
 
 def test_ranks_that_share_a_sequence():

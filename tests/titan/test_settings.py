@@ -6,7 +6,7 @@ from interdomain.titan import entry, host, schema, settings, trainer
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 
-from .conftest import CONTEXT, TINY, refusal
+from .conftest import CONTEXT, PIPELINE, TENSOR, TINY, refusal
 from .test_plan import arguments
 
 # Defaults of ours that are not TorchTitan's.
@@ -64,6 +64,65 @@ REFUSED = {
         "mixer.backend = parallel",
         "on cpu: allowed are auto",
     ),
+    "tensor and ranks": (
+        {"parallelism__tensor_parallel_degree": 4},
+        "tensor_parallel_degree = 4 does not divide the 2 rank(s)",
+        "Set one of 1, 2, or start a multiple of 4 ranks",
+    ),
+    "tensor and heads": (
+        {**TENSOR, "model__n_heads": 4, "mixer__n_kv_heads": 1},
+        "tensor_parallel_degree = 2 does not divide n_kv_heads = 1.",
+        "Set one of 1,",
+    ),
+    "tensor and vocabulary": ({**TENSOR, "model__vocab_size": 513}, "vocab_size", "= 513. Set one of 1,"),
+    "tensor and tokens": ({**TENSOR, "training__seq_len": 63}, "does not divide training.seq_len = 63"),
+    "tensor and validation": (
+        {**TENSOR, "validation__enable": True, "validation__seq_len": 33},
+        "does not divide validation.seq_len = 33",
+    ),
+    "pipeline and layers": (
+        {**PIPELINE, "parallelism__pipeline_parallel_first_stage_less_layers": 6},
+        "n_layers = 4, with 6 for the embedding",
+        "2 stages (1F1B on parallelism.pipeline_parallel_degree = 2 ranks): at most 1 are possible",
+    ),
+    "pipeline and layers per stage": (
+        {**PIPELINE, "parallelism__pipeline_parallel_layers_per_stage": 2},
+        "layers_per_stage = 2 makes 3 stages of n_layers = 4",
+        "needs 2. Leave it out for 2",
+    ),
+    "interleaved stages": (
+        {
+            **PIPELINE,
+            "parallelism__pipeline_parallel_layers_per_stage": 3,
+            "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+        },
+        "layers_per_stage = 3 makes 2 stages",
+        "needs a multiple of 2 that is 4 or more. Leave it out for 4",
+    ),
+    "pipeline and micro-batches": (
+        {**PIPELINE, "training__local_batch_size": 8},
+        "8 at once on each of 1 data-parallel ranks, are 1 micro-batches. 1F1B on",
+        "takes 2 or more. These ranks can run --training.local_batch_size 4.",
+    ),
+    "pipeline and rounds": (
+        {
+            **PIPELINE,
+            "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
+            "training__local_batch_size": 1,
+            "training__global_batch_size": 7,
+        },
+        "are 7 micro-batches",
+        "a multiple of 3, its rounds. These ranks can run --training.global_batch_size 8 --training.local_batch_size 1.",
+    ),
+    "pipeline and validation": (
+        {**PIPELINE, "validation__enable": True},
+        "validation.local_batch_size = 3 must be training.local_batch_size = 4",
+    ),
+    "schedule that splits the backward pass": (
+        {**PIPELINE, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "must be one of 1F1B, GPipe, Interleaved1F1B",
+        "got ZBVZeroBubble",
+    ),
     "no shard of a sequence": (
         {"parallelism__context_parallel_degree": 0},
         "context_parallel_degree must be at least 1",
@@ -115,6 +174,9 @@ BROKEN = {
     '[checkpoint]\nexclude_from_loading = ["data"]': "checkpoint.exclude_from_loading must be list[Literal['optimizer'",
     "[mixer]\ndual_inputs = true": "there is no setting mixer.dual_inputs. Near to it: mixer.dual_input",
     "[parallelism]\nexpert_parallel_degree = 2": "that this plugin does not use. Leave it out.",
+    "[parallelism]\npipeline_parallel_microbatch_size = 2": "Set training.local_batch_size instead, and leave it out.",
+    "[parallelism]\nenable_async_tensor_parallel = true": "that this plugin does not use. Leave it out.",
+    "[parallelism]\npipeline_parallel_schedule_csv = 'a.csv'": "that this plugin does not use. Leave it out.",
     '[training]\ndataset = "c4"': "does not use. Set data.corpus instead, and leave it out.",
     "[quantize.linear.float8]\nemulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan's",
     "[mixer]\nrope = True": "wrong.toml is not valid TOML",
