@@ -61,8 +61,7 @@ def scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
     With `leave`, initial_state is what entered."""
-    B, _, H, R = k.shape
-    dtype, P = log_decay.dtype, R + v.shape[3]
+    (H, R), dtype = k.shape[2:], log_decay.dtype
     weights = _bilinear(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     d_weights = torch.zeros_like(weights)
@@ -82,11 +81,13 @@ def scan_backward(
         kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
         inside = _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
-        _store_rows(dq, _expand(kernel_e, e, kT, Sk), segment)
         sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
         read.append((sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside))
 
-    G = _left(d_final, B, P, log_decay, read, leave)
+    G = _left(d_final, log_decay, read, leave)
+    for *_, segment, z, S, _, _, _, e, _, kernel_e, _ in read:  # while other ranks' gradients are on their way
+        _store_rows(dq, _expand(kernel_e, e, z[..., :R, :], S[..., :R, :]), segment)
+    G = G()
     for sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside in read:
         Z, G = _costates(sums, G, tab, docs)
         _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
@@ -123,7 +124,6 @@ def linear_backward(
     *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state), None as above."""
-    B, _, _, P = z.shape
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
@@ -140,7 +140,7 @@ def linear_backward(
         sums = per_chunk(read_dy @ E_conj, S)
         read.append((_real(w_conj * sums), tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
 
-    G = _left(d_final, B, P, log_decay, read, leave)
+    G = _left(d_final, log_decay, read, leave)()
     for added, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums in read:
         w, kernel = _linear_kernel(readout, tab)
         flat_z, flat_dy = zT.flatten(1, 3), dyT.flatten(1, 3)  # [H, B N P, L]
@@ -243,16 +243,16 @@ def _entered(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | N
     return enter(_store_state(X))()
 
 
-def _left(
-    d_final: Tensor | None, B: int, P: int, log_decay: Tensor, read: list[tuple], leave: Exchange | None
-) -> Tensor:
-    """The conjugate G of the costate after the last token, dL = Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
+def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None) -> Callable[[], Tensor]:
+    """Starts the exchange; what it returns waits, and gives the conjugate G of the costate after the last token, dL =
+    Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
+    (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
     if leave is not None:
         own = _load_state(None, B, P, log_decay)
         for sums, tab, docs, *_ in read:
             _, own = _costates(sums, own, tab, docs)
-        d_final = leave(_store_state(own))()
-    return _load_state(d_final, B, P, log_decay)
+        wait = leave(_store_state(own))
+    return lambda: _load_state(wait(), B, P, log_decay)
 
 
 def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
