@@ -91,8 +91,8 @@ class Transformer(nn.Module):
             initialize(getattr(self, name), config, prefix=f"{name}.")
 
     def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
-        """Compute these parts, together with the other ranks of their process groups; None: all. To be called before modules are
-        wrapped. Losses and gradients are to be summed over the ranks.
+        """Compute these parts, together with the other ranks of their process groups; None: all. To be called before modules
+        are wrapped. Losses and gradients are to be summed over the ranks.
 
         shard: of the sequences (context parallelism): tokens, positions, labels and what is returned are the shard's.
         heads: of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and between the mixers of the

@@ -68,7 +68,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
     A damaged checkpoint is skipped, and the one before it is loaded.
 
     Args:
-        record: of `describe_run`. tokenizer: written into every checkpoint.
+        record: of `describe_run`. tensors: of the whole model, by name, of which this rank may have a part.
+        tokenizer: written into every checkpoint.
         lock: on rank 0, where the run holds its folder.
     """
 
@@ -76,9 +77,16 @@ class SelfDescribingCheckpoints(CheckpointManager):
     branched_from: int | None = None  # the step that the run last went back to
 
     def __init__(
-        self, *, record: dict, tokenizer: Tokenizer, lock: FolderLock | None, checkpoint_config, **torchtitans
+        self,
+        *,
+        record: dict,
+        tensors: dict,
+        tokenizer: Tokenizer,
+        lock: FolderLock | None,
+        checkpoint_config,
+        **torchtitans,
     ) -> None:
-        self.record, self.tokenizer, self.lock = record, tokenizer, lock
+        self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
         super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
 
     # Saving
@@ -203,7 +211,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             self.exclude_from_loading = []
         states = self._states_to_load(initial and self.initial_load_model_only)
         continues = TRAIN_STATE in states
-        require_same_run(point, self.record, batch=continues)
+        require_same_run(point, self.record, self.tensors, batch=continues)
         damaged = [None] * dist.get_world_size()
         dist.all_gather_object(damaged, altered_entry(point.folder, point.index, dist.get_rank(), len(damaged)))
         if any(damaged):

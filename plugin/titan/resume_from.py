@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.model import ModelConfig, meta_model
+from interdomain.model import ModelConfig
 from interdomain.model.distributed_checkpoint import SafeReader, check_lengths, finished_steps, read_sidecar
 
 from .errors import one_paragraph
@@ -130,11 +130,11 @@ def set_later_aside(folder: Path, step: int) -> None:
 
 
 @one_paragraph
-def require_same_run(point: ResumePoint, run: dict, *, batch: bool) -> None:
+def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
     """Refuse a checkpoint of another model, or with another number of tokens per step.
 
     Args:
-        run: this run's record. batch: whether the tokens per step matter.
+        run: this run's record. tensors: the whole model's state dict. batch: whether the tokens per step matter.
     Raises: ValueError.
     """
     record = point.record
@@ -146,8 +146,7 @@ def require_same_run(point: ResumePoint, run: dict, *, batch: bool) -> None:
         pairs += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
     entries = point.index.state_dict_metadata.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
-    model = meta_model(ModelConfig.from_dict(run["model"]))  # whole, where this rank has a stage or slices of it
-    here = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
     pairs += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
     if differences := [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]:
         raise ValueError(

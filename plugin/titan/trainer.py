@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from interdomain.model import Transformer
+from interdomain.model import Transformer, meta_model
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
 from .dataloader import Batch, open_data
@@ -119,6 +119,7 @@ class InterdomainTrainer(Trainer):
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
             record=describe_run(plan, self.dataloader.fingerprint, tokenizer),
+            tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             lock=self.lock,
             dataloader=self.dataloader,

@@ -41,6 +41,7 @@ class Run:
         record |= {"format_version": 1, "model": (model or build_config("debug")).to_dict()}
         self.manager = SelfDescribingCheckpoints(
             **self.others,
+            tensors=self.model.state_dict(),
             model_parts=[self.model],
             states={"train_state": self.trainer},
             checkpoint_config=config,
