@@ -247,11 +247,11 @@ def two(tmp_path_factory, corpus, short, launch):
         shared = parallel(**{axis: 2}) | (INTERLEAVED if axis == "pipeline" else {})
         runs.add(axis, **shared, **WITH_CHECKPOINTS, **VALIDATED, probes=["gradients"])
         runs.add(f"{axis} documents", **shared, **apart, **SHORT, probes=["gradients"])
-        for condition in ("softmax", "s4d"):
-            runs.add(f"{axis} {condition}", **shared, mixer__condition=condition, training__steps=4)
         runs.add(
             f"{axis} compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"]
         )
+    for condition in ("softmax", "s4d"):
+        runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
     runs.add("documents softmax", **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
         runs.add(f"through documents {condition}", **whole, mixer__condition=condition, **once)

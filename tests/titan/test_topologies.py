@@ -93,9 +93,7 @@ def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(two, axis, alike):
         assert not alike or log["loss_metrics/global_max_loss"] == log["loss"]
 
 
-@pytest.mark.parametrize(
-    "name", [f"{axis}{kind}" for axis in ("", *(f"{a} " for a in AXES)) for kind in ("softmax", "s4d")]
-)
+@pytest.mark.parametrize("name", ["softmax", "s4d", "context softmax", "context s4d"])
 def test_other_conditions_agree_on_two_ranks(one, two, name):
     condition = name.split()[-1]
     assert_same_run(two.seen(name)["log"], one.seen(condition)["log"])
