@@ -17,9 +17,7 @@ from interdomain.scan.library import tag_caches
 
 # Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
 # large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks.
-SHARDED = dict.fromkeys(("tok_embeddings", "output", "wq", "wk", "wv", "wg", "w1", "w3"), 0) | dict.fromkeys(
-    ("wo", "w2"), 1
-)
+SHARDED = {"tok_embeddings": 0, "output": 0, "wq": 0, "wk": 0, "wv": 0, "wg": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1}
 
 
 class Part(NamedTuple):
