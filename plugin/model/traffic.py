@@ -102,9 +102,10 @@ def traffic(
     # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
     by_context = local_batch * per_sequence * (2 + (checkpointing == "full")) + tokens * per_token * (2 + recomputed)
 
-    # Gather and scatter around mixer and feed-forward, and the adjoints; the first four are recomputed.
-    hidden = tokens * config.dim // tensor
-    by_tensor = micro_batches * hidden * (width * (8 + 4 * recomputed) * layers + 2 * stored * own.embedding)
+    # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
+    # gathers.
+    hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
+    by_tensor = micro_batches * hidden * (width * (8 + again) * layers + 2 * stored * own.embedding)
     by_tensor += micro_batches * own.head * (2 * hidden * width + 4 * tokens)
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),

@@ -29,12 +29,13 @@ from .host import (
 from .meshes import Meshes, part_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
-# A shard's exchange before it likewise; not gather_shards, softmax's keys and values of all shards: recomputed, they are one
-# block's at a time.
+# A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
+# one block's at a time.
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
     torch.ops.interdomain.before.default,
+    torch.ops.interdomain.scatter_shards.default,
 }
 
 

@@ -1,29 +1,46 @@
-"""Bytes that context parallelism moves, beside those of FSDP2: per layer and direction one state, whatever the length."""
+"""Bytes that a rank receives in a step, counted: as many as the dry run says. Of context parallelism, one state a layer."""
 
 import pytest
 
 from interdomain.titan.plan import make_plan
 from interdomain.titan.settings import read_job_config
 
-from .conftest import Runs, flags
+from .conftest import Runs, parallel
 
 pytestmark = pytest.mark.e2e
 
+LONG = {"training__seq_len": 128}
+CASES = {
+    **{axis: parallel(**{axis: 2}) for axis in ("shards", "replicas", "context", "tensor", "pipeline")},
+    "context, long": parallel(context=2) | LONG,
+    "context, softmax, long": parallel(context=2) | LONG | {"mixer__condition": "softmax"},
+    "context, full": parallel(context=2) | {"activation_checkpoint__mode": "full"},
+    "tensor, selective": parallel(tensor=2) | {"activation_checkpoint__mode": "selective"},
+    "tensor, bf16": parallel(tensor=2) | {"training__precision": "bf16"},
+}
+FEW = 200  # bytes: of the sums of a few numbers, such as the gradients' norm
 
-def test_context_parallelism_receives_states(tmp_path, corpus, launch):
-    runs, shared = Runs(2, tmp_path, corpus, launch), {"parallelism__context_parallel_degree": 2}
-    for name, settings in (("apart", {}), ("64", shared), ("128", shared | {"training__seq_len": 128})):
-        batch = 8 if settings else 4
-        runs.add(name, **settings, training__local_batch_size=batch, training__steps=1, probes=["traffic"])
-    runs.start()
-    config = make_plan(read_job_config(flags(corpus, tmp_path)), 1).config
-    H, R, rows = config.n_heads, config.head_dim, config.mixer.conv_width - 1  # rows: of q and k
-    state, inputs = 8 * H * config.mixer.n_basis * (R + R) + 4, 4 * rows * 2 * H * R
-    for rank in range(2):
-        ((apart,), (ours,), (longer,)) = (
-            runs.seen(name, rank)["traffic"][1].values() for name in ("apart", "64", "128")
-        )
-        assert ours == longer
-        calls, received = (a - b for a, b in zip(ours.pop("allgather"), apart.pop("allgather"), strict=True))
-        assert (calls, received) == (config.n_layers * 2 * 2, config.n_layers * 2 * 8 * (state + inputs))
-        assert ours == apart
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, corpus, launch):
+    runs = Runs(2, tmp_path_factory.mktemp("traffic"), corpus, launch)
+    for name, settings in CASES.items():
+        runs.add(name, **settings, training__steps=1, probes=["traffic"])
+    return runs.start()
+
+
+def received(runs, name, rank):
+    (kinds,) = runs.seen(name, rank)["traffic"][1].values()  # two ranks have one group
+    return sum(received for _, received in kinds.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_receives_what_the_dry_run_says(runs, name):
+    (job,) = (job for job in runs.jobs if job["name"] == name)
+    expected = sum(make_plan(read_job_config(job["args"]), 2).traffic.values())
+    assert 0 <= max(received(runs, name, rank) for rank in (0, 1)) - expected < FEW
+
+
+def test_context_parallelism_receives_the_same_whatever_the_length(runs):
+    assert received(runs, "context", 0) == received(runs, "context, long", 0)
+    assert received(runs, "context, softmax, long", 0) > received(runs, "shards", 0)
