@@ -18,10 +18,12 @@ ROWS = {
     # R x D x M: all launches that train on sm_90 in bf16; beside them, of each kernel the one that does most.
     (90, "bf16"): [
         *("64x64x64:training", "64x64x64:documents+ragged+most", "64x64x64:linear+most", "96x96x64:most"),
+        "64x64x64:shards+sweeps",
         *("step/64x64x64", "features/64x64x64:k", "features_step/64x64x64"),
     ],
     (90, "fp32"): ["64x64x64:ragged+most"],
-    (80, "bf16"): ["64x64x64:ragged+most", "features/96x96x64:k+past+documents"],
+    (80, "bf16"): ["64x64x64:ragged+most", "64x64x64:shards+sweeps", "features/96x96x64:k+past+documents"],
+    (89, "bf16"): ["64x64x64:shards+sweeps"],
     (89, "fp32"): ["step/128x129x128:G2"],
 }
 SCAN = ("contract", "expand", "mix", "adjoint", "tables", "chain", "sum", "contract_step", "expand_step")

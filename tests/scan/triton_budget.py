@@ -2,8 +2,9 @@
 
 `python -m tests.scan.triton_budget 90 bf16 64x64x64` prints one line per kernel of `chunkwise` (R x D x M). Before the sizes,
 `step/` names the step, `features/` and `features_step/` the input features of heads of R. After them, joined by `+`, `:linear`,
-`:documents`, `:training` (no state in or out), `:ragged` (a short last chunk), `:G2`, of the features `:k` (which projection);
-`most` takes of each kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. Launches are
+`:documents`, `:training` (no state in or out), `:shards` (likewise, of longer sequences on several ranks), `:ragged` (a short
+last chunk), `:G2`, of the features `:k` (which projection); `sweeps` takes the launches that make states alone, `most` of each
+kernel the launch that does most. More may follow, `80 fp32 ...` for another GPU and dtype. Launches are
 recorded, not described a second time: what is compiled is what runs. TRITON_INTERPRET must not be 1.
 """
 
@@ -81,20 +82,21 @@ def recorded(module, run):
 
 def scan_launches(dtype, R, D, M, kinds, G):
     """One forward and backward; two segments and a state in and out, unless for training."""
-    B, H, module = 2, 2, triton_chunkwise
-    T = (64 if "training" in kinds else 1024) - 4 * ("ragged" in kinds)
+    B, H, module, shards = 2, 2, triton_chunkwise, "shards" in kinds
+    T = (64 if shards or "training" in kinds else 1024) - 4 * ("ragged" in kinds)
     kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if "documents" in kinds else {}
     state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
-    theta, final = torch.zeros(H, M, 2), {"need_final": state is not None}
+    d_final, exchange = (None, lambda own: lambda: state) if shards else (state, None)
+    theta, forward = torch.zeros(H, M, 2), {"need_final": d_final is not None, "enter": exchange, **kw}
     if "linear" in kinds:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
-        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **final, **kw)
-        module.linear_backward(z, state, z, theta, torch.zeros(H, 2 * M), state, **kw)
+        module.linear_forward(z, theta, torch.zeros(H, 2 * M), state, **forward)
+        module.linear_backward(z, d_final, z, theta, torch.zeros(H, 2 * M), state, leave=exchange, **kw)
     else:
         q, k, v = (torch.zeros(B, T, H * g, d, dtype=dtype) for g, d in ((G, R), (1, R), (1, D)))
         inputs = (q, k, v, theta, torch.zeros(H, 2 * M, 2 * M), state)
-        module.scan_forward(*inputs, **final, **kw)
-        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), state, *inputs, **kw)
+        module.scan_forward(*inputs, **forward)
+        module.scan_backward(torch.zeros(B, T, H * G, D, dtype=dtype), d_final, *inputs, leave=exchange, **kw)
 
 
 def step_launches(dtype, R, D, M, kinds, G):
@@ -142,6 +144,8 @@ def launches(capability, dtype, shape):
         "features_step": (features_step, lambda: features_step_launches(dtype, R)),
     }[family]
     found = recorded(module, run)
+    if "sweeps" in kinds:
+        found = [x for x in found if any(x[3].get(out, "") is None for out in ("p_o", "p_dv"))]
     return most(found) if "most" in kinds else found
 
 
