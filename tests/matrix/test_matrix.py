@@ -29,7 +29,7 @@ FEATURES = {
     "single-query, grouped": {"mixer__condition": "single-query", "mixer__n_kv_heads": 2, "mixer__output_gate": True},
     "rff, normalized": {"mixer__feature_map": "rff", "mixer__normalize": True},
     "documents": {"data__reset_state_at_documents": True},
-    "accumulated": {"training__local_batch_size": 1},
+    "accumulated": {"training__local_batch_size": 1, "validation__local_batch_size": 1},
     "compiled": {**COMPILED, "compile__backend": "aot_eager"},
     "checkpointed": {"activation_checkpoint__mode": "full"},
     "GPipe": {"parallelism__pipeline_parallel_schedule": "GPipe"},
