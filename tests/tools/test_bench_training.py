@@ -128,7 +128,7 @@ def test_the_default_cases_can_be_planned(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--sizes", "7B"], "--sizes 7B: unknown; allowed: 1.3B"),
+        (["--sizes", "8B"], "--sizes 8B: unknown; allowed: 1.3B"),
         (["--cases", "mamba:compile:none"], "--cases mamba:compile:none: expected CONDITION:compile|eager"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--device", "cpu"], "Set CUDA_VISIBLE_DEVICES"),
