@@ -99,7 +99,7 @@ class Pipeline(Passes):
             for stage in stages:
                 vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
         kind: Any = get_schedule_class(schedule)
-        given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        given: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
         self.schedule = kind(given, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
 
     def _note(self, loss: Tensor, labels: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ class Pipeline(Passes):
         return self._mean(loss)
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
-        own = [self._own(batch) for batch in batches]
-        inputs = {name: torch.cat([inputs[name] for inputs, _ in own]) for name in own[0][0]}
-        tokens, labels = inputs.pop("input"), torch.cat([labels for _, labels in own])
+        mine = [self._own(batch) for batch in batches]
+        inputs = {name: torch.cat([inputs[name] for inputs, _ in mine]) for name in mine[0][0]}
+        tokens, labels = inputs.pop("input"), torch.cat([labels for _, labels in mine])
         first = (tokens,) if self.first else ()
-        last = {"target": labels, "labels": labels} if self.last else {}
+        last: dict[str, Any] = {"target": labels, "labels": labels} if self.last else {}
         self.losses = []
         act = self.schedule.step if backward else self.schedule.eval
         act(*first, **inputs, **last, return_outputs=False)
