@@ -43,6 +43,8 @@ _ALLOWED = {
         *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # The plans of the ranks, which Megatron-Core keeps beside them.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath", "Path"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},

@@ -71,7 +71,6 @@ class SoftmaxMixer(Mixer):
         packing: Window | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, attends to its keys as well and adds its own."""
-        B, T, _ = x.shape
         q, k = (
             input_features(proj(x), self.head_dim, rope=rope, backend=self.execution.features).transpose(1, 2)
             for proj in (self.wq, self.wk)
@@ -85,9 +84,10 @@ class SoftmaxMixer(Mixer):
         if isinstance(mask, Tensor) and not hasattr(mask, "variant"):  # a causal bias has one, and no numbers
             mask = mask.to(q.dtype)
         k, v = k.to(q.dtype), v.to(q.dtype)
-        causal, grouped = mask is None and bool(T > 1), q.shape[1] != k.shape[1]  # torch.export's T is no number
+        grouped, T = q.shape[1] != k.shape[1], q.shape[2]
+        causal = mask is None and bool(T > 1)  # torch.export's T is no number
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-        return self.wo(o.transpose(1, 2).reshape(B, T, -1))
+        return self.wo(o.transpose(1, 2).flatten(2))
 
     @staticmethod
     def dynamics(mixers: "list[SoftmaxMixer]") -> list[tuple[()]]:

@@ -1,0 +1,22 @@
+"""The model under Megatron-Core: its token mixer as the self-attention of Megatron's layers (docs/megatron.md).
+
+    layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec interdomain`
+    transformer_config         Megatron's settings for a ModelConfig
+    overrides                  the parameter group of the dynamics, for get_megatron_optimizer
+
+Public API: import from here only.
+"""
+
+SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
+
+try:
+    from megatron.core import __version__ as found
+except ImportError as e:
+    raise ImportError(f"interdomain.megatron needs megatron-core: pip install 'interdomain[megatron]' ({e}).") from e
+if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
+    raise ImportError(f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {found}. Install one of these.")
+
+from .optimizer import overrides  # noqa: E402 (after the check, which explains what an import would not)
+from .spec import block_spec, layer_spec, transformer_config  # noqa: E402
+
+__all__ = ["block_spec", "layer_spec", "overrides", "transformer_config"]

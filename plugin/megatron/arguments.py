@@ -1,0 +1,104 @@
+"""The mixer's settings as arguments of a parser, under the names that they have in the other host: `--mixer.n_basis 32`."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+from interdomain.data.corpus import read_manifest
+from interdomain.features import BACKENDS as FEATURES
+from interdomain.model.config import CHOICES, SIZES, Execution, MixerConfig, ModelConfig, build_config
+from interdomain.scan import BACKENDS as SCANS
+
+from .spec import SETTINGS
+
+
+def add_mixer_arguments(parser: Any) -> None:
+    """Each is None where it is not given; then the condition or the size decides."""
+    for field in fields(MixerConfig):
+        if field.name in SETTINGS:
+            kind = next(kind for kind in (bool, int, float, str) if isinstance(kind(), field.type))
+            kind = _true_or_false if kind is bool else kind
+            parser.add_argument(f"--mixer.{field.name}", type=kind, choices=CHOICES.get(field.name))
+    parser.add_argument("--mixer.backend", choices=SCANS, default="auto", help="how the scan is computed")
+    parser.add_argument("--mixer.features", choices=FEATURES, default="auto", help="and what comes before it")
+    parser.add_argument(
+        "--mixer.recompute",
+        type=_true_or_false,
+        default=True,
+        help="compute the scan's scores again in the backward pass (True), or keep them (False)",
+    )
+    parser.add_argument("--ssm-lr", type=float, default=1e-3, help="the dynamics' peak learning rate is min(lr, this)")
+
+
+def mixer_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given."""
+    given = {name: getattr(args, f"mixer.{name}") for name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def execution(args: argparse.Namespace) -> Execution:
+    return Execution(*(getattr(args, f"mixer.{name}") for name in ("backend", "recompute", "features")))
+
+
+def corpus_files(folder: str, split: str) -> list[str]:
+    """The prefixes of a prepared corpus's shards."""
+    splits = read_manifest(Path(folder))["splits"]
+    return [f"{folder}/{shard['name']}" for shard in splits.get(split, [])]
+
+
+def model_arguments(config: ModelConfig) -> dict[str, Any]:
+    """What a model is called in Megatron's own parser: argument (dest) -> value."""
+    return dict(
+        num_layers=config.n_layers,
+        hidden_size=config.dim,
+        ffn_hidden_size=config.ffn_hidden,
+        num_attention_heads=config.n_heads,
+        kv_channels=config.head_dim,
+        seq_length=config.max_seq_len,
+        max_position_embeddings=config.max_seq_len,
+        position_embedding_type="none",
+        normalization="RMSNorm",
+        norm_epsilon=config.norm_eps,
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.02,
+    )
+
+
+class Size(argparse.Action):
+    """`--model.size 125M`: sets Megatron's arguments for a size of the study; those that come after it win."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values)
+        for name, value in model_arguments(build_config(values)).items():
+            setattr(namespace, name, value)
+        setattr(namespace, "mixer.n_basis", SIZES[values]["n_basis"])
+
+
+class Corpus(argparse.Action):
+    """`--data.corpus FOLDER`: a prepared corpus, whose tokens Megatron's data sets read as they are."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            manifest = read_manifest(Path(values))
+        except (OSError, ValueError) as e:
+            parser.exit(2, f"error: {e}\n")
+        setattr(namespace, self.dest, values)
+        namespace.train_data_path = corpus_files(values, "train")
+        namespace.valid_data_path = corpus_files(values, "validation")
+        namespace.tokenizer_type = "NullTokenizer"
+        namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size  # up to 0.17 it adds one
+        namespace.make_vocab_size_divisible_by = 1  # rows that are added take part in the softmax
+
+
+def _true_or_false(text: str) -> bool:
+    try:
+        return {"true": True, "false": False}[text.lower()]
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False") from None

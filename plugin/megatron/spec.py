@@ -1,0 +1,93 @@
+"""Layer specifications for Megatron's GPTModel: `--spec interdomain.megatron.spec NAME`, NAME any condition of the study."""
+
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from interdomain.model import layers
+from interdomain.model.config import CONDITIONS, MIXER_SETTINGS, Execution, ModelConfig, build_config, check_names
+
+from .mixer import InterdomainAttention
+
+# Megatron has settings of its own for these.
+SETTINGS = tuple(name for name in MIXER_SETTINGS if name not in ("kind", "n_kv_heads"))
+
+
+class RMSNorm(layers.RMSNorm):
+    """Without Transformer Engine, Megatron has no norm that knows of sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.to(config.params_dtype)
+
+
+def layer_spec(
+    condition: str = "interdomain",
+    *,
+    rope_theta: float = 10_000.0,
+    max_seq_len: int = 4096,
+    execution: Execution | None = None,
+    seed: int = 42,
+    **settings: Any,
+) -> ModuleSpec:
+    """One layer: Megatron's TransformerLayer and MLP around the mixer of a condition.
+
+    Args:
+        settings: of `MixerConfig`, by name (n_basis, readout, ...). Heads of keys and values: Megatron's num_query_groups.
+        max_seq_len: for a checkpoint's record alone. execution: how the mixers are computed.
+        seed: of the mixers' initial values, which are the plain model's.
+    Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
+    """
+    check_names("mixer", settings, SETTINGS)
+    mixer = build_config("125M", condition, **settings).mixer
+    options = dict(mixer=mixer, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(module=InterdomainAttention, params=options),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_mlp_module_spec(use_te=False),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(
+    config: TransformerConfig, spec: ModuleSpec, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """All layers of a pipeline stage, and a last norm that knows of sequence parallelism without Transformer Engine."""
+    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
+    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...)."""
+    return TransformerConfig(
+        num_layers=config.n_layers,
+        hidden_size=config.dim,
+        num_attention_heads=config.n_heads,
+        num_query_groups=config.n_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.ffn_hidden,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.02,
+        **settings,
+    )
+
+
+globals().update({name: layer_spec(name) for name in CONDITIONS})  # any of them after --spec

@@ -1,0 +1,272 @@
+"""What four ranks compute under Megatron-Core, over gloo, in one start: the tests look at what they leave in a folder."""
+
+import argparse
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from interdomain.model import ModelConfig, Transformer, meta_model
+from interdomain.model.megatron_checkpoint import LAYERS, place_of, write_checkpoint
+
+from ..model.common import lively, random_tokens, small_config
+
+RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
+LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
+ENDS = (0, 5, 6, 20, T)  # of packed documents
+
+WITHOUT = dict(sequence_parallel=False)
+# By tensor-parallel ranks and stages (the other ranks are data-parallel), in turns:
+# name: (whose checkpoint of step 5 it resumes, or "start"; the last step; options).
+LEGS = {
+    (2, 1): {
+        "tensor and sequence": ("start", STEPS, {}),
+        "tensor": ("start", 2, WITHOUT),
+        "recompute core_attn": ("start", 1, WITHOUT | dict(recompute="core_attn")),
+        "bf16": ("start", 6, dict(bf16=True)),
+    },
+    (1, 1): {
+        "one": ("start", STEPS, {}),
+        "tensor to one": ("tensor and sequence", 7, dict(recompute="full")),
+    },
+    (1, 2): {
+        "pipeline": ("start", 2, {}),
+        "one to pipeline": ("one", 7, {}),
+        "bf16 to pipeline": ("bf16", 6, dict(bf16=True)),
+    },
+    (2, 2): {
+        "tensor and pipeline": ("start", 3, {}),
+        "one to tensor and pipeline": ("one", 7, {}),
+    },
+}
+SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
+# Models of which the first gradients are compared, on two tensor-parallel ranks.
+CASES = {
+    **{name: (name, {}) for name in ("softmax", "interdomain-norope", "single-query-norope", "dual-linear", "s4d-rope")},
+    **{name: (name, {}) for name in ("single-query", "dual-linear-norope", "s4d")},
+    "gate, kv2, hermitian": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian")),
+    "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
+    "gate, s4d": ("s4d", dict(output_gate=True)),
+    "rff, no sequence": ("single-query", dict(feature_map="rff", normalize=True, c_form="diagonal")),
+    "hermitian": ("interdomain", dict(readout="hermitian")),
+    "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
+}
+REFUSED = {
+    "kv1": ("interdomain", dict(n_kv_heads=1)),
+}
+
+
+def config_of(case="interdomain") -> ModelConfig:
+    condition, options = (CASES | REFUSED).get(case, ("interdomain", {}))
+    return small_config(condition, n_layers=2, vocab_size=64, max_seq_len=T, **options)
+
+
+def plain_model(case="interdomain") -> Transformer:
+    config = config_of(case)
+    if config.mixer.normalize:  # away from initial values its denominator is near zero, and float32 too coarse
+        model = Transformer(config)
+        model.init_weights(0)
+        return model
+    return lively(config, torch.float32)
+
+
+def tokens_of(step: int) -> torch.Tensor:
+    return random_tokens(config_of(), BATCH, T + 1, seed=step)
+
+
+def write_start(folder: Path, case="interdomain") -> None:
+    model = plain_model(case)
+    write_checkpoint(folder, model.config, model.state_dict())
+
+
+def plain_steps() -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step: the same model, data and optimizer in plain PyTorch."""
+    model, found = plain_model(), []
+    ours = [p for n, p in model.named_parameters() if any(s in n for s in (".ssm.", "k_norm", "v_norm"))]
+    others = [p for p in model.parameters() if all(p is not q for q in ours)]
+    groups = [{"params": others, "peak": LR}, {"params": ours, "peak": SSM_LR, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = MIN_LR + (group["peak"] - MIN_LR) * (1 + math.cos(math.pi * step / STEPS)) / 2
+        tokens = tokens_of(step)
+        loss = model(tokens[:, :-1], labels=tokens[:, 1:]) / (BATCH * T)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+
+    from interdomain.megatron import cpu
+
+    cpu.install()
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    seen: dict = {"losses": {}, "gradients": {}}
+    for (tensor, pipeline), legs in LEGS.items():
+        parallel_state.initialize_model_parallel(tensor, pipeline)
+        for name, (source, until, options) in legs.items():
+            train(folder, name, seen, source, until, **options)
+        if (tensor, pipeline) == (2, 1):
+            for case in CASES:
+                options = WITHOUT if case.endswith("no sequence") else {}
+                train(folder, case, seen, "start", 0, case=case, **options)
+            others(folder, seen)
+        parallel_state.destroy_model_parallel()
+    torch.save(seen, folder / f"seen {rank}.pt")
+    dist.destroy_process_group()
+
+
+def open_run(case="interdomain", sequence_parallel=None, **options):
+    from megatron.core import parallel_state
+
+    from interdomain.megatron import layer_spec
+    from interdomain.megatron.train import Run
+
+    config = config_of(case)
+    condition, settings = (CASES | REFUSED).get(case, ("interdomain", {}))
+    settings = {name: x for name, x in settings.items() if name != "n_kv_heads"} | {"n_basis": config.mixer.n_basis}
+    args = argparse.Namespace(
+        tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
+        **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | options),
+        **dict(lr=LR, min_lr=MIN_LR, ssm_lr=SSM_LR, warmup_steps=0, steps=STEPS),
+    )
+    spec = layer_spec(condition, max_seq_len=T, seed=7, **settings)
+    return Run(config, spec, args, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
+
+
+def batches_of(step: int) -> list[dict[str, torch.Tensor]]:
+    """This rank's micro-batches of a step."""
+    from megatron.core import parallel_state as p
+
+    tokens = tokens_of(step).split(MICRO)[p.get_data_parallel_rank() :: p.get_data_parallel_world_size()]
+    return [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
+
+
+def train(folder, name, seen, source, until, *, case="interdomain", **options) -> None:
+    """Losses and gradient norms of the steps into seen["losses"][name], and the gradients of the first step."""
+    run = open_run(case, **options)
+    run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
+    found = seen["losses"][name] = {}
+    if name == "one":
+        seen["logits"] = run.model(batches_of(0)[0]["tokens"], None, None).detach()
+    if name == "bf16":
+        seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
+    while run.step < max(until, 1):
+        loss = run.gradients(batches_of(run.step))
+        if run.step == 0 and name != "bf16":
+            seen["gradients"][name] = own_gradients(run)
+        if not until:
+            break
+        step, norm = run.step, run.update()
+        found[step] = None if loss is None else loss.item(), norm
+        if run.step == 5 and name in SOURCES:
+            run.save(folder / name)
+
+
+def own_gradients(run) -> list[tuple]:
+    """(Megatron's name, where it stands in the whole tensor, the shape of that, the numbers) of what this rank has."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    group = parallel_state.get_data_parallel_group()
+    for buffer in run.ddp.buffers:
+        for bucket in buffer.buckets:  # the distributed optimizer has left each rank its share
+            shares = list(bucket.grad_data.chunk(group.size()))
+            dist.all_gather(shares, shares[group.rank()].clone(), group=group)
+    weights = [p.detach().clone() for p in run.model.parameters()]
+    for p in run.model.parameters():
+        p.data.copy_(p.main_grad)
+    state = run.model.sharded_state_dict()
+    apply_factories(state)
+    parts = [x for x in _leaves(state) if isinstance(x, ShardedTensor) and x.data.is_floating_point()]
+    found = [(x.key, x.global_offset, x.global_shape, x.data.detach().clone()) for x in parts]
+    for p, weight in zip(run.model.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    return found
+
+
+def _leaves(tree):
+    for x in tree.values() if isinstance(tree, dict) else tree:
+        yield from _leaves(x) if isinstance(x, dict | list) else (x,)
+
+
+def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.Tensor]:
+    """Of what all ranks have, by the plain model's names."""
+    whole: dict = {}
+    for key, offset, shape, data in parts:
+        place = whole.setdefault(key, torch.full(shape, math.nan))
+        stacked = len(shape) - data.ndim
+        sizes = (1,) * stacked + tuple(data.shape)
+        place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
+    found = {}
+    for name in meta_model(config).state_dict():
+        key, layer = place_of(name)
+        if key.endswith("frequencies"):
+            continue
+        tensor = whole[key] if layer is None else whole[LAYERS + key][layer]
+        found[name] = tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith("linear_fc1.weight") else tensor
+    return found
+
+
+def others(folder: Path, seen: dict) -> None:
+    """Initial values, packed documents, refusals, the data."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from interdomain.megatron.train import open_data
+
+    run = open_run()
+    own = run.model.decoder.layers[1].self_attention
+    rank = own.tp_group.rank()
+    plain = Transformer(config_of())
+    plain.init_weights(7)
+    mixer = plain.layers["1"].attention
+    parts = [getattr(mixer, name).weight.chunk(2)[rank] for name in ("wq", "wk", "wv")]
+    seen["initial"] = (
+        torch.equal(own.in_proj.weight, torch.cat(parts))
+        and torch.equal(own.out_proj.weight, mixer.wo.weight.chunk(2, 1)[rank])
+        and torch.equal(own.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank])
+        and torch.equal(own.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank])
+    )
+    run.load(folder / "start" / "interdomain" / "release")
+    tokens, ends = tokens_of(0)[:1], torch.tensor(ENDS, dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
+    seen["packed"] = run.model(tokens[:, :-1], None, None, labels=tokens[:, 1:], packed_seq_params=packed).detach()
+
+    refused = seen["refused"] = {}
+
+    def refusal(name, function) -> None:
+        try:
+            function()
+        except Exception as e:
+            refused[name] = f"{type(e).__name__}: {e}"
+
+    with torch.no_grad():
+        context = StaticInferenceContext(1, T)
+        run.model.eval()
+        refusal("inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
+    refusal("heads", lambda: open_run("kv1"))
+    refusal("another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
+
+    data = open_data(str(folder / "corpus"), T, 20, str(folder / "cache"))
+    seen["samples"] = [{name: data[i][name] for name in ("tokens", "labels")} for i in range(20)]
+
+
+def compute(folder: Path, corpus: Path) -> Path:
+    """Everything above, in four processes."""
+    for case in ("interdomain", *CASES):
+        write_start(folder / "start" / case, case)
+    shutil.copytree(corpus, folder / "corpus")
+    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=RANKS)
+    return folder

@@ -1,0 +1,105 @@
+"""The model under Megatron-Core, on real ranks, is the plain one: logits, gradients, training, checkpoints."""
+
+import functools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from interdomain.model import CONDITIONS
+
+from . import ranks
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/")]
+FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.items() if source == "start" and not o]
+FLOAT32 = [name for legs in ranks.LEGS.values() for name, (_, until, o) in legs.items() if until > 1 and "bf16" not in o]
+
+
+@functools.cache
+def plain_gradients(case, dtype):
+    model, tokens = ranks.plain_model(case).to(dtype), ranks.tokens_of(0)
+    (model(tokens[:, :-1], labels=tokens[:, 1:]) / (ranks.BATCH * ranks.T)).backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def difference(found, wanted):
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("name", [*FRESH, "tensor", "recompute core_attn", *ranks.CASES])
+def test_every_gradient(name, computed):
+    """float32, against the plain model in float64, whose own float32 says how far that may be off."""
+    case = name if name in ranks.CASES else "interdomain"
+    parts = [part for seen in computed[1] for part in seen["gradients"][name]]
+    found = ranks.whole_gradients(ranks.config_of(case), parts)
+    wanted, rounded = plain_gradients(case, torch.float64), plain_gradients(case, torch.float32)
+    assert found.keys() == wanted.keys()
+    for parameter, gradient in wanted.items():
+        limit = 1e-5 + 3 * difference(rounded[parameter], gradient)
+        assert difference(found[parameter].double(), gradient) < limit, parameter
+
+
+def test_all_conditions_are_among_the_cases():
+    assert {condition for condition, _ in ranks.CASES.values()} | {"interdomain"} == {*CONDITIONS}
+
+
+def test_logits(computed):
+    tokens = ranks.tokens_of(0)[: ranks.MICRO, :-1]
+    wanted = ranks.plain_model()(tokens)
+    assert difference(computed[1][0]["logits"], wanted) < 1e-5
+
+
+@functools.cache
+def plain_steps():
+    return ranks.plain_steps()
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_training_goes_as_in_plain_pytorch(name, computed):
+    """Also after a checkpoint of another layout of ranks: the optimizer's state is as exact as the weights."""
+    for seen in computed[1]:
+        for step, (loss, norm) in seen["losses"][name].items():
+            wanted_loss, wanted_norm = plain_steps()[step]
+            assert loss is None or loss == pytest.approx(wanted_loss, rel=1e-5)
+            assert norm == pytest.approx(wanted_norm, rel=1e-4)
+    assert set(computed[1][-1]["losses"]["one"]) == set(range(ranks.STEPS))
+
+
+def test_bf16(computed):
+    """With float32 dynamics and input norms, and from one layout to another."""
+    last = computed[1][-1]  # rank 3 is on the last stage
+    for step, (loss, _) in last["losses"]["bf16"].items():
+        assert loss == pytest.approx(plain_steps()[step][0], rel=3e-3)
+    resumed, before = last["losses"]["bf16 to pipeline"][5][0], last["losses"]["bf16"][5][0]
+    assert resumed == pytest.approx(before, rel=1e-3)
+    for name, dtype in last["dtypes"].items():
+        ours = any(part in name for part in (".core.ssm.", ".core.k_norm.", ".core.v_norm."))
+        assert dtype == (torch.float32 if ours else torch.bfloat16), name
+
+
+def test_initial_values_are_the_plain_model_s(computed):
+    assert all(seen["initial"] for seen in computed[1])
+
+
+def test_packed_documents(computed):
+    tokens, ends = ranks.tokens_of(0)[:1], torch.tensor(ranks.ENDS)
+    positions = torch.cat([torch.arange(n) for n in ends.diff()])[None]
+    model = ranks.plain_model()
+    wanted, flowing = (
+        F.cross_entropy(logits[0], tokens[0, 1:], reduction="none")
+        for logits in (model(tokens[:, :-1], positions=positions), model(tokens[:, :-1]))
+    )
+    assert difference(computed[1][0]["packed"][0], wanted) < 1e-5
+    assert difference(flowing, wanted) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("inference", "NotImplementedError: Megatron's inference engines keep keys and values"),
+        ("heads", "ValueError: 4 heads and 1 heads of keys and values cannot be split over 2 ranks."),
+        ("another mixer", "ValueError: the checkpoint is of another model"),
+    ],
+)
+def test_refusals(case, words, computed):
+    assert computed[1][0]["refused"][case].startswith(words)
