@@ -1,10 +1,11 @@
-"""Which tests run, and how they spread over pytest-xdist's workers: by file; tests/titan as one, for its starts of torchrun.
+"""Which tests run, and how they spread over pytest-xdist's workers: by file; a host's as one, for its starts of ranks.
 
 A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped while nothing in these folders (or files) differs
 from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
 INTERDOMAIN_ALL_TESTS in the environment, runs every test; so does a folder that is no git clone. `.ci/run` runs them all.
 
-Without TorchTitan tests/titan is left out, so that a GPU machine that has PyTorch and Triton alone can run `pytest -m gpu`.
+Without their hosts tests/titan and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton alone can run
+`pytest -m gpu`.
 """
 
 import gc
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-TITAN = "tests/titan/"
+TITAN, MEGATRON = "tests/titan/", "tests/megatron/"
 LONGEST = (
     TITAN,
     "tests/scan/test_triton_compile",
+    MEGATRON,
     "tests/hf/test_alone",
     "tests/tools/test_launch",
     "tests/scan/test_triton_gpu",
@@ -26,8 +28,8 @@ LONGEST = (
     "tests/model/test_compile",
 )
 
-WITHOUT_TITAN = importlib.util.find_spec("torchtitan") is None
-collect_ignore = ["titan"] if WITHOUT_TITAN else []
+HOSTS = {"titan": "torchtitan", "megatron": "megatron"}
+collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_spec(needs) is None]
 
 
 def pytest_configure():
@@ -75,7 +77,7 @@ def run_all(config):
 
 
 def pytest_report_header(config):
-    lines = ["tests/titan: left out, the extra `train` is not installed"] if WITHOUT_TITAN else []
+    lines = [f"tests/{name}: left out, {HOSTS[name]} is not installed" for name in collect_ignore]
     if not run_all(config):
         lines.append("slow groups: skipped where their folders are as on main (listed at the end); run them with --all")
     return lines
@@ -112,6 +114,6 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return TITAN if nodeid.startswith(TITAN) else nodeid.partition("::")[0]
+            return next((u for u in (TITAN, MEGATRON) if nodeid.startswith(u)), nodeid.partition("::")[0])
 
     return ByFile(config, log)

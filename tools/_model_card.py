@@ -76,7 +76,7 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         "parameters": f"{count_parameters(meta_model(config)):,}",
         "stored as": f"{dtype} (parameters of a recurrence: float32)",
         "vocabulary": f"{config.vocab_size:,} ({tokenizer.vocab_size:,} in use)",
-        "tokens trained on": f"{facts['tokens']:,}",
+        "tokens trained on": "not recorded" if facts["tokens"] is None else f"{facts['tokens']:,}",
         "step": f"{facts['step']} of {run.get('planned_steps', 'an unknown number')}",
         "tokens per sequence": f"{run.get('seq_len', config.max_seq_len):,}",
         "data (fingerprint)": run.get("data_fingerprint", "not recorded"),

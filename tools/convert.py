@@ -2,7 +2,8 @@
 
 Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer, model card, and the code that
 transformers' AutoModelForCausalLM runs), and back: with --to-checkpoint, a standalone folder becomes a checkpoint that training
-starts from (--checkpoint.initial_load_path).
+starts from (--checkpoint.initial_load_path), with --to-megatron one that Megatron starts from (--load). A checkpoint of
+Megatron-Core is recognised; it has no tokenizer: name the one of its corpus with --tokenizer.
 
 Only the model's tensors are read, shard by shard, whatever topology wrote them, and compared with their checksums; optimizer
 state is never touched. It is safe while training goes on. The result is read back and compared: every value, to the bit of its
@@ -18,10 +19,12 @@ import torch
 from tqdm import tqdm
 
 import interdomain
+from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
+from interdomain.model.megatron_checkpoint import MegatronCheckpoint, find_checkpoint, write_checkpoint
 
 from ._cli import argument_parser, user_errors
 from ._model_card import write_card
@@ -38,30 +41,67 @@ def parse(argv):
     p = argument_parser(__doc__)
     p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
     p.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
-    p.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
+    back = p.add_mutually_exclusive_group()
+    back.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
+    back.add_argument("--to-megatron", action="store_true", help="likewise, for Megatron-Core")
+    p.add_argument(
+        "--tokenizer", type=Path, help="file, or folder of a prepared corpus: for a checkpoint of Megatron-Core"
+    )
     p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help="of weights; dynamics stay float32")
     return p.parse_args(argv)
 
 
-def to_folder(args) -> str:
-    checkpoint = checkpoints.latest_checkpoint(args.source)
-    config, record = checkpoints.read_sidecar(checkpoint)
-    index = checkpoints.tensor_index(checkpoint)
-    expected = meta_model(config).state_dict()
-    for name, tensor in expected.items():
-        found = list(index[name].size) if name in index else "missing"
-        if found != list(tensor.shape):
+class Checkpoint:
+    """A training checkpoint of this project: its model, and what is recorded of it. `MegatronCheckpoint` has the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config, self.record = checkpoints.read_sidecar(folder)
+        self.index = checkpoints.tensor_index(folder)
+        for name, tensor in meta_model(self.config).state_dict().items():
+            found = list(self.index[name].size) if name in self.index else "missing"
+            if found != list(tensor.shape):
+                raise ValueError(
+                    f"{folder}: {name} is {found}, its record describes {list(tensor.shape)}. Take another step."
+                )
+        self.tokenizer = pretrained.load_checked_tokenizer(folder, self.config, self.record)
+
+    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
+        return checkpoints.read_tensors(self.folder, names, self.index)
+
+    def check_bytes(self, names) -> None:
+        checkpoints.check_bytes(self.folder, names)
+
+
+def open_checkpoint(args):
+    folder = find_checkpoint(args.source)
+    if folder is None:
+        if args.tokenizer:
             raise ValueError(
-                f"{checkpoint}: {name} is {found}, its record describes {list(tensor.shape)}. Take another step."
+                f"--tokenizer: {args.source} is no checkpoint of Megatron-Core, and has its own. Leave it out."
             )
-    tokenizer = pretrained.load_checked_tokenizer(checkpoint, config, record)
-    checkpoints.check_bytes(checkpoint, expected)
+        return Checkpoint(checkpoints.latest_checkpoint(args.source))
+    if not args.tokenizer:
+        raise ValueError(
+            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Name its corpus: --tokenizer."
+        )
+    checkpoint = MegatronCheckpoint(folder)
+    checkpoint.tokenizer = load_tokenizer(args.tokenizer)
+    check_vocab(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size)
+    return checkpoint
+
+
+def to_folder(args) -> str:
+    checkpoint = open_checkpoint(args)
+    config, record, tokenizer = checkpoint.config, checkpoint.record, checkpoint.tokenizer
+    expected = meta_model(config).state_dict()
+    checkpoint.check_bytes(expected)
     with new_folder(args.output) as folder:
-        with tqdm(total=len(expected), desc=f"{checkpoint.name}", unit=" tensors", disable=None) as bar:
+        with tqdm(total=len(expected), desc=f"{checkpoint.folder.name}", unit=" tensors", disable=None) as bar:
 
             def read(names):
                 bar.update(len(names))
-                return checkpoints.read_tensors(checkpoint, names, index)
+                return checkpoint.read(names)
 
             count = pretrained.write_weights(folder, config, pretrained.DTYPES[args.dtype], read, 4 * 10**9)
         tokenizer.write(folder)
@@ -73,7 +113,7 @@ def to_folder(args) -> str:
         facts = {name: record[name] for name in checkpoints.SIDECAR_FACTS}
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
-        validation = checkpoint / checkpoints.VALIDATION
+        validation = checkpoint.folder / checkpoints.VALIDATION
         facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
@@ -81,7 +121,7 @@ def to_folder(args) -> str:
         for name in ("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py", "LICENSE"):
             shutil.copyfile(CODE / name, folder / name)
         write_card(folder, config, args.dtype, tokenizer, facts)
-        difference = check_folder(folder, checkpoint, index, args)
+        difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"
 
 
@@ -100,16 +140,16 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
 
 
 @torch.inference_mode()
-def check_folder(folder: Path, checkpoint: Path, index, args) -> str:
+def check_folder(folder: Path, checkpoint, args) -> str:
     """Read the folder back as a user would and compare it with the checkpoint. Returns what was found, in words."""
     model, _ = pretrained.load_pretrained(folder)
     config, found = model.config, model.state_dict()
-    wanted = checkpoints.read_tensors(checkpoint, list(found), index)
+    wanted = checkpoint.read(list(found))
     for name, tensor in wanted.items():
         if not tensor.isfinite().all():
             raise ValueError(
-                f"{checkpoint}: {name} holds values that are not finite: the run has diverged. Nothing was kept; take an "
-                "earlier step."
+                f"{checkpoint.folder}: {name} holds values that are not finite: the run has diverged. Nothing was kept; take "
+                "an earlier step."
             )
         expected = tensor.to(pretrained.storage_dtype(name, pretrained.DTYPES[args.dtype]))
         require_same(name, found[name], expected)
@@ -134,12 +174,29 @@ def require_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None
         raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
 
 
-def to_checkpoint(args) -> str:
+def read_folder(args):
+    """(configuration, record, tensors, tokenizer) of a standalone folder, all of it checked."""
     config, record = pretrained.read_config(args.source)
     tensors = pretrained.read_tensors(args.source)
     pretrained.check_tensors(args.source, config, tensors)
     tokenizer = pretrained.load_checked_tokenizer(args.source, config, record)
     pretrained.check_weights(args.source, record)
+    # Training keeps its master weights in float32.
+    return config, record, {name: tensor.float() for name, tensor in tensors.items()}, tokenizer
+
+
+def to_megatron(args) -> str:
+    config, _, tensors, _ = read_folder(args)
+    with new_folder(args.output) as folder:
+        write_checkpoint(folder, config, tensors)
+        written = MegatronCheckpoint(find_checkpoint(folder))
+        for name, tensor in tensors.items():
+            require_same(name, written.read([name])[name], tensor)
+    return f"{len(tensors)} tensors; start with Megatron's --load {args.output}"
+
+
+def to_checkpoint(args) -> str:
+    config, record, tensors, tokenizer = read_folder(args)
     facts = record.get("facts", {})
     sidecar = {
         "format_version": checkpoints.SIDECAR_VERSION,
@@ -154,8 +211,6 @@ def to_checkpoint(args) -> str:
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         (folder / checkpoints.SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
-        # Training keeps its master weights in float32.
-        tensors = {name: tensor.float() for name, tensor in tensors.items()}
         checkpoints.write_tensors(folder, tensors)
         index = checkpoints.tensor_index(folder)
         for name, tensor in tensors.items():
@@ -166,8 +221,9 @@ def to_checkpoint(args) -> str:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    what = to_checkpoint(args) if args.to_checkpoint else to_folder(args)
-    size = sum(file.stat().st_size for file in args.output.iterdir())
+    convert = to_checkpoint if args.to_checkpoint else to_megatron if args.to_megatron else to_folder
+    what = convert(args)
+    size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
     print(f"wrote {args.output} ({size / 1e6:.1f} MB, {what})")
     return 0
 

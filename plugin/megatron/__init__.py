@@ -14,7 +14,9 @@ try:
 except ImportError as e:
     raise ImportError(f"interdomain.megatron needs megatron-core: pip install 'interdomain[megatron]' ({e}).") from e
 if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
-    raise ImportError(f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {found}. Install one of these.")
+    raise ImportError(
+        f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {found}. Install one of these."
+    )
 
 from .optimizer import overrides  # noqa: E402 (after the check, which explains what an import would not)
 from .spec import block_spec, layer_spec, transformer_config  # noqa: E402

@@ -19,8 +19,9 @@ def add_mixer_arguments(parser: Any) -> None:
     """Each is None where it is not given; then the condition or the size decides."""
     for field in fields(MixerConfig):
         if field.name in SETTINGS:
-            kind = next(kind for kind in (bool, int, float, str) if isinstance(kind(), field.type))
-            kind = _true_or_false if kind is bool else kind
+            kind = {bool: _true_or_false}.get(field.type) or next(
+                kind for kind in (int, float, str) if isinstance(kind(), field.type)
+            )
             parser.add_argument(f"--mixer.{field.name}", type=kind, choices=CHOICES.get(field.name))
     parser.add_argument("--mixer.backend", choices=SCANS, default="auto", help="how the scan is computed")
     parser.add_argument("--mixer.features", choices=FEATURES, default="auto", help="and what comes before it")

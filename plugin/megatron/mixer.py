@@ -3,7 +3,6 @@
 Shapes: S time, B batch (Megatron's order is [S, B, dim]), H heads, R head_dim.
 """
 
-import json
 import sys
 from dataclasses import replace
 from typing import Any
@@ -48,8 +47,8 @@ class Float32Norm(KeptInFloat32, InputNorm):
 class InterdomainAttention(MegatronModule):
     """hidden_states [S, B, dim] ([S / tp, B, dim] with sequence parallelism) -> (the same shape, None).
 
-    `core` is the plain model's mixer for this rank's heads, without its projections. Those of queries, keys, values and gate are
-    one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads.
+    `core` is the plain model's mixer for this rank's heads, without its projections. Those of queries, keys, values and gate
+    are one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads.
 
     Args:
         mixer: the settings, but for n_kv_heads: config.num_query_groups.

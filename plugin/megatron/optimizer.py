@@ -1,4 +1,4 @@
-"""The optimizer's group for the dynamics and the input norms: no weight decay, a learning rate of its own (paper, optimizer)."""
+"""The optimizer's group of the dynamics and the input norms: no weight decay, its own learning rate (paper, optimizer)."""
 
 import re
 

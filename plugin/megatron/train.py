@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node 2 -m interdomain.megatron.train --data.corpus data/stdlib --tensor-parallel 2 --steps 40
 
-Pretraining on Megatron-Core alone, without a checkout of Megatron-LM: its model, data sets, schedules, distributed optimizer and
-checkpoints, put together in one file to copy from. On a machine without GPUs it runs over gloo (interdomain.megatron.cpu).
+Pretraining on Megatron-Core alone, without a checkout of Megatron-LM: its model, data sets, schedules, distributed optimizer
+and checkpoints, put together in one file to copy from. On a machine without GPUs it runs over gloo (interdomain.megatron.cpu).
 """
 
 import argparse
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -213,16 +214,17 @@ def open_data(corpus: str, seq_len: int, samples: int, cache: str) -> Any:
     """Megatron's data set of a prepared corpus: in its own order, not in that of interdomain.data."""
     manifest = read_manifest(corpus)
 
-    class Tokenizer:  # what GPTDataset asks of one
-        eod, pad, vocab_size = manifest["eos_id"], None, manifest["vocab_size"]
-        unique_identifiers = {"corpus": manifest["tokenizer"]["sha256"]}
-
+    # What GPTDataset asks of one.
+    names = {"corpus": manifest["tokenizer"]["sha256"]}
+    tokenizer = SimpleNamespace(
+        eod=manifest["eos_id"], pad=None, vocab_size=manifest["vocab_size"], unique_identifiers=names
+    )
     config = GPTDatasetConfig(
         random_seed=42,
         sequence_length=seq_len,
         blend_per_split=[(corpus_files(corpus, "train"), None), None, None],
         path_to_cache=cache,
-        tokenizer=Tokenizer(),
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

@@ -1,7 +1,7 @@
 """The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without Megatron.
 
-Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors are stacked over layers
-(`decoder.layers.mlp.linear_fc2.weight` [L, dim, hidden]), or stand by layer (`decoder.layers.3.mlp...`).
+Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors are stacked over layers:
+`decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden].
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import distributed_checkpoint as checkpoints
-from .config import ModelConfig
+from .config import SIZES, ModelConfig, cell_of
 from .transformer import meta_model
 
 FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
@@ -23,14 +23,15 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RECORD = "interdomain"  # of each layer's self_attention: its configuration as JSON, uint8
 RECORD_BYTES = 1024
 LAYERS = "decoder.layers."
+FUSED = "mlp.linear_fc1.weight"  # its rows: all of w1, then all of w3
 NAMES = {
     "tok_embeddings.weight": "embedding.word_embeddings.weight",
     "norm.weight": "decoder.final_layernorm.weight",
     "output.weight": "output_layer.weight",
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "pre_mlp_layernorm.weight",
-    "feed_forward.w1.weight": "mlp.linear_fc1.weight",  # its rows: all of w1, then all of w3
-    "feed_forward.w3.weight": "mlp.linear_fc1.weight",
+    "feed_forward.w1.weight": FUSED,
+    "feed_forward.w3.weight": FUSED,
     "feed_forward.w2.weight": "mlp.linear_fc2.weight",
     "attention.wo.weight": "self_attention.out_proj.weight",
 }
@@ -47,15 +48,22 @@ def config_in(record: Tensor) -> ModelConfig:
 
 
 def place_of(name: str) -> tuple[str, int | None]:
-    """(Megatron's name, layer or None) of a plain model's tensor; of a layer without `decoder.layers.`."""
+    """(name in a Megatron checkpoint, layer or None) of a plain model's tensor."""
     if not name.startswith("layers."):
         return NAMES[name], None
     _, layer, rest = name.split(".", 2)
     if rest in NAMES:
-        return NAMES[rest], int(layer)
+        return LAYERS + NAMES[rest], int(layer)
     own = rest.removeprefix("attention.")
     projection = re.fullmatch(r"(w[qkvg])\.weight", own)
-    return f"self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", int(layer)
+    return f"{LAYERS}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", int(layer)
+
+
+def part_of(whole: dict[str, Tensor], name: str) -> Tensor:
+    """A plain model's tensor, of a checkpoint's tensors by their names there; a view."""
+    key, layer = place_of(name)
+    tensor = whole[key] if layer is None else whole[key][layer]
+    return tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith(FUSED) else tensor
 
 
 def find_checkpoint(folder: Path) -> Path | None:
@@ -71,52 +79,51 @@ def find_checkpoint(folder: Path) -> Path | None:
 class MegatronCheckpoint:
     """The model's tensors in a checkpoint, by the plain model's names; nothing else in it is read, and nothing unpickled.
 
+    Attributes: config; record: facts of the run, as in a sidecar.
+
     Raises: FileNotFoundError, ValueError for a folder that is damaged or holds another model.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, checkpoints.tensor_index(folder)
-        keys = [key for key in self.index if re.fullmatch(rf"decoder\.layers\.(0\.)?self_attention\.{RECORD}", key)]
-        if not keys:
+        key = f"{LAYERS}self_attention.{RECORD}"
+        if key not in self.index:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
-        self.stacked = keys[0] == f"{LAYERS}self_attention.{RECORD}"
-        record = checkpoints.read_tensors(folder, keys, self.index)[keys[0]]
+        record = checkpoints.read_tensors(folder, [key], self.index)[key][0]
         rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
-        self.config = replace(config_in(record[0] if self.stacked else record), vocab_size=rows)
+        self.config = replace(config_in(record), vocab_size=rows)
         digits = re.search(r"\d+$", folder.name)
-        self.step = int(digits[0]) if digits else 0
+        facts = {
+            "step": int(digits[0]) if digits else 0,
+            "tokens": None,
+            "run": {"host": "Megatron-Core"},
+            "versions": {},
+        }
+        self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
         expected = {name: list(t.shape) for name, t in meta_model(self.config).state_dict().items()}
         for name, shape in expected.items():
-            key, layer = self._key(name)
-            found = list(self.index[key].size)[self._is_stacked(layer) :] if key in self.index else "missing"
-            wanted = [2 * shape[0], shape[1]] if key.endswith("linear_fc1.weight") else shape
+            key, layer = place_of(name)
+            found = list(self.index[key].size) if key in self.index else "missing"
+            rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
+            wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
             if found != wanted:
                 raise ValueError(f"{folder}: {key} is {found}, and its record describes {wanted}. Take another step.")
 
-    def _is_stacked(self, layer: int | None) -> bool:
-        return self.stacked and layer is not None
-
-    def _key(self, name: str) -> tuple[str, int | None]:
-        key, layer = place_of(name)
-        if layer is None:
-            return key, None
-        return f"{LAYERS}{key}" if self.stacked else f"{LAYERS}{layer}.{key}", layer
-
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Raises: ValueError."""
-        whole = checkpoints.read_tensors(self.folder, sorted({self._key(name)[0] for name in names}), self.index)
-        found = {}
-        for name in names:
-            key, layer = self._key(name)
-            tensor = whole[key][layer] if self._is_stacked(layer) else whole[key]
-            if key.endswith("linear_fc1.weight"):
-                tensor = tensor.chunk(2)[name.endswith("w3.weight")]
-            found[name] = tensor.clone()
-        return found
+        whole = checkpoints.read_tensors(self.folder, sorted({place_of(name)[0] for name in names}), self.index)
+        return {name: part_of(whole, name).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
         """Raises ValueError unless these tensors are stored as they were saved."""
-        checkpoints.check_bytes(self.folder, {self._key(name)[0] for name in names})
+        checkpoints.check_bytes(self.folder, {place_of(name)[0] for name in names})
+
+
+def _size_of(config: ModelConfig) -> str:
+    """The row of SIZES that the model may be of."""
+    shape = ("dim", "n_layers", "n_heads")
+    rows = (name for name, row in SIZES.items() if all(row[key] == getattr(config, key) for key in shape))
+    return next(rows, "unknown")
 
 
 def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
@@ -125,15 +132,13 @@ def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tenso
     tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError.
     """
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
-    for name in meta_model(config).state_dict():  # w1 comes before w3
+    for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
         key, layer = place_of(name)
         by_key.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
-    found: dict[str, Any] = {
-        key if None in parts else f"{LAYERS}{key}": torch.cat(parts[None])
-        if None in parts
-        else torch.stack([torch.cat(part) for _, part in sorted(parts.items())])
-        for key, parts in by_key.items()
-    }
+    found: dict[str, Any] = {}
+    for key, layers in by_key.items():
+        parts = [torch.cat(part) for part in layers.values()]
+        found[key] = parts[0] if None in layers else torch.stack(parts)
     found[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
     for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
         for layer in range(config.n_layers):  # Megatron asks for them; there is nothing in them

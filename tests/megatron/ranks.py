@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from interdomain.model import ModelConfig, Transformer, meta_model
-from interdomain.model.megatron_checkpoint import LAYERS, place_of, write_checkpoint
+from interdomain.model.megatron_checkpoint import part_of, write_checkpoint
 
 from ..model.common import lively, random_tokens, small_config
 
 RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
+VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
 
 WITHOUT = dict(sequence_parallel=False)
@@ -45,7 +46,9 @@ LEGS = {
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
 # Models of which the first gradients are compared, on two tensor-parallel ranks.
 CASES = {
-    **{name: (name, {}) for name in ("softmax", "interdomain-norope", "single-query-norope", "dual-linear", "s4d-rope")},
+    **{
+        name: (name, {}) for name in ("softmax", "interdomain-norope", "single-query-norope", "dual-linear", "s4d-rope")
+    },
     **{name: (name, {}) for name in ("single-query", "dual-linear-norope", "s4d")},
     "gate, kv2, hermitian": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian")),
     "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
@@ -61,7 +64,7 @@ REFUSED = {
 
 def config_of(case="interdomain") -> ModelConfig:
     condition, options = (CASES | REFUSED).get(case, ("interdomain", {}))
-    return small_config(condition, n_layers=2, vocab_size=64, max_seq_len=T, **options)
+    return small_config(condition, n_layers=2, vocab_size=VOCAB, max_seq_len=T, **options)
 
 
 def plain_model(case="interdomain") -> Transformer:
@@ -209,14 +212,8 @@ def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.
         stacked = len(shape) - data.ndim
         sizes = (1,) * stacked + tuple(data.shape)
         place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
-    found = {}
-    for name in meta_model(config).state_dict():
-        key, layer = place_of(name)
-        if key.endswith("frequencies"):
-            continue
-        tensor = whole[key] if layer is None else whole[LAYERS + key][layer]
-        found[name] = tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith("linear_fc1.weight") else tensor
-    return found
+    names = (name for name in meta_model(config).state_dict() if not name.endswith("frequencies"))
+    return {name: part_of(whole, name) for name in names}
 
 
 def others(folder: Path, seen: dict) -> None:
@@ -259,8 +256,8 @@ def others(folder: Path, seen: dict) -> None:
     refusal("heads", lambda: open_run("kv1"))
     refusal("another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 
-    data = open_data(str(folder / "corpus"), T, 20, str(folder / "cache"))
-    seen["samples"] = [{name: data[i][name] for name in ("tokens", "labels")} for i in range(20)]
+    data = open_data(str(folder / "corpus"), 8 * T, 10, str(folder / "cache"))
+    seen["samples"] = [{name: data[i][name] for name in ("tokens", "labels")} for i in range(10)]
 
 
 def compute(folder: Path, corpus: Path) -> Path:

@@ -10,9 +10,14 @@ from interdomain.model import CONDITIONS
 
 from . import ranks
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/"),
+]
 FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.items() if source == "start" and not o]
-FLOAT32 = [name for legs in ranks.LEGS.values() for name, (_, until, o) in legs.items() if until > 1 and "bf16" not in o]
+FLOAT32 = [
+    name for legs in ranks.LEGS.values() for name, (_, until, o) in legs.items() if until > 1 and "bf16" not in o
+]
 
 
 @functools.cache
@@ -35,7 +40,7 @@ def test_every_gradient(name, computed):
     wanted, rounded = plain_gradients(case, torch.float64), plain_gradients(case, torch.float32)
     assert found.keys() == wanted.keys()
     for parameter, gradient in wanted.items():
-        limit = 1e-5 + 3 * difference(rounded[parameter], gradient)
+        limit = 1e-5 + 10 * difference(rounded[parameter], gradient)
         assert difference(found[parameter].double(), gradient) < limit, parameter
 
 

@@ -1,0 +1,123 @@
+"""Upstream's training script with our layer: its arguments, what is refused before it starts, and the script itself."""
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser
+from types import ModuleType
+
+import pytest
+
+from interdomain.megatron import layer_spec, overrides, run, spec
+from interdomain.model import CONDITIONS, SIZES, build_config
+
+GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
+
+
+@pytest.fixture
+def parse(monkeypatch, corpus):
+    """Megatron's parser as `run` changes it, in front of stand-ins for megatron.training."""
+
+    def add_megatron_arguments(parser):
+        for name in ("num-layers", "hidden-size", "seq-length"):
+            parser.add_argument(f"--{name}", type=int)
+        for name in ("bf16", "fp16", "use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable"):
+            parser.add_argument(f"--{name}", action="store_true")
+        for name in ("save", "load"):
+            parser.add_argument(f"--{name}")
+        parser.add_argument("--spec", nargs="*")
+        parser.add_argument("--position-embedding-type", default="learned_absolute")
+        for name, default in (("rotary-base", 10000), ("seed", 1234), ("lr", 3e-3), ("min-lr", 0.0)):
+            parser.add_argument(f"--{name}", type=type(default), default=default)
+        return parser
+
+    arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
+    arguments.add_megatron_arguments = add_megatron_arguments
+    training.get_megatron_optimizer_config = lambda args: ("config", {"standard": 1})
+    for module in (ModuleType("megatron.training"), arguments, training):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(spec, "interdomain", layer_spec("interdomain"))
+    run.install()
+
+    def parse(line):
+        args = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(line.split())
+        return args, training.get_megatron_optimizer_config(args)
+
+    return parse
+
+
+def test_settings_reach_the_layer(parse, corpus):
+    line = f"{GOOD} --data.corpus {corpus} --mixer.rope False --mixer.n_basis 32 --ssm-lr 5e-4 --num-layers 6 --seed 7"
+    args, (config, groups) = parse(line)
+    assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (768, 6, 4096, "none")
+    assert (args.train_data_path, args.tokenizer_type) == ([f"{corpus}/train-00000"], "NullTokenizer")
+    params = spec.interdomain.submodules.self_attention.params
+    assert params["mixer"] == build_config("125M", "interdomain-norope", n_basis=32).mixer
+    assert (params["seed"], params["max_seq_len"]) == (7, 4096)
+    assert (config, groups["standard"]) == ("config", 1)
+    (ours,) = (value for key, value in groups.items() if key != "standard")
+    assert ours == {"wd_mult": 0.0, "max_lr": 5e-4, "min_lr": 0.0, "lr_mult": pytest.approx(1 / 6)}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model.size 125M", "name the layer: --spec interdomain.megatron.spec"),
+        (f"{GOOD} --spec interdomain.nowhere x", "No module named 'interdomain.nowhere'"),
+        (f"{GOOD} --spec interdomain.megatron.spec s5", "has no layer 's5'"),
+        ("--spec interdomain.megatron.spec interdomain", "this mixer rotates queries and keys itself. Set none."),
+        (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
+        (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
+        (f"{GOOD} --mixer.linear_scale 2", "mixer.linear_scale = 2.0 is not possible"),
+        (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
+        (f"{GOOD} --mixer.readout imaginary", "invalid choice: 'imaginary'"),
+        (f"{GOOD} --mixer.rope perhaps", "'perhaps' is neither True nor False"),
+        (f"{GOOD} --data.corpus nowhere", "nowhere is not a prepared corpus"),
+    ],
+)
+def test_refused_at_the_start(line, words, parse, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(line)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_specs():
+    """Every condition after --spec; a setting of the mixer that no model has is refused as everywhere."""
+    for condition in CONDITIONS:
+        assert vars(spec)[condition].submodules.self_attention.params["mixer"] == build_config("125M", condition).mixer
+    with pytest.raises(ValueError, match="unknown mixer setting"):
+        layer_spec(n_kv_heads=2)
+    with pytest.raises(ValueError, match=r"mixer.condition = 's5' is unknown"):
+        layer_spec("s5")
+    for size in SIZES:
+        config = spec.transformer_config(build_config(size))
+        assert (config.hidden_size, config.ffn_hidden_size) == (build_config(size).dim, build_config(size).ffn_hidden)
+
+
+def test_the_group_of_the_dynamics():
+    ((key, values),) = overrides(3e-3, 1e-5).items()
+    assert values == {"wd_mult": 0.0, "max_lr": 1e-3, "min_lr": 1e-5, "lr_mult": 1 / 3}
+    names = {"ssm.log_dt": True, "k_norm.weight": True, "v_norm.bias": True, "k_conv.weight": False}
+    for name, ours in names.items():
+        matched = key.with_name_predicate.fn(None, f"module.decoder.layers.0.self_attention.core.{name}")
+        assert matched is ours
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise ImportError('not here')", "needs megatron-core: pip install 'interdomain[megatron]'"),
+        ("__version__ = '0.15.3'", "runs with megatron-core 0.16 to 0.19; found 0.15.3."),
+    ],
+)
+def test_without_megatron_core_or_with_another(source, words, tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core.parent / "__init__.py").touch()
+    (core / "__init__.py").write_text(source)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import interdomain.megatron"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert words in done.stderr
