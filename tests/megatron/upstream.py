@@ -1,0 +1,50 @@
+"""upstream.py SCRIPT ARGUMENTS: interdomain.megatron.run on a machine without CUDA, with what else Megatron-LM's script asks of it."""
+
+import collections
+import contextlib
+import typing
+from types import SimpleNamespace
+
+import torch
+import typing_extensions
+
+from interdomain.megatron import cpu, run
+
+DEVICE = SimpleNamespace(major=9, minor=0, name="none", total_memory=1 << 36, multi_processor_count=1)
+
+
+class Stream(cpu._Stream):
+    def __init__(self, *args, **kwargs):
+        pass
+
+
+class Event(Stream):
+    def elapsed_time(self, other):
+        return 1.0
+
+
+def install():
+    cpu.install()
+    cuda = torch.cuda
+    cuda.is_available, cuda.device_count, cuda.set_device = lambda: True, lambda: 2, lambda *_: None
+    cuda.get_device_properties, cuda.get_device_name = lambda *_: DEVICE, lambda *_: "none"
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.memory_stats = lambda *_, **__: collections.defaultdict(int)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *_, **__: 0)
+    cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *_: None
+    cuda.get_rng_state_all, cuda.stream = list, lambda *_: contextlib.nullcontext()
+    cuda.Event, cuda.Stream = Event, Stream
+    from megatron.core.datasets import utils
+
+    utils.compile_helpers = lambda: None  # the wheel's are there
+    with contextlib.suppress(ImportError):
+        from megatron.legacy import fused_kernels
+
+        fused_kernels.load = lambda args: None
+
+
+if __name__ == "__main__":
+    typing.override = typing_extensions.override  # Megatron-LM 0.19 wants Python 3.12
+    install()
+    run.main()
