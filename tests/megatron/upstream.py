@@ -1,4 +1,4 @@
-"""upstream.py SCRIPT ARGUMENTS: interdomain.megatron.run on a machine without CUDA, with what else Megatron-LM's script asks of it."""
+"""upstream.py SCRIPT ARGUMENTS: interdomain.megatron.run without CUDA, with what else Megatron-LM's script asks of it."""
 
 import collections
 import contextlib
