@@ -29,7 +29,7 @@ from interdomain.model.transformer import mixer_class
 SHARED = ("k_norm.weight", "v_norm.weight")  # by all heads, so by all ranks; every other parameter is per head
 
 
-class Part(nn.Module):
+class Computed(nn.Module):
     """Takes the place of a projection: its part of a product that was computed for all of them at once."""
 
     def __init__(self, name: str) -> None:
@@ -91,7 +91,7 @@ class InterdomainAttention(MegatronModule):
             for name in ("wq", "wk", "wv", "wg"):
                 if getattr(core, name, None) is not None:
                     self.parts[name] = getattr(core, name).out_features
-                    setattr(core, name, Part(name))
+                    setattr(core, name, Computed(name))
             width, core.wo = core.wo.in_features, nn.Identity()
             for name in ("k_norm", "v_norm"):
                 if getattr(core, name, None) is not None:
