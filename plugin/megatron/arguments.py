@@ -19,9 +19,8 @@ def add_mixer_arguments(parser: Any) -> None:
     """Each is None where it is not given; then the condition or the size decides."""
     for field in fields(MixerConfig):
         if field.name in SETTINGS:
-            kind = {bool: _true_or_false}.get(field.type) or next(
-                kind for kind in (int, float, str) if isinstance(kind(), field.type)
-            )
+            of: Any = field.type
+            kind = _true_or_false if of is bool else next(kind for kind in (int, float, str) if isinstance(kind(), of))
             parser.add_argument(f"--mixer.{field.name}", type=kind, choices=CHOICES.get(field.name))
     parser.add_argument("--mixer.backend", choices=SCANS, default="auto", help="how the scan is computed")
     parser.add_argument("--mixer.features", choices=FEATURES, default="auto", help="and what comes before it")
@@ -75,7 +74,7 @@ def model_arguments(config: ModelConfig) -> dict[str, Any]:
 class Size(argparse.Action):
     """`--model.size 125M`: sets Megatron's arguments for a size of the study; those that come after it win."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
         for name, value in model_arguments(build_config(values)).items():
             setattr(namespace, name, value)
@@ -85,7 +84,7 @@ class Size(argparse.Action):
 class Corpus(argparse.Action):
     """`--data.corpus FOLDER`: a prepared corpus, whose tokens Megatron's data sets read as they are."""
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
             manifest = read_manifest(Path(values))
         except (OSError, ValueError) as e:

@@ -23,7 +23,7 @@ class _OnCPU(TorchFunctionMode):
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -86,7 +86,7 @@ class InterdomainAttention(MegatronModule):
         own = replace(mixer, n_kv_heads=mixer.n_kv_heads and groups // tp)
         local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixer=own)
         with torch.device("meta"):
-            core = mixer_class(local)(local, execution)
+            core: Any = mixer_class(local)(local, execution)
             self.parts = {}  # by projection, its rows on this rank
             for name in ("wq", "wk", "wv", "wg"):
                 if getattr(core, name, None) is not None:
@@ -99,10 +99,10 @@ class InterdomainAttention(MegatronModule):
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         self.core = core.to_empty(device=device)
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
-        self.in_proj = tensor_parallel.ColumnParallelLinear(
+        self.in_proj: Any = tensor_parallel.ColumnParallelLinear(
             config.hidden_size, sum(self.parts.values()) * tp, init_method=config.init_method, **same
         )
-        self.out_proj = tensor_parallel.RowParallelLinear(
+        self.out_proj: Any = tensor_parallel.RowParallelLinear(
             width * tp,
             config.hidden_size,
             init_method=config.output_layer_init_method,
@@ -226,7 +226,7 @@ def _refuse(config: Any, tp: int) -> None:
         )
 
 
-def _by_projection(tensor: ShardedTensor, parts: dict[str, int]) -> ShardedTensorFactory:
+def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
     """A rank's rows of in_proj as one tensor per projection in a checkpoint, each split by heads."""
     bare = tensor.without_data()
 
@@ -241,7 +241,8 @@ def _by_projection(tensor: ShardedTensor, parts: dict[str, int]) -> ShardedTenso
             start += size
         return found
 
-    return ShardedTensorFactory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
+    factory: Any = ShardedTensorFactory
+    return factory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
 
 
 def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:

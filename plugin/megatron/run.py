@@ -50,7 +50,8 @@ def check(args: Namespace) -> None:
 
 def install() -> None:
     """Adds the arguments and the parameter group to Megatron's training."""
-    arguments, training = (import_module(f"megatron.training.{name}") for name in ("arguments", "training"))
+    modules: Any = [import_module(f"megatron.training.{name}") for name in ("arguments", "training")]
+    arguments, training = modules
     standard_arguments, standard_optimizer = arguments.add_megatron_arguments, training.get_megatron_optimizer_config
 
     def with_arguments(parser: Any) -> Any:
@@ -85,7 +86,7 @@ def _checked(parser: Any) -> Any:
 
 def main() -> None:
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        sys.exit(f"error: give Megatron-LM's training script: {__doc__.splitlines()[0]}")
+        sys.exit(f"error: give Megatron-LM's training script: {str(__doc__).splitlines()[0]}")
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, str(Path(script).resolve().parent))
     install()

@@ -1,6 +1,6 @@
 """Layer specifications for Megatron's GPTModel: `--spec interdomain.megatron.spec NAME`, NAME any condition of the study."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -24,7 +24,8 @@ class RMSNorm(layers.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
         self.to(config.params_dtype)
 
 
@@ -48,15 +49,16 @@ def layer_spec(
     check_names("mixer", settings, SETTINGS)
     mixer = build_config("125M", condition, **settings).mixer
     options = dict(mixer=mixer, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
+    add: Any = get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=ModuleSpec(module=InterdomainAttention, params=options),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec(use_te=False),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add,
         ),
     )
 
@@ -65,8 +67,8 @@ def block_spec(
     config: TransformerConfig, spec: ModuleSpec, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> TransformerBlockSubmodules:
     """All layers of a pipeline stage, and a last norm that knows of sequence parallelism without Transformer Engine."""
-    layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+    layers, norm = get_num_layers_to_build(config, vp_stage, pp_rank), cast(Any, RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
 
 
 def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:

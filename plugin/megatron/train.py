@@ -50,7 +50,7 @@ RECOMPUTE = {
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    line, description = __doc__.split("\n\n")
+    line, description = str(__doc__).split("\n\n")
     p = argparse.ArgumentParser("interdomain.megatron.train", description=description, epilog=f"Example: {line}")
     p.add_argument("--data.corpus", required=True, help="folder of interdomain.tools.prepare_data")
     p.add_argument("--model.size", choices=SIZES, default="debug")
@@ -72,6 +72,26 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--load", type=Path, help="weights to start from (convert --to-megatron), where --save has none")
     p.add_argument("--log-interval", type=int, default=10)
     return p.parse_args(argv)
+
+
+def check(args: argparse.Namespace, ranks: int) -> Path | None:
+    """The checkpoint to begin with. Raises: ValueError for what cannot run on so many ranks, and for a --load without one."""
+    together = args.tensor_parallel * args.pipeline_parallel
+    if ranks % together:
+        raise ValueError(
+            f"--tensor-parallel x --pipeline-parallel = {together} does not divide the {ranks} rank(s). Start others."
+        )
+    if args.global_batch % (each := ranks // together * args.micro_batch):
+        raise ValueError(
+            f"--global-batch {args.global_batch} must be a multiple of {each}: {ranks // together} data-parallel rank(s) x "
+            f"--micro-batch {args.micro_batch}."
+        )
+    own = find_checkpoint(args.save) if args.save else None
+    if own is None and args.load and (own := find_checkpoint(args.load)) is None:
+        raise ValueError(
+            f"--load {args.load} holds no checkpoint of Megatron-Core. Leave it out, or name another folder."
+        )
+    return own
 
 
 class Run:
@@ -102,9 +122,10 @@ class Run:
         megatron = transformer_config(config, **(settings | RECOMPUTE[args.recompute] | options))
         tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
         torch.manual_seed(args.seed)
+        layers: Any = block_spec(megatron, spec)
         model = GPTModel(
             config=megatron,
-            transformer_layer_spec=block_spec(megatron, spec),
+            transformer_layer_spec=layers,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_seq_len,
             position_embedding_type="none",
@@ -129,7 +150,7 @@ class Run:
             use_distributed_optimizer=True,
         )
         groups = overrides(args.lr, args.min_lr, args.ssm_lr)
-        self.optimizer = get_megatron_optimizer(settings, [self.ddp], config_overrides=groups)
+        self.optimizer: Any = get_megatron_optimizer(settings, [self.ddp], config_overrides=groups)
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -182,7 +203,7 @@ class Run:
         """A step of this program, or weights alone (`release`). Another layout of ranks may have written it."""
         started = checkpoint.name != "release"
         wanted = self._state(loading=True) if started else {"model": self._model_state()}
-        found = dist_checkpointing.load(wanted, str(checkpoint))
+        found: Any = dist_checkpointing.load(wanted, str(checkpoint))
         self.model.load_state_dict(found["model"])
         if started:
             self.optimizer.load_state_dict(found["optimizer"])
@@ -216,7 +237,7 @@ def open_data(corpus: str, seq_len: int, samples: int, cache: str) -> Any:
 
     # What GPTDataset asks of one.
     names = {"corpus": manifest["tokenizer"]["sha256"]}
-    tokenizer = SimpleNamespace(
+    tokenizer: Any = SimpleNamespace(
         eod=manifest["eos_id"], pad=None, vocab_size=manifest["vocab_size"], unique_identifiers=names
     )
     config = GPTDatasetConfig(
@@ -235,9 +256,17 @@ def open_data(corpus: str, seq_len: int, samples: int, cache: str) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    manifest = read_manifest(getattr(args, "data.corpus"))
     condition, settings = getattr(args, "mixer.condition"), mixer_settings(args)
-    config = build_config(getattr(args, "model.size"), condition, vocab_size=manifest["vocab_size"], **settings)
+    try:
+        manifest = read_manifest(getattr(args, "data.corpus"))
+        config = build_config(getattr(args, "model.size"), condition, vocab_size=manifest["vocab_size"], **settings)
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "start it with torchrun, on one rank too: torchrun --nproc-per-node 1 -m interdomain.megatron.train"
+            )
+        begin = check(args, int(os.environ["WORLD_SIZE"]))
+    except (OSError, ValueError) as e:
+        sys.exit(f"error: {e}")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
@@ -248,9 +277,8 @@ def main(argv: list[str] | None = None) -> int:
     spec = layer_spec(condition, max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, **settings)
     parallel_state.initialize_model_parallel(args.tensor_parallel, args.pipeline_parallel)
     run = Run(config, spec, args)
-    own = find_checkpoint(args.save) if args.save else None
-    if own or args.load:
-        run.load(own or find_checkpoint(args.load))
+    if begin:
+        run.load(begin)
     cache = str((args.save or Path(getattr(args, "data.corpus"))) / "cache")
     data = open_data(getattr(args, "data.corpus"), config.max_seq_len, args.steps * args.global_batch, cache)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -264,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
         if torch.cuda.is_available():
             batches = [{name: x.cuda() for name, x in batch.items()} for batch in batches]
         loss, norm = run.gradients(batches), run.update()
-        if last and (run.step == start + 1 or run.step % args.log_interval == 0):
+        if loss is not None and last and (run.step == start + 1 or run.step % args.log_interval == 0):
             rate = (run.step - start) * args.global_batch * config.max_seq_len / (time.monotonic() - began)
             print(f"step {run.step} loss {loss.item():.5f} grad_norm {norm:.4f} tokens/s {rate:,.0f}", flush=True)
         if args.save and (run.step % args.save_interval == 0 or run.step == args.steps):

@@ -1,6 +1,7 @@
 """Upstream's training script with our layer: its arguments, what is refused before it starts, and the script itself."""
 
 import os
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -8,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from interdomain.megatron import layer_spec, overrides, run, spec
+from interdomain.megatron import layer_spec, overrides, run, spec, train
 from interdomain.model import CONDITIONS, SIZES, build_config
 
 GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
@@ -57,6 +58,24 @@ def test_settings_reach_the_layer(parse, corpus):
     assert (config, groups["standard"]) == ("config", 1)
     (ours,) = (value for key, value in groups.items() if key != "standard")
     assert ours == {"wd_mult": 0.0, "max_lr": 5e-4, "min_lr": 0.0, "lr_mult": pytest.approx(1 / 6)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "start it with torchrun"),
+        ("--tensor-parallel 3", "= 3 does not divide the 4 rank(s)"),
+        ("--micro-batch 3 --global-batch 8", "must be a multiple of 12: 4 data-parallel rank(s) x --micro-batch 3"),
+        ("--load nowhere", "--load nowhere holds no checkpoint of Megatron-Core"),
+        ("--mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
+    ],
+)
+def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypatch):
+    if flags:
+        monkeypatch.setenv("WORLD_SIZE", "4")
+    batch = "" if "batch" in flags else "--micro-batch 2 --global-batch 8"
+    with pytest.raises(SystemExit, match=re.escape(words)):
+        train.main(f"--data.corpus {corpus} {batch} {flags}".split())
 
 
 @pytest.mark.parametrize(
