@@ -91,7 +91,7 @@ def _(x, size, group):
 def scatter_shards(x: Tensor, size: int, group: str) -> Tensor:
     """The sum over all ranks of x[rank], where rank is this one: [size, ...] -> [...]."""
     c10d = torch.ops._c10d_functional  # gloo reduces and gathers flat tensors only
-    summed = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.flatten(), "sum", size, group))
+    summed = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous().flatten(), "sum", size, group))
     return torch.ops.aten._unsafe_view(summed, x.shape[1:])  # FSDP2 warns of a module that returns a view
 
 
@@ -114,7 +114,7 @@ scatter_shards.register_autograd(
 
 def _gather(x: Tensor, size: int, group: str) -> Tensor:
     c10d = torch.ops._c10d_functional
-    everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.flatten(), size, group))
+    everyone = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous().flatten(), size, group))
     return everyone.view(size, *x.shape)
 
 
