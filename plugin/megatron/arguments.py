@@ -12,7 +12,7 @@ from interdomain.features import BACKENDS as FEATURES
 from interdomain.model.config import CHOICES, SIZES, Execution, MixerConfig, ModelConfig, build_config
 from interdomain.scan import BACKENDS as SCANS
 
-from .spec import SETTINGS
+from .spec import SETTINGS, backbone
 
 
 def add_mixer_arguments(parser: Any) -> None:
@@ -51,23 +51,13 @@ def corpus_files(folder: str, split: str) -> list[str]:
 
 def model_arguments(config: ModelConfig) -> dict[str, Any]:
     """What a model is called in Megatron's own parser: argument (dest) -> value."""
-    return dict(
-        num_layers=config.n_layers,
-        hidden_size=config.dim,
-        ffn_hidden_size=config.ffn_hidden,
-        num_attention_heads=config.n_heads,
-        kv_channels=config.head_dim,
+    return backbone(config) | dict(
         seq_length=config.max_seq_len,
         max_position_embeddings=config.max_seq_len,
         position_embedding_type="none",
-        normalization="RMSNorm",
         norm_epsilon=config.norm_eps,
         swiglu=True,
-        add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.02,
     )
 
 

@@ -206,11 +206,6 @@ class InterdomainAttention(MegatronModule):
                 raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def backward_dw(self) -> None:
-        """Weight gradients that Megatron put off."""
-        self.in_proj.backward_dw()
-        self.out_proj.backward_dw()
-
 
 def _refuse(config: Any, tp: int) -> None:
     heads, groups = config.num_attention_heads, config.num_query_groups

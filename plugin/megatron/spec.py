@@ -71,23 +71,30 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=norm)
 
 
-def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...)."""
-    return TransformerConfig(
+def backbone(config: ModelConfig) -> dict[str, Any]:
+    """What Megatron's TransformerConfig and its parser call by the same names."""
+    return dict(
         num_layers=config.n_layers,
         hidden_size=config.dim,
         num_attention_heads=config.n_heads,
-        num_query_groups=config.n_kv_heads,
         kv_channels=config.head_dim,
         ffn_hidden_size=config.ffn_hidden,
         normalization="RMSNorm",
-        layernorm_epsilon=config.norm_eps,
         add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=0.02,
+    )
+
+
+def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
+    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...)."""
+    return TransformerConfig(
+        **backbone(config),
+        num_query_groups=config.n_kv_heads,
+        layernorm_epsilon=config.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
         **settings,
     )
 
