@@ -99,13 +99,12 @@ class Execution:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
             and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
-            `auto` is True; training with `interdomain.titan` chooses by the GPU's memory instead.
         features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
         bf16_products: products of float32 parameters in bfloat16, under autocast (`PRECISIONS`).
     """
 
     backend: str = "auto"
-    recompute: bool | str = "auto"
+    recompute: bool = True
     features: str = "auto"
     bf16_products: bool = False
 

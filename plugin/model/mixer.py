@@ -133,7 +133,7 @@ class InterdomainMixer(Mixer):
         if not self.config.query_readout:
             return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
-        return interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute is not False, **options)
+        return interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:

@@ -113,7 +113,7 @@ def test_what_training_asks_of_the_scan(condition, scan, monkeypatch):
     """No final state, which activation checkpointing would keep; float32 dynamics under autocast; `recompute` as it is set."""
     calls, run = [], getattr(mixer, scan)
     monkeypatch.setattr(mixer, scan, lambda *args, **kw: calls.append((args, kw)) or run(*args, **kw))
-    for recompute in ("auto", False):
+    for recompute in (True, False):
         model = Transformer(small_config(condition), Execution(recompute=recompute))
         with torch.autocast("cpu", torch.bfloat16):
             assert model(random_tokens(model.config, 1, 20)).isfinite().all()
