@@ -45,9 +45,7 @@ class RunPlan:
     context: int  # ranks that share a sequence
     tensor: int  # ranks that share heads, feed-forward and vocabulary
     pipeline: int  # ranks that share the layers
-    stages: tuple[
-        tuple[str, ...], ...
-    ]  # names of their modules; rank r of a pipeline has the stages r, r + pipeline, ...
+    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of a pipeline has stages r, r + pipeline, ...
     schedule: str  # of the pipeline
     local_batch: int
     global_batch: int

@@ -223,9 +223,7 @@ class Parallelism:
     #: with Interleaved1F1B two.
     pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
     pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # Layers that the first stage has less, for its embedding.
-    pipeline_parallel_last_stage_less_layers: CountOr0 = (
-        1  # Layers that the last stage has less, for its norm and head.
-    )
+    pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # Layers that the last has less, for its norm and head.
     #: Free gathered weights after the forward pass of a block. default: of all but the last; with a pipeline never.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
