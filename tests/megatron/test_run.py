@@ -12,6 +12,8 @@ import pytest
 from interdomain.megatron import layer_spec, overrides, run, spec, train
 from interdomain.model import CONDITIONS, SIZES, build_config
 
+from ..common import TIMEOUT
+
 GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
 
 
@@ -140,3 +142,22 @@ def test_without_megatron_core_or_with_another(source, words, tmp_path):
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 1
     assert words in done.stderr
+
+
+@pytest.mark.e2e
+@pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/")
+def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_path):
+    """Two ranks over gloo, as docs/megatron.md starts them; the second start has a pipeline."""
+
+    def start(*layout):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        given = f"--data.corpus {corpus} --save {tmp_path}/run --save-interval 4 --micro-batch 2 --global-batch 8"
+        program = ["-m", "interdomain.megatron.train", *given.split(), "--log-interval", "1", *layout]
+        done = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=TIMEOUT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss ([\d.]+)", done.stdout)}
+
+    first = start("--tensor-parallel", "2", "--steps", "4")
+    second = start("--pipeline-parallel", "2", "--steps", "8")
+    assert (list(first), list(second)) == ([1, 2, 3, 4], [5, 6, 7, 8])
+    assert second[8] < first[1] - 0.2
