@@ -81,6 +81,11 @@ class RunPlan:
         return self.steps * self.tokens_per_step
 
     @property
+    def state(self) -> int:
+        """Numbers of one layer's state per sequence; of one that grows, per token too."""
+        return state_size(self.config)
+
+    @property
     def cell(self) -> Cell:
         return cell_of(self.config, self.size)
 
@@ -96,7 +101,7 @@ class RunPlan:
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
-            "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence",
+            "state": f"{self.state:,} numbers per layer{', token' * grows} and sequence",
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",

@@ -6,6 +6,9 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from interdomain.environment import environment
+
+from .device import device_here
 from .host import BaseLogger, logger
 from .plan import RunPlan
 
@@ -64,6 +67,7 @@ class RunLog(BaseLogger):
             "plan": plan.describe(),
             "hyperparameters": json.dumps(hyperparameters(plan, job_config)),
             "configuration": json.dumps(job_config.to_dict(), indent=2, default=str),
+            "environment": json.dumps(environment(device_here())),
         }
         for tag, text in texts.items():
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
@@ -92,6 +96,7 @@ def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
         **{name: getattr(mixer, name) for name in start if getattr(mixer, name) is not None},
         **{name: getattr(plan, name) for name in of_the_plan},
         "parameters": plan.n_params,
+        "state": plan.state,
         "recompute": plan.execution.recompute,
         "ranks": plan.world_size,
         "lr": optimizer.lr,

@@ -52,7 +52,7 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
     runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
     runs.append(write("ablated", "interdomain", {1: 4.0}, "--mixer.c_form", "identity", "--mixer.n_basis", "32"))
-    assert study.main([*runs, "--output", str(tmp_path / "out")]) == 0
+    assert study.main(["show", *runs, "--output", str(tmp_path / "out")]) == 0
     rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
     assert [(row["size"], row["condition"]) for row in rows] == [
         *(("125M", condition) for condition in ("interdomain", "softmax", "s4d-rope")),
@@ -90,7 +90,7 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, capsy
     losses = {"1": 2.0, "2": 2.1, "3": 2.3}
     runs = [write(f"s{seed}", "interdomain", {1: loss}, "--debug.seed", seed) for seed, loss in losses.items()]
     runs.append(write("fast", "interdomain", {1: 1.9}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
-    assert study.main(runs) == 0
+    assert study.main(["show", *runs]) == 0
     assert "| 125M | interdomain | 0.003 | 1, 2, 3 | 8.51 | 1.33 |" in capsys.readouterr().out
     (repeated,) = study.repetitions([study.read_run(Path(run)) for run in runs])
     perplexities = [math.exp(loss) for loss in losses.values()]
@@ -100,7 +100,7 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, capsy
 
 def test_runs_that_were_not_validated_on_the_same_text(write, capsys):
     whole = write("whole", "interdomain", LOSSES["interdomain"])
-    assert study.main([whole, write("other", "softmax", {1: 10.0}, "--validation.tokens", "4096")]) == 0
+    assert study.main(["show", whole, write("other", "softmax", {1: 10.0}, "--validation.tokens", "4096")]) == 0
     assert "- 125M: validation.tokens differs (" in capsys.readouterr().out
 
 
