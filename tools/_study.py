@@ -17,8 +17,8 @@
     conditions = ["softmax"]
     seeds = [1, 2, 3]
 
-A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens. A
-record is a JSON file of a finished run: its settings, curves, machine and commit. A run with a record is not trained again.
+A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
+A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
 """
 
 import itertools

@@ -3,7 +3,8 @@
 Train, continue and show a study: every run of a TOML file of sizes, conditions, settings and seeds (format: tools/_study.py).
 
 plan STUDY.toml prints the runs, what they cost and what is missing. run STUDY.toml trains what is missing; after any kill the
-same command goes on from the last checkpoints. show STUDY.toml prints the table of what is there; --output writes plots. It also takes folders of single runs (job.dump_folder), finished or not.
+same command goes on from the last checkpoints. show STUDY.toml prints the table of what is there, and with --output draws it;
+it takes folders of single runs (job.dump_folder) too, finished or not.
 """
 
 import argparse
