@@ -130,7 +130,10 @@ def read_study(path: Path) -> Study:
         for seed, *labels in itertools.product(seeds, *names):
             named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
             name = "/".join([*map(_file_name, named.values()), f"seed-{seed}"])
-            settings = _settings(table, named)
+            try:
+                settings = _settings(table, named)
+            except ValueError as e:
+                raise ValueError(f"{name}: {e}") from e
             settings.setdefault("debug", {})["seed"] = seed
             settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
             labels = {axis.removesuffix("s"): label for axis, label in named.items()}

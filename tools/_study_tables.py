@@ -88,7 +88,7 @@ class Run:
         return 6 * self.facts["parameters"] * self.trained
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """The runs that differ in the seed alone."""
 
