@@ -35,7 +35,7 @@ SAME_TEXT = {
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities.
-Position: of the last validation. 6ND counts all parameters. State: numbers per layer and sequence; of softmax per token too.
+Position: of the last validation. 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
 
 
@@ -147,7 +147,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     lr=first.facts["lr"],
                     seeds=[run.seed for run in cell.runs],
                     parameters=first.facts["parameters"],
-                    state=first.facts.get("state"),
+                    state=(state := first.facts.get("state")) and state_in_words(*state),
                     tokens=round(statistics.mean(run.trained for run in cell.runs)),
                     of_planned=statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
                     compute=statistics.mean(run.compute for run in cell.runs),
@@ -170,7 +170,7 @@ COLUMNS = {  # of the table: head, and how a value is written
     "lr": ("lr", "{:g}"),
     "seeds": ("seeds", "{}"),
     "parameters": ("parameters", "{:,}"),
-    "state": ("state", "{:,}"),
+    "state": ("state", "{}"),
     "tokens": ("tokens", "{:,}"),
     "of_planned": ("of planned", "{:.1%}"),
     "compute": ("6ND", "{:.3e}"),
@@ -199,6 +199,11 @@ def _shown(value: Any, how: str) -> str:
         mean, deviation = value
         return how.format(mean) + (f" ± {how.format(deviation)}" if deviation is not None else "")
     return how.format(value)
+
+
+def state_in_words(fixed: int, growing: int) -> str:
+    """Numbers of the state of all layers: per sequence, and what every token adds."""
+    return " + ".join([f"{fixed:,}"] * bool(fixed or not growing) + [f"{growing:,} a token"] * bool(growing))
 
 
 def remarks(runs: list[Run]) -> list[str]:

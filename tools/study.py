@@ -64,7 +64,7 @@ def plan(study: Study) -> str:
         finished = run.is_finished
         is_ = "finished" if finished else f"at step {run.step:,} of {of.steps:,}" if run.step else "not begun"
         cost = of.flops_per_token * of.tokens
-        lines.append([run.name, f"{of.n_params:,}", f"{of.state:,}", f"{of.tokens:,}", f"{cost:.3g}", is_])
+        lines.append([run.name, f"{of.n_params:,}", _study_tables.state_in_words(*of.state), f"{of.tokens:,}", f"{cost:.3g}", is_])
         tokens[finished] += of.tokens
         flops[finished] += cost
     missing = len(study.missing())

@@ -79,7 +79,7 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     assert large["vs_softmax"] is None
     assert large["of_planned"] < 0.05
     assert capsys.readouterr().out.startswith(text)
-    assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 196,608 | 2,500,329,472 | 100.0% |" in text
+    assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 | 100.0% |" in text
     assert "differs" not in text
     _, small, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
     assert small.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]]
@@ -166,7 +166,7 @@ def test_the_runs_of_a_study(described, capsys):
     file = runs["debug/softmax/seed-1"].write_config()  # what ./launch.sh reads is what was planned
     assert replace(make_plan(read_job_config(["--job.config_file", str(file)]), 1), computed=first.computed) == first
     assert study.main(["plan", str(described()), "--only", "*/seed-42"]) == 0
-    assert "| debug/softmax/seed-42 | 1,377,408 | 256 | 163,840 |" in capsys.readouterr().out
+    assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
 
 
 def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
