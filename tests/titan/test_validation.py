@@ -29,20 +29,21 @@ class Recorder:
     ntokens_since_last_log, parallel_dims = 0, SimpleNamespace(get_optional_mesh=lambda name: None)
 
     def __init__(self):
-        self.losses = []
+        self.losses, self.scalars = [], []
 
-    def log_validation(self, loss, step):
+    def log_validation(self, loss, step, scalars):
         self.losses.append(loss)
+        self.scalars.append(scalars)
 
 
 def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
-    alone = SimpleNamespace(context=None, whole=lambda loss: loss)
+    alone = SimpleNamespace(context=None, whole=lambda loss: loss, whole_sequences=lambda scores: scores)
     return FixedValidator(
         job_config=job,
         rank=rank,
         ranks=ranks,
-        passes=Passes([model], None, alone, torch.device("cpu")),
+        passes=Passes([model], None, alone, torch.device("cpu"), 1),
         metrics=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )
@@ -113,5 +114,5 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, mis
     validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
-    assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in validating.metrics.losses]
+    assert noted == [(step, loss, pytest.approx(math.exp(loss)), None) for loss in validating.metrics.losses]
     assert len(noted) == validated
