@@ -117,6 +117,13 @@ def check_request(work: Path, request: dict) -> None:
 
 
 def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: dict) -> None:
+    """Raises: ValueError if a split that was asked for is empty."""
+    fraction = request["validation_fraction"]
+    if "train" not in splits or (fraction and "validation" not in splits):
+        raise ValueError(
+            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}, by a hash of "
+            "each text). Give more, or another fraction; 0: no validation."
+        )
     manifest = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -138,11 +145,6 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         splits = merge_parts(work, parts, folder, tokenizer.vocab_size, args.shard_tokens)
-        if "train" not in splits or (args.validation_fraction and "validation" not in splits):
-            raise ValueError(
-                f"The input's documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction "
-                f"{args.validation_fraction}, by a hash of each text). Give more, or another fraction; 0: no validation."
-            )
         write_manifest(folder, tokenizer, request, splits)
 
 

@@ -55,7 +55,8 @@ class Task:
     defaults: ClassVar[dict[str, int]]
 
     def __post_init__(self) -> None:
-        if wrong := self._wrong():
+        least = min(self.length, self.items, self.vocab, self.seed + 1)
+        if wrong := "each must be at least 1, and the seed at least 0" if least < 1 else self._wrong():
             raise ValueError(
                 f"--synthetic with {self.items} items in {self.length} tokens of {self.vocab} words: {wrong}."
             )
@@ -131,7 +132,75 @@ class MQAR(Task):
             ids[rows, at], ids[rows, at + 1], marks[rows, at + 1] = keys[:, p], values[:, p], 1
 
 
-TASKS: dict[str, type[Task]] = {"mqar": MQAR}
+class SelectiveCopying(Task):
+    """Selective copying (Gu & Dao, 2023, "Mamba"): `. . t3 . t0 . . . t7 copy t3 t0 t7 <eos>`.
+
+    What follows `copy` is one answer. The tokens are drawn with replacement, their places without.
+    """
+
+    defaults: ClassVar = dict(length=256, items=16, vocab=20)
+
+    @property
+    def answers(self) -> int:
+        return self.items
+
+    def words(self) -> list[str]:
+        return [*(f"t{i}" for i in range(self.vocab - len(SPECIALS) - 2)), ".", "copy"]
+
+    def _wrong(self) -> str:
+        if self.length < 2 * self.items + 2:
+            return f"a token takes two; give {(self.length - 2) // 2} items or fewer, or {2 * self.items + 2} tokens"
+        return "" if self.vocab > len(SPECIALS) + 3 else f"give {len(SPECIALS) + 4} words or more"
+
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
+        n, (N, T), P = len(self.words()) - 2, ids.shape, self.items
+        tokens, places = draw.below(n, N, P), np.sort(draw.distinct(T - P - 1, N, P))
+        ids[:] = n  # the noise
+        ids[np.arange(N)[:, None], places] = ids[:, -P:] = tokens
+        ids[:, -P - 1], marks[:, -P:] = n + 1, 1
+
+
+class Phonebook(Task):
+    """A phone book (Jelassi et al., 2024): `n3 1 9 0 2 n7 8 1 5 5 ... n7 8 1 5 5 ... . . <eos>`; numbers looked up are answers.
+
+    First the entries, each of a name and the digits of its number; then the same of some of them, drawn without replacement, as
+    many as there is room for. The paper's books have names of two words and separators.
+    """
+
+    defaults: ClassVar = dict(length=256, items=32, vocab=256)
+    digits: ClassVar = 4
+
+    @property
+    def answers(self) -> int:
+        return self.digits * self._lookups
+
+    @property
+    def _lookups(self) -> int:
+        return min(self.items, (self.length - 1) // (1 + self.digits) - self.items)
+
+    def words(self) -> list[str]:
+        return [*map(str, range(10)), ".", *(f"n{i}" for i in range(self.vocab - len(SPECIALS) - 11))]
+
+    def _wrong(self) -> str:
+        if self._lookups < 1:
+            each = 1 + self.digits
+            fits, least = (self.length - 1) // each - 1, (self.items + 1) * each + 1
+            return f"an entry and a lookup take {each} tokens each; give {fits} items or fewer, or {least} tokens"
+        if len(self.words()) - 11 < self.items:
+            return f"names are distinct; give {self.items + 11 + len(SPECIALS)} words or more"
+        return ""
+
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
+        N, P, Q, L = len(ids), self.items, self._lookups, 1 + self.digits
+        names = 11 + draw.distinct(len(self.words()) - 11, N, P)
+        book = np.concatenate([names[..., None], draw.below(10, N, P, self.digits)], axis=2)  # [N, P, L]
+        asked = book[np.arange(N)[:, None], draw.distinct(P, N, Q)]
+        ids[:] = 10
+        ids[:, : (P + Q) * L] = np.concatenate([book, asked], axis=1).reshape(N, -1)
+        marks[:, P * L : (P + Q) * L].reshape(N, Q, L)[..., 1:] = 1
+
+
+TASKS: dict[str, type[Task]] = {"mqar": MQAR, "selective-copying": SelectiveCopying, "phonebook": Phonebook}
 
 
 def tokenizer_json(words: list[str]) -> bytes:
