@@ -24,6 +24,8 @@ CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
         "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
+        "Validation loss by position in the window": [r"validation_position/\d+-\d+"],
+        "Validation: answers that are right (corpora that have answers)": ["validation_metrics/accuracy"],
         "Gradient norm, before clipping": ["grad_norm"],
         "Gradient norm of the SSM group": ["grad_norm/ssm"],
         "Learning rates": [r"lr/\w+"],
