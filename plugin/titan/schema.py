@@ -108,8 +108,9 @@ class Mixer:
     n_basis: int | None = None  # M, basis functions per head. Unset: as the size says (64).
     readout: str | None = None  # complex, real or hermitian: how complex U and Gamma become real.
     c_form: str | None = None  # full, diagonal or identity.
-    feature_map: str | None = None  # silu or rff.
-    normalize: bool | None = None  # Divide by the Nadaraya-Watson denominator (eta).
+    feature_map: str | None = None  # silu, rff, or the positive elu, softplus and favor (docs/kernel-view.md).
+    #: Divide by the Nadaraya-Watson denominator (eta); favor needs it.
+    normalize: bool | None = None
     output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
     n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
     #: C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal.

@@ -47,6 +47,7 @@ REFUSED = [
     ("interdomain", dict(c_scale=1.0, c_form="identity"), "mixer.c_scale.*mixer.c_form = 'identity'"),
     ("interdomain", dict(linear_scale=1.0), "mixer.linear_scale.*query_readout = false"),
     ("interdomain", dict(dt_min=0.2), "mixer.dt_min.*0.2 and 0.1"),
+    ("interdomain", dict(feature_map="favor"), "mixer.feature_map = 'favor'.*mixer.normalize = true"),
     ("softmax", dict(output_gate=True), "mixer.output_gate = True.*softmax.*n_kv_heads"),
     ("s4d", dict(n_kv_heads=1), "mixer.n_kv_heads.*query_readout = true"),
     ("s4d-rope", dict(feature_map="rff"), "mixer.feature_map.*'rff'.*mixer.dual_input"),
