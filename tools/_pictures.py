@@ -39,7 +39,7 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
         if T <= FEW:
             axis.set_xticks(range(T), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(T), labels, fontsize=5, parse_math=False)
-    figure.suptitle(f"{title}: row t, column j", fontsize="medium")
+    figure.suptitle(f"{title}: a row for each token, a column for each token that it reads", fontsize="medium")
     bar = figure.colorbar(image, ax=axes, shrink=0.6, ticks=[-1, -0.1, -0.01, 0, 0.01, 0.1, 1])
     bar.ax.set_yticklabels(["-1", "-0.1", "-0.01", "0", "0.01", "0.1", "1"], fontsize="x-small")
     bar.set_label("share of the row", fontsize="x-small")

@@ -97,7 +97,7 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str], timescales: 
         if layer.weights is not None and layer.kind == "linear readout":
             drawn[f"kernel-layer-{i:02d}.png"] = draw_kernels, f"layer {i}", layer.weights[:, :, 0]
         elif layer.weights is not None:
-            drawn[f"map-layer-{i:02d}.png"] = draw_maps, f"layer {i}: {layer.kind}", layer.weights, labels
+            drawn[f"map-layer-{i:02d}.png"] = draw_maps, f"layer {i} ({layer.kind})", layer.weights, labels
     if timescales:
         drawn["timescales.png"] = draw_timescales, timescales
     try:
