@@ -189,8 +189,9 @@ def _refuse_for_context(
     job_config: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device
 ) -> None:
     context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
-    degree, recurrent = f"parallelism.context_parallel_degree = {context}", config.mixer.kind == "interdomain"
-    least = max(1, config.mixer.conv_width - 1) if recurrent else 1
+    degree = f"parallelism.context_parallel_degree = {context}"
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
+    least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])
     for setting, length in lengths.items():
         if length % context or length < context * least:
             raise ValueError(
@@ -211,7 +212,7 @@ def _refuse_for_context(
 def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:
     sizes = {
         "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
+        "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in config.layers)),
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
     }
