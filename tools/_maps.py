@@ -15,10 +15,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from interdomain.model import Transformer, mixer
+from interdomain.model import Transformer, mixer, softmax
 
 # Shapes: T time, H query heads, G heads of values, D value width.
 
@@ -40,7 +39,8 @@ class Core(NamedTuple):
 CORES = (
     Core("interdomain", mixer, "interdomain_scan"),
     Core("linear readout", mixer, "linear_scan", v=0),
-    Core("softmax", F, "scaled_dot_product_attention", heads=1),
+    Core("softmax", softmax, "_in_blocks", heads=1),  # of a sliding window; it calls the other, with parts of v
+    Core("softmax", softmax, "_attention", heads=1),
 )
 
 
@@ -97,7 +97,7 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if calls:
-            layer.weights, layer.error = _weights(calls[0])
+            layer.weights, layer.error = _weights(calls[0])  # the outermost
             if layer.kind == "interdomain" and attention.config.normalize:
                 layer.weights = layer.weights / layer.weights.sum(-1, keepdim=True)
     return found

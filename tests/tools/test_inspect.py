@@ -19,7 +19,7 @@ T = 21
 TEXT = "def f(x):\n    return x + 1\n"
 # Random Fourier features need no other map; a head of 96 only takes longer.
 RECURRENT = [
-    *(("interdomain", option) for option in OPTIONS if option not in ("rff", "head96")),
+    *(("interdomain", option) for option in OPTIONS if option not in ("rff", "head96") and "window" not in option),
     *(("single-query", "kv1"), ("single-query", "real"), ("interdomain-norope", "plain")),
 ]
 
@@ -64,6 +64,8 @@ def test_the_map_is_the_paper_s_sum_and_makes_the_mixer_s_output(condition, opti
     layers = read(model)
     seen = seen[:4]  # the first forward pass: x and o of each layer
     for i, layer in layers.items():
+        if layer.kind == "softmax":  # of the hybrid
+            continue
         x, o = seen[2 * i : 2 * i + 2]
         mixer, rope = layer.mixer, None
         if mixer.config.rope:
@@ -84,19 +86,24 @@ def test_the_map_is_the_paper_s_sum_and_makes_the_mixer_s_output(condition, opti
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("option", ["plain", "kv2"])
+@pytest.mark.parametrize("option", ["plain", "kv2", "window", "hybrid, window"])
 def test_softmax_s_map(option):
-    layers = read(variant("softmax", option))
+    """A query sees its window, and all before it without one; in a hybrid the other layers have maps of their own."""
+    model = variant("softmax", option)
+    layers = read(model)
+    kinds = [layer.kind for layer in layers.values()]
+    assert kinds == (["softmax", "interdomain"] if "hybrid" in option else ["softmax"] * 2)
     for layer in layers.values():
-        assert layer.kind == "softmax"
         assert layer.error < 1e-12
+        if layer.kind == "interdomain":
+            continue
         assert layer.weights.shape == (4, T, T)
-        assert (layer.weights.triu(1) == 0).all()
-        assert (layer.weights.tril() >= 0).all()
+        seen = torch.ones(T, T).tril().triu(1 - (layer.mixer.window or T)).bool()
+        assert ((layer.weights > 0) == seen).all()
+        assert ((layer.weights != 0) == seen).all()
         torch.testing.assert_close(layer.weights.sum(-1), torch.ones(4, T, dtype=torch.float64))
-    heads = _maps.by_head(layers[1].weights)
+    heads, w = _maps.by_head(layers[0].weights), layers[0].weights[2]
     assert heads["negative"] == [0] * 4
-    w = layers[1].weights[2]
     assert heads["distance"][2] == pytest.approx(sum(w[t, j].item() * (t - j) for t in range(T) for j in range(t)) / T)
     assert heads["own token"][2] == pytest.approx(w.diagonal().mean().item())
 
