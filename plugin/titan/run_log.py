@@ -43,6 +43,8 @@ CHARTS = {
         "Median timescale (tokens)": [r"mixer/layer_\d+/timescale_tokens_median"],
         "Smallest 1 - |Lambda|": [r"mixer/layer_\d+/one_minus_abs_lambda_min"],
         "Median Delta": [r"mixer/layer_\d+/dt_median"],
+        "Share of modes at the bound on the decay": [r"mixer/layer_\d+/share_at_decay_bound"],
+        "Root mean square of |C|": [r"mixer/layer_\d+/c_rms"],
     },
 }
 
