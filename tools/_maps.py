@@ -25,7 +25,7 @@ from interdomain.model import Transformer, mixer, softmax
 class Core(NamedTuple):
     """A function that mixers call, linear in one argument v.
 
-    kind: of its mixers, for the reader. where, name: the module that they find it in. v: the place of v among the arguments.
+    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v among the arguments.
     heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
     """
 
@@ -93,7 +93,8 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
         attention: Any = blocks[str(i)].attention
         with _recorded() as calls:
             attention(*inputs[attention])
-        layer = found[i] = Layer(calls[0].core.kind if calls else type(attention).__name__, attention)
+        kind = calls[0].core.kind if calls else ""
+        layer = found[i] = Layer(kind or type(attention).__name__, attention)
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if calls:
