@@ -25,8 +25,8 @@ from interdomain.model import Transformer, mixer, softmax
 class Core(NamedTuple):
     """A function that mixers call, linear in one argument v.
 
-    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v among the arguments.
-    heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
+    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v
+    among the arguments. heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
     """
 
     kind: str
