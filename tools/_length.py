@@ -30,7 +30,7 @@ class Source(NamedTuple):
     field: str
 
 
-# The revisions are those that the hub's pages and public code showed as these data sets' newest; nobody here has fetched them.
+# The revisions are the newest that archived pages of the hub and public code name. No fetch of them has been run.
 _LONGBENCH = (
     "Xnhyacinth/LongBench@2e9ade51ebf45d98942056c0716234f9d5d257d5"  # LongBench as lm-evaluation-harness reads it
 )

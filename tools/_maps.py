@@ -25,8 +25,8 @@ from interdomain.model import Transformer, mixer, softmax
 class Core(NamedTuple):
     """A function that mixers call, linear in one argument v.
 
-    kind: of its mixers, for the reader. where, name: the module that they find it in. v: the place of v among the arguments.
-    heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
+    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v
+    among the arguments. heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
     """
 
     kind: str
@@ -69,9 +69,9 @@ class Layer:
 
     Attributes:
         kind: its core's, or the class of a mixer that calls none of `CORES`.
-        weights: [H, T, T], query's position before key's; None without a core. With mixer.normalize divided by their sum
-            (paper eq. 9).
-        error: the largest |weights @ v - o|, relative to the largest |o|; before that division.
+        weights: [H, T, T], query's position before key's; None without a core. With mixer.normalize over the
+            denominator (paper eq. 9): they sum to 1 but where the mixer holds it away from zero.
+        error: the largest |weights @ v - o|, relative to the largest |o|.
         output_rms: root mean square of what the output projection reads; None for a mixer without one.
     """
 
@@ -93,23 +93,28 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
         attention: Any = blocks[str(i)].attention
         with _recorded() as calls:
             attention(*inputs[attention])
-        layer = found[i] = Layer(calls[0].core.kind if calls else type(attention).__name__, attention)
+        kind = calls[0].core.kind if calls else ""
+        layer = found[i] = Layer(kind or type(attention).__name__, attention)
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if calls:
-            layer.weights, layer.error = _weights(calls[0])  # the outermost
-            if layer.kind == "interdomain" and attention.config.normalize:
-                layer.weights = layer.weights / layer.weights.sum(-1, keepdim=True)
+            layer.weights, layer.error = _weights(calls[0], attention, inputs)  # the outermost
     return found
 
 
-def _weights(call: Call) -> tuple[Tensor, float]:
-    """([H, T, T], their error)."""
+def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tensor, float]:
+    """([H, T, T], their error). inputs: of every module."""
     G, T, _ = call.v.shape
     weights = call(torch.eye(T, dtype=call.v.dtype, device=call.v.device).expand(G, T, T))
-    o = call(call.v)
-    again = weights @ call.v.repeat_interleave(len(o) // G, dim=0)
-    return weights, ((again - o).abs().max() / o.abs().max()).item()
+    v, o = call.v.repeat_interleave(len(weights) // G, dim=0), call(call.v)
+    if call.core.kind == "interdomain" and attention.config.normalize:
+        (x,), (o,) = inputs[attention][0], inputs[attention.wo][0]
+        o = o if attention.wg is None else o / torch.sigmoid(attention.wg(x))
+        v, o = v[..., :-1], o.unflatten(-1, (len(weights), -1)).movedim(1, 0)
+        # The denominator is a number per token and head, so it is what makes o of the numerators.
+        numerator = weights @ v
+        weights = weights * (o * numerator).sum(-1, keepdim=True) / numerator.square().sum(-1, keepdim=True)
+    return weights, ((weights @ v - o).abs().max() / o.abs().max()).item()
 
 
 @contextlib.contextmanager
