@@ -4,6 +4,7 @@ How near equation 9 of the paper comes to equation 4, by basis, number of basis 
 small model's denominators, before and after training. docs/kernel-view.md explains both. Prints tables, writes a figure.
 """
 
+import argparse
 import math
 import sys
 import sysconfig
@@ -216,8 +217,7 @@ def denominator_table(steps: int) -> str:
     return table(["feature map", "readout", *times, "loss"], rows)
 
 
-@user_errors
-def main(argv=None) -> int:
+def parse(argv=None) -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for kernel-view.png")
     parser.add_argument("--tokens", type=int, default=256, help="N (default: 256)")
@@ -225,6 +225,12 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.tokens < 2 or args.steps < 0:
         raise ValueError(f"--tokens must be at least 2, --steps at least 0: got {args.tokens} and {args.steps}.")
+    return args
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     found = errors(args.tokens)
     print(f"error of equation 9 against equation 4, {args.tokens} tokens\n\n{error_tables(found, args.tokens)}\n")

@@ -132,8 +132,8 @@ class InterdomainMixer(Mixer):
         if not self.config.query_readout:
             return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
-        o = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
-        return (divided(o[0], v), o[1]) if self.config.normalize else o
+        o, final = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
+        return divided(o, v) if self.config.normalize else o, final
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:

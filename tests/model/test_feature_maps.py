@@ -50,10 +50,10 @@ def test_orthogonal_vectors_are_each_normal():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_positive_and_finite_far_from_the_origin(name, dtype):
     """Queries and keys of up to 40 standard deviations, where exp(x) alone overflows; and keys at a random vector itself."""
-    module = favor(1, 128) if name == "favor" else feature_map(name, 1, 128)
-    x = normal(1, 9, 1, 128, dtype=dtype) * torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])[:, None, None]
+    module = favor(1, 256) if name == "favor" else feature_map(name, 1, 256)
+    x = normal(1, 9, 1, 256, dtype=dtype) * torch.tensor([0, 1e-3, 1, 3, 5, 10, 20, 40, 1.0])[:, None, None]
     if name == "favor":
-        x[0, -1, 0] = module.frequencies[0, 0] * 128**0.5  # where the exponent of a key is largest
+        x[0, -1, 0] = module.frequencies[0, 0] * 256**0.5  # where the exponent of a key is largest
     x = x.to(dtype).requires_grad_()
     for query in (True, False):
         y = module(x, query=query)

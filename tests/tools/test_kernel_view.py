@@ -36,6 +36,8 @@ def test_the_error_is_a_product_of_two_residuals():
     queries = torch.rand(7, 5, generator=generator, dtype=torch.float64)
     wanted = equation_4(queries, rough, within)
     torch.testing.assert_close(equation_9(queries, rough, within, basis), wanted, rtol=0, atol=1e-12)
+    wanted = equation_4(queries, 2 + 0.1 * within, rough)  # the other way round; positive
+    torch.testing.assert_close(equation_9(queries, 2 + 0.1 * within, rough, basis), wanted, rtol=0, atol=1e-12)
     # The constant is one of LegS's functions: whatever keys and values are, the denominator is equation 4's.
     integrals = BASES["LegS, integrals of eq. 6"](N, 3)
     denominator = queries @ (rough.T @ integrals) @ (integrals.T @ torch.ones(N, dtype=torch.float64))
