@@ -121,8 +121,8 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
     fraction = request["validation_fraction"]
     if "train" not in splits or (fraction and "validation" not in splits):
         raise ValueError(
-            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}, by a hash of "
-            "each text). Give more, or another fraction; 0: no validation."
+            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}, of text by a "
+            "hash of each). Give more, or another fraction; 0: no validation."
         )
     manifest = {
         "format": FORMAT,
@@ -153,13 +153,14 @@ def prepare_synthetic(args: argparse.Namespace) -> str:
     kind = TASKS[args.synthetic]
     given = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
     task = kind(**kind.defaults | {name: n for name, n in given.items() if n is not None}, seed=args.synthetic_seed)
-    limits = {"validation_fraction": args.validation_fraction, "shard_tokens": args.shard_tokens}
-    examples = args.synthetic_examples
-    request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, **limits}
+    examples, fraction, shard_tokens = args.synthetic_examples, args.validation_fraction, args.shard_tokens
+    request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
+    counts = {"validation": round(examples * fraction)}
+    counts["train"] = examples - counts["validation"]
     with new_folder(args.output) as folder, tqdm(total=examples, unit=" examples", disable=None) as bar:
         path = folder / JsonTokenizer.file
         write_whole(path, tokenizer_json(task.words()))
-        splits = write_examples(task, folder, examples, **limits, report=bar.update)
+        splits = write_examples(task, folder, counts, shard_tokens, bar.update)
         answers = {"example_tokens": task.length, "per_example": task.answers}
         write_manifest(folder, load_tokenizer(path), request, splits, answers=answers)
     return describe(args.output, "wrote")

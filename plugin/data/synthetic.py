@@ -1,7 +1,7 @@
-"""Recall tasks that a small model learns in minutes: `MQAR(length=256, items=32, vocab=514, seed=0).examples(0)`.
+"""Recall tasks that a small model learns in minutes: `MQAR(length=256, items=32, vocab=130).examples("train", 0)`.
 
 An example is one document of `length` tokens, the last of which is EOS, so that windows of that length are examples. All of a
-task's examples have the same number of answer tokens. Example i is a function of the task and i alone, on every machine.
+task's examples have the same number of answer tokens. Which they are is a function of task and split alone, on every machine.
 """
 
 import json
@@ -14,7 +14,7 @@ import numpy as np
 
 from interdomain.data.corpus import ANSWERS
 from interdomain.data.indexed import IndexedDatasetWriter
-from interdomain.data.readers import in_validation
+from interdomain.data.tokenize_parallel import SPLITS
 from interdomain.data.tokenizer import SPECIALS_KEY
 
 BLOCK = 1024  # examples that are drawn at once
@@ -74,62 +74,62 @@ class Task:
         """What does not fit, and what would; empty if all does."""
         raise NotImplementedError
 
-    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
         """Write examples into ids, uint16 [N, T - 1], and 1 at their answers into marks, uint8 [N, T - 1]; both are zeros."""
         raise NotImplementedError
 
-    def examples(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, uint16 [N, T], and 1 for each answer, uint8 [N, T], of one block of examples."""
+    def examples(self, split: str, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, uint16 [N, T], and 1 for each answer, uint8 [N, T], of a split's BLOCK examples from block * BLOCK on."""
         ids, marks = np.zeros((BLOCK, self.length), np.uint16), np.zeros((BLOCK, self.length), np.uint8)
         ids[:, -1] = len(self.words()) + SPECIALS.index("<eos>")
-        self._fill(Draw(self.seed, block), ids[:, :-1], marks[:, :-1])
+        self._fill(Draw(self.seed, 2 * block + SPLITS.index(split)), ids[:, :-1], marks[:, :-1], split)
         return ids, marks
 
 
 class MQAR(Task):
-    """Multi-query associative recall (Arora et al., 2023, "Zoology"): `k3 v7 k1 v2 ... k1 v2 ... k3 v7 ... <eos>`.
+    """Multi-query associative recall (Arora et al., 2023, "Zoology"): `k3 v7 k1 v2 ... k1 v2 k3 v7 k1 v2 ... <eos>`.
 
-    First the pairs of a key and its value; then every key once more, and its value is the answer. Keys and values of an example
-    are distinct. As published, the slots (of two tokens) where keys come back are drawn without replacement with probability
-    proportional to (slot + 1)^-0.99, first for the first key. All other tokens are random values: there random tokens of all
-    kinds, here no keys, so that a key stands twice in an example. In that code the answers are labels only; here they follow
-    their keys in the text as well.
+    First the pairs of a key and its value; after them keys, each with its value, which is the answer. Keys and values of an
+    example are distinct. Which key comes is drawn uniformly, so that there is an answer in every second token; the published
+    task has each key once, after gaps from a power law, and random tokens between. Training examples consist of 1, 2, 4 or 8
+    such lists of equal length, with as many pairs in all: short lists are learned first. The published mixture of lengths does
+    the same. Validation examples are one list.
     """
 
-    defaults: ClassVar = dict(length=256, items=32, vocab=514)
+    defaults: ClassVar = dict(length=256, items=32, vocab=130)
 
     @property
     def answers(self) -> int:
-        return self.items
+        return self.length // 2 - self.items - 1
 
     def words(self) -> list[str]:
         n = (self.vocab - len(SPECIALS)) // 2
         return [f"{kind}{i}" for kind in "kv" for i in range(n)]
 
-    @property
-    def _slots(self) -> int:
-        return (self.length - 1) // 2 - self.items
-
     def _wrong(self) -> str:
-        if self._slots < self.items:
-            return f"a pair takes four tokens; give {(self.length - 1) // 4} pairs or fewer, or {4 * self.items + 1} tokens"
+        if self.length % 2 or self.answers < 1:
+            fits = self.length // 2 - 2
+            least = 2 * self.items + 4
+            return f"the length is even and more than two tokens a pair; give {fits} items or fewer, or {least} tokens"
         if len(self.words()) < 2 * self.items:
             return f"keys and values are distinct; give {2 * self.items + len(SPECIALS)} words or more"
         return ""
 
-    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
-        n, P, slots, rows = len(self.words()) // 2, self.items, self._slots, np.arange(len(ids))
-        ids[:] = n + draw.below(n, *ids.shape)
-        keys, values = draw.distinct(n, len(ids), P), n + draw.distinct(n, len(ids), P)
-        ids[:, 0 : 2 * P : 2], ids[:, 1 : 2 * P : 2] = keys, values
-        # Whole numbers: no last bit of a power decides.
-        weights = np.tile([round(2**20 * (i + 1) ** -0.99) for i in range(slots)], (len(ids), 1))
-        for p in range(P):
-            sums = weights.cumsum(axis=1)
-            slot = (sums <= draw.below(sums[:, -1], len(ids))[:, None]).sum(axis=1)
-            weights[rows, slot] = 0
-            at = 2 * P + 2 * slot
-            ids[rows, at], ids[rows, at + 1], marks[rows, at + 1] = keys[:, p], values[:, p], 1
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
+        n, N, P, slots = len(self.words()) // 2, len(ids), self.items, self.length // 2
+        pairs = np.stack([draw.distinct(n, N, P), n + draw.distinct(n, N, P)], axis=2)  # [N, P, 2]
+        possible = [lists for lists in (1, 2, 4, 8) if P % lists == slots % lists == 0]
+        number = draw.below(len(possible), N) * (split == "train")
+        for i, lists in enumerate(possible):
+            rows = np.flatnonzero(number == i)
+            at, size, each = np.arange(slots), slots // lists, P // lists
+            first, place = (
+                at // size * each,
+                at % size,
+            )  # of each slot: its list's first pair, and where in the list it is
+            asked = first + np.where(place < each, place, draw.below(each, len(rows), slots))
+            ids[rows] = pairs[rows[:, None], asked].reshape(len(rows), self.length)[:, :-1]
+            marks[np.ix_(rows, 2 * at[:-1][(place >= each)[:-1]] + 1)] = 1
 
 
 class SelectiveCopying(Task):
@@ -152,7 +152,7 @@ class SelectiveCopying(Task):
             return f"a token takes two; give {(self.length - 2) // 2} items or fewer, or {2 * self.items + 2} tokens"
         return "" if self.vocab > len(SPECIALS) + 3 else f"give {len(SPECIALS) + 4} words or more"
 
-    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
         n, (N, T), P = len(self.words()) - 2, ids.shape, self.items
         tokens, places = draw.below(n, N, P), np.sort(draw.distinct(T - P - 1, N, P))
         ids[:] = n  # the noise
@@ -190,7 +190,7 @@ class Phonebook(Task):
             return f"names are distinct; give {self.items + 11 + len(SPECIALS)} words or more"
         return ""
 
-    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray) -> None:
+    def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
         N, P, Q, L = len(ids), self.items, self._lookups, 1 + self.digits
         names = 11 + draw.distinct(len(self.words()) - 11, N, P)
         book = np.concatenate([names[..., None], draw.below(10, N, P, self.digits)], axis=2)  # [N, P, L]
@@ -246,27 +246,23 @@ class _Shards:
 
 
 def write_examples(
-    task: Task,
-    folder: Path,
-    examples: int,
-    validation_fraction: float,
-    shard_tokens: int,
-    report: Callable[[int], object],
+    task: Task, folder: Path, counts: dict[str, int], shard_tokens: int, report: Callable[[int], object]
 ) -> dict[str, list[dict]]:
-    """The first so many examples in `folder`, split by their text as any document is (`in_validation`), with their marks.
+    """So many examples of each split in `folder`, with their marks. A training example that is one of validation is left out.
 
-    Calls `report` with the number of examples that were written. Returns: {split: [a manifest's record of each shard]}.
+    Calls `report` with the number of examples that are done. Returns: {split: [a manifest's record of each shard]}.
     """
-    words, full = np.array(task.words()), -(-shard_tokens // task.length)
-    splits = {}
-    for split in ("train", "validation"):
-        splits[split] = _Shards(folder / split, len(words) + len(SPECIALS), full)
-        splits[split + ANSWERS] = _Shards(folder / f"{split}{ANSWERS}", 2, full, BYTES)
-    for first in range(0, examples, BLOCK):
-        ids, marks = (rows[: examples - first] for rows in task.examples(first // BLOCK))
-        held_out = np.array([in_validation(" ".join(text), validation_fraction) for text in words[ids[:, :-1]]])
-        for split, chosen in (("train", ~held_out), ("validation", held_out)):
-            splits[split].add(ids[chosen])
-            splits[split + ANSWERS].add(marks[chosen])
-        report(len(ids))
-    return {split: records for split, shards in splits.items() if (records := shards.close())}
+    splits, held_out, full = {}, set(), -(-shard_tokens // task.length)
+    for split in ("validation", "train"):
+        tokens = _Shards(folder / split, len(task.words()) + len(SPECIALS), full)
+        answers = _Shards(folder / f"{split}{ANSWERS}", 2, full, BYTES)
+        for first in range(0, counts[split], BLOCK):
+            ids, marks = (rows[: counts[split] - first] for rows in task.examples(split, first // BLOCK))
+            new = [row.tobytes() not in held_out for row in ids]
+            if split == "validation":
+                held_out.update(row.tobytes() for row in ids)
+            tokens.add(ids[new])
+            answers.add(marks[new])
+            report(len(ids))
+        splits |= {split: tokens.close(), split + ANSWERS: answers.close()}
+    return {split: shards for split, shards in splits.items() if shards}
