@@ -60,11 +60,10 @@ def plan(study: Study) -> str:
     """The runs as a table, and what is missing."""
     lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
     for run in study.runs:
-        of = run.plan
-        finished = run.is_finished
+        of, finished = run.plan, run.is_finished
+        cost, state = of.flops_per_token * of.tokens, _study_tables.state_in_words(*of.state)
         is_ = "finished" if finished else f"at step {run.step:,} of {of.steps:,}" if run.step else "not begun"
-        cost = of.flops_per_token * of.tokens
-        lines.append([run.name, f"{of.n_params:,}", _study_tables.state_in_words(*of.state), f"{of.tokens:,}", f"{cost:.3g}", is_])
+        lines.append([run.name, f"{of.n_params:,}", state, f"{of.tokens:,}", f"{cost:.3g}", is_])
         tokens[finished] += of.tokens
         flops[finished] += cost
     missing = len(study.missing())
