@@ -13,12 +13,13 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .scan_interdomain import (
+    FeatureMap,
     InputNorm,
     InterdomainCache,
     Padding,
-    RandomFourierFeatures,
     ShortConv,
     SSMDynamics,
+    divided,
     features,
     residual_linear,
     scan,
@@ -47,10 +48,10 @@ class InterdomainMixer(nn.Module):
         self.wv = nn.Linear(dim, kv_dim, bias=False)
         if not config.dual_input:
             self.v_conv = ShortConv(kv_dim, config.conv_width)
-        rff = config.feature_map == "rff"
-        self.feature_map = RandomFourierFeatures(heads, config.head_dim) if rff else None
-        self.k_norm = None if rff else InputNorm(heads, config.head_dim)
-        self.v_norm = None if rff else InputNorm(heads, config.head_dim)
+        silu = config.feature_map == "silu"  # the other maps keep scale and sign
+        self.feature_map = None if silu else FeatureMap(config.feature_map, heads, config.head_dim)
+        self.k_norm = InputNorm(heads, config.head_dim) if silu else None
+        self.v_norm = InputNorm(heads, config.head_dim) if silu else None
         self.ssm = SSMDynamics(config)
         out_dim = dim if config.query_readout else 2 * dim
         self.wg = nn.Linear(dim, out_dim, bias=False) if config.output_gate else None
@@ -90,8 +91,7 @@ class InterdomainMixer(nn.Module):
                 final,
             )
         if config.normalize:
-            top, below = o[..., :-1].to(dtype), o[..., -1:].to(dtype)
-            o = (top / (torch.where(below < 0, -1.0, 1.0) * below.abs().clamp_min(1e-6))).to(o.dtype)
+            o = divided(o, v)
         o = o.flatten(2)
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
@@ -112,7 +112,7 @@ class InterdomainMixer(nn.Module):
             norm=None if norm is None else (norm.weight, norm.bias),
             eps=self.config.rms_norm_eps,
         )
-        return self.feature_map(y) if mapped and self.feature_map is not None else y
+        return self.feature_map(y, name == "q") if mapped and self.feature_map is not None else y
 
     def _last_inputs(self, x: Tensor, past: Tensor | None, padding: Padding | None) -> Tensor:
         """The last W - 1 inputs of the convolutions, [B, W - 1, E], of x [B, T, E] and what was before."""
@@ -226,7 +226,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, InputNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, RandomFourierFeatures):
+        elif isinstance(module, FeatureMap) and hasattr(module, "frequencies"):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
         elif isinstance(module, SSMDynamics):
             module.init_values()

@@ -17,6 +17,9 @@ OPTIONS = {
     "hermitian": dict(readout="hermitian"),
     "rff": dict(feature_map="rff"),
     "normalize": dict(normalize=True),
+    "elu": dict(feature_map="elu", normalize=True),
+    "softplus": dict(feature_map="softplus"),
+    "favor": dict(feature_map="favor", normalize=True, n_kv_heads=2),
     "gate": dict(output_gate=True),
     "kv1": dict(n_kv_heads=1),
     "kv2": dict(n_kv_heads=2),
@@ -36,7 +39,7 @@ VARIANTS = [
     *((condition, "plain") for condition in CONDITIONS),
     *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window")),
     *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
-    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize")),
+    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize"), ("single-query", "favor")),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
 ]
 
