@@ -341,9 +341,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         S = slots.shape[1]
         if cache is not None:
             if window and window < S:
-                kept = slots.argsort(dim=1, stable=True)[
-                    :, -window:
-                ]  # each row's last tokens, whatever padding is between
+                # Each row's last tokens, whatever padding is between.
+                kept = slots.argsort(dim=1, stable=True)[:, -window:]
             cache.slots[window] = slots if kept is None else slots.gather(1, kept)
         if mask is None and before is None and not (window and window < T):
             return Attended(None, kept)

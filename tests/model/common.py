@@ -29,6 +29,7 @@ OPTIONS = {
     ),
     "hybrid": dict(softmax_every=2),
     "hybrid, window": dict(layers=["softmax", "interdomain-norope"], window=7, n_kv_heads=2),
+    "hybrid of recurrences": dict(layers=["dual-linear-norope", "interdomain"]),
     "window": dict(window=7),
 }
 

@@ -36,6 +36,7 @@ CASES = {
     "softmax": ("softmax", {}, None),
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
     "window": ("softmax", OPTIONS["window"], None),
+    "window of more than a shard, packed": ("softmax", dict(window=20), PACKED),
     "hybrid": ("interdomain", OPTIONS["hybrid"], None),
     "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }
