@@ -126,10 +126,10 @@ def test_mqar_has_lists_of_equal_length(corpus):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--synthetic mqar --synthetic-items 128", "give 126 items or fewer, or 260 tokens"),
-        ("--synthetic mqar --synthetic-vocab 65", "give 66 words or more"),
+        ("--synthetic mqar --synthetic-items 128", "give 62 items or fewer, or 260 tokens"),
+        ("--synthetic mqar --synthetic-vocab 33", "give 34 words or more"),
         ("--synthetic mqar --synthetic-items 0", "at least 1"),
-        ("--synthetic mqar --synthetic-length 255", "the length is even"),
+        ("--synthetic mqar --synthetic-length 127", "the length is even"),
         ("--synthetic selective-copying --synthetic-length 33", "give 15 items or fewer, or 34 tokens"),
         ("--synthetic selective-copying --synthetic-vocab 5", "give 6 words or more"),
         ("--synthetic phonebook --synthetic-items 51", "give 50 items or fewer, or 261 tokens"),
