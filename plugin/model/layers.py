@@ -3,6 +3,8 @@
 `interdomain.features` computes the latter, but for random Fourier features. The module that holds a layer draws its values.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -64,10 +66,10 @@ class RMSNorm(nn.RMSNorm):
 class ShortConv(nn.Module):
     """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
 
 
 def widened(x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
 
 @torch.no_grad()
 def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
-    """Per layer with a recurrence: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta.
+    """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta.
 
     The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
@@ -116,7 +116,8 @@ def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
     device = next(parts[0].parameters()).device
     signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
-        if (ssm := getattr(layer.attention, "ssm", None)) is not None:
+        ssm = getattr(layer.attention, "ssm", None)
+        if hasattr(ssm, "log_A_real"):
             dt = ssm.log_dt.exp()  # [H]
             real = decay_exponent(dt, ssm.log_A_real, ssm.A_imag)[..., 0]  # [H, M], log|Lambda|
             timescale = -1 / real

@@ -17,7 +17,9 @@ from interdomain.model import (
     build_config,
     cell_of,
     count_parameters,
+    fla_kernels,
 )
+from interdomain.model.config import FIXED_STATE
 from interdomain.model.flops import state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
 
@@ -94,9 +96,12 @@ class RunPlan:
             longest += f" (8 ranks share {8 * self.longest:,})"
         grows = mixer_class(self.config).state_grows
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
+        mixer, beside = self.config.mixer, ""
+        if mixer.kind in FIXED_STATE:
+            beside = f" (interdomain attention's with n_basis {mixer.n_basis}: {4 * mixer.n_basis * self.config.dim:,})"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
-            "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence",
+            "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence{beside}",
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
@@ -183,6 +188,8 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
     """How the scan and the features are computed, in words. device: None for another machine's GPU."""
     mixer, recurrent = config.mixer, config.mixer.kind == "interdomain"
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    if mixer.kind in FIXED_STATE:
+        return {"recurrence": fla_kernels.chosen(device, dtype, execution.backend)[1]}
     words = (
         {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
     )

@@ -99,7 +99,7 @@ class Mixer:
     """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
 
     #: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
-    #: s4d or s4d-rope.
+    #: s4d or s4d-rope; gla, mamba2, deltanet or gated-deltanet.
     condition: Condition = "interdomain"
     #: Key features and values as the input (true) or two generic projections (false). Unset: as the condition says.
     dual_input: bool | None = None
@@ -112,6 +112,9 @@ class Mixer:
     normalize: bool | None = None  # Divide by the Nadaraya-Watson denominator (eta).
     output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
     n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
+    #: Of gla, mamba2, deltanet and gated-deltanet: heads of the state. Unset: those with which it is as large as interdomain
+    #: attention's, 4 n_basis dim numbers.
+    state_heads: int | None = None
     #: C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal.
     c_scale: float | None = None
     linear_scale: float | None = None  # Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M).
