@@ -92,7 +92,7 @@ class RunPlan:
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
-        if self.context == 1:
+        if self.context == 1 and self.config.mixer.kind not in FIXED_STATE:
             longest += f" (8 ranks share {8 * self.longest:,})"
         grows = mixer_class(self.config).state_grows
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
