@@ -80,13 +80,13 @@ class InterdomainAttention(MegatronModule):
             max_seq_len=max_seq_len,
             rope_theta=rope_theta,
             norm_eps=config.layernorm_epsilon,
-            mixer=mixer,
+            mixers=(mixer,),
         )
         _refuse(config, tp)
         own = replace(mixer, n_kv_heads=mixer.n_kv_heads and groups // tp)
-        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixer=own)
+        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(own,))
         with torch.device("meta"):
-            core: Any = mixer_class(local)(local, execution)
+            core: Any = mixer_class(own)(local, execution)
             self.parts = {}  # by projection, its rows on this rank
             for name in ("wq", "wk", "wv", "wg"):
                 if getattr(core, name, None) is not None:
@@ -125,7 +125,7 @@ class InterdomainAttention(MegatronModule):
     @torch.no_grad()
     def _initialize(self, seed: int) -> None:
         with torch.device("meta"):
-            shapes = {name: t.shape for name, t in mixer_class(self.whole)(self.whole).state_dict().items()}
+            shapes = {name: t.shape for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()}
 
         def own(name: str, dim: int = 0) -> Tensor:
             at = f"layers.{self.layer_number - 1}.attention.{name}"
@@ -154,7 +154,7 @@ class InterdomainAttention(MegatronModule):
         x, _ = self.in_proj(hidden_states)
         order = torch.arange(x.shape[0], device=x.device)
         positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
-        packing = self.core.packing(order, positions, x.dtype, None)
+        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, None)
         rope = rope_of(self.whole, order if positions is None else positions, x.dtype)
         if self.recompute and torch.is_grad_enabled():
             o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)

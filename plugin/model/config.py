@@ -5,8 +5,9 @@ every field by name. Configurations are frozen: change one with `dataclasses.rep
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 FORMAT_VERSION = 1
@@ -30,8 +31,8 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """The token mixer of one block. `kind="softmax"` is the baseline and has no other switch than `n_kv_heads`; the kinds of
-    FIXED_STATE are further baselines, with the switches named there.
+    """The token mixer of one block. `kind="softmax"` is the baseline and has no switches but `n_kv_heads` and `window`; the
+    kinds of FIXED_STATE are further baselines, with the switches named there.
 
     Attributes:
         dual_input, query_readout, rope: the three axes of the paper's ablation cube (appendix, mechanism decomposition).
@@ -45,6 +46,7 @@ class MixerConfig:
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
         state_heads: of the baselines in FIXED_STATE, heads of the state (`state_shape`). None: those with which a layer's state
             is as large as interdomain attention's with n_basis.
+        window: of softmax, how many tokens a token attends to: itself and those right before it. None: all before it.
 
     How the recurrence starts, which the paper leaves open (the scale of C decides whether the mixer learns):
         c_scale: of C, the root mean square of |C_mn|; 1 is S4D's customary complex N(0, 1). None: sqrt(2)/M, or sqrt(2/M) for
@@ -67,6 +69,7 @@ class MixerConfig:
     output_gate: bool = False
     n_kv_heads: int | None = None
     state_heads: int | None = None
+    window: int | None = None
     c_scale: float | None = None
     linear_scale: float | None = None
     dt_min: float = 1e-3
@@ -84,12 +87,17 @@ class MixerConfig:
     def _without_meaning(self) -> dict[str, str]:
         """The settings that this mixer cannot have other than their default, and what to do."""
         if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
-            why = "the softmax condition has no such switch but mixer.n_kv_heads. Choose another condition"
-            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_kv_heads", "n_basis")}
+            why = (
+                "the softmax condition has no switches but mixer.n_kv_heads and mixer.window. Choose another condition"
+            )
+            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", "n_kv_heads", "window")}
         if self.kind in FIXED_STATE:
             why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(FIXED_STATE[self.kind])}"
             return {f.name: why for f in fields(self) if f.name not in ("kind", *FIXED_STATE[self.kind])}
-        found: dict[str, str] = {"state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions"}
+        found: dict[str, str] = {
+            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
+            "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
+        }
         if self.c_form == "identity":
             found["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
@@ -125,7 +133,12 @@ class Execution:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-style pre-norm decoder around one kind of token mixer (paper, backbone details)."""
+    """A Llama-style pre-norm decoder around token mixers (paper, backbone details).
+
+    Attributes:
+        mixers: of the layers in order, repeated until all have one: the shortest such pattern. The paper's models have one,
+            hybrids several; what is to work for both reads `layers`.
+    """
 
     dim: int
     n_layers: int
@@ -135,18 +148,36 @@ class ModelConfig:
     max_seq_len: int = 4096
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    mixer: MixerConfig = field(default_factory=MixerConfig)
+    mixers: tuple[MixerConfig, ...] = field(default_factory=lambda: (MixerConfig(),))
 
     def __post_init__(self) -> None:
-        _check_fields("", self)
+        _check_fields("", self, without="mixers")
+        if not self.mixers or self.n_layers % len(self.mixers):
+            raise ValueError(
+                f"mixer.layers has {len(self.mixers)} conditions: their number must divide n_layers = {self.n_layers}."
+            )
+        object.__setattr__(self, "mixers", _shortest(self.mixers))
         if self.n_heads * self.head_dim != self.dim:
             raise ValueError(f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = {self.dim}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {self.n_kv_heads}.")
-        if self.mixer.kind in FIXED_STATE:
-            state_shape(self.mixer, self.dim)
+        for mixer in self.mixers:
+            if mixer.kind in FIXED_STATE:
+                state_shape(mixer, self.dim)
+            elif self.n_heads % (mixer.n_kv_heads or self.n_heads):
+                raise ValueError(f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {mixer.n_kv_heads}.")
+
+    @property
+    def mixer(self) -> MixerConfig:
+        """The mixer of all layers; a hybrid has none such."""
+        (mixer,) = self.mixers
+        return mixer
+
+    @cached_property
+    def layers(self) -> "tuple[ModelConfig, ...]":
+        """Of each layer, the model all of whose layers are like it."""
+        alike = [self] if len(self.mixers) == 1 else [replace(self, mixers=(mixer,)) for mixer in self.mixers]
+        return tuple(alike * (self.n_layers // len(alike)))
 
     @property
     def n_kv_heads(self) -> int:
@@ -158,19 +189,24 @@ class ModelConfig:
         return -(-8 * self.dim // (3 * 128)) * 128
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        """`mixer`: the settings of one, or of a hybrid's pattern a list of them."""
+        settings = asdict(self)
+        mixers = settings.pop("mixers")
+        return {"format_version": FORMAT_VERSION, **settings, "mixer": list(mixers) if len(mixers) > 1 else mixers[0]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """Inverse of `to_dict`. Unknown keys and newer versions are refused: a silently dropped switch is another model."""
-        settings, mixer = dict(data), data.get("mixer", {})
+        settings, mixers = dict(data), data.get("mixer", {})
+        mixers = mixers if isinstance(mixers, list) else [mixers]
         version = settings.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
         check_names("model", settings, (*MODEL_SETTINGS, "mixer"))
-        check_names("mixer", mixer, MIXER_SETTINGS)
-        settings["mixer"] = MixerConfig(**mixer)
-        return cls(**settings)
+        settings.pop("mixer", None)
+        for mixer in mixers:
+            check_names("mixer", mixer, MIXER_SETTINGS)
+        return cls(**settings, mixers=tuple(MixerConfig(**mixer) for mixer in mixers))
 
 
 class StateShape(NamedTuple):
@@ -206,7 +242,7 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
 
 
 MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
-MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixer")
+MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
 
 
 # Paper, appendix "Backbone details"; the 125M, 350M and 760M rows are the only ones that reproduce its parameter counts.
@@ -236,17 +272,53 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build_config(size: str, condition: str = "interdomain", **overrides: Any) -> ModelConfig:
+def build_config(
+    size: str,
+    condition: str = "interdomain",
+    *,
+    layers: Sequence[str] = (),
+    softmax_every: int | None = None,
+    **overrides: Any,
+) -> ModelConfig:
     """A cell of the study: `size` x `condition`, with any field of ModelConfig or MixerConfig overridden by name.
 
+    Of a hybrid, a setting of MixerConfig is that of all layers whose mixer has it.
+
+    Args:
+        layers: a condition for each layer instead of `condition`; repeated, where they are fewer than the layers.
+        softmax_every: N, where layers N - 1, 2N - 1, ... are softmax and the others `condition`.
     Raises: ValueError for an unknown size, condition or field, or for a combination that no model has.
     """
     _one_of("model size", size, tuple(SIZES))
-    _one_of("mixer.condition", condition, tuple(CONDITIONS))
+    for name in (condition, *layers):
+        _one_of("mixer.layers" if name in layers else "mixer.condition", name, tuple(CONDITIONS))
     check_names("model or mixer", overrides, MODEL_SETTINGS + MIXER_SETTINGS)
-    settings = {**SIZES[size], **CONDITIONS[condition], **overrides}
-    mixer = MixerConfig(**{name: value for name, value in settings.items() if name in MIXER_SETTINGS})
-    return ModelConfig(**{name: value for name, value in settings.items() if name in MODEL_SETTINGS}, mixer=mixer)
+    if layers and softmax_every is not None:
+        raise ValueError(f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave one out.")
+    settings = {**SIZES[size], **overrides}
+    model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
+    pattern = layers or _with_softmax(condition, softmax_every, model["n_layers"])
+    rows = [MixerConfig(n_basis=SIZES[size]["n_basis"], **CONDITIONS[name]) for name in pattern]
+    own = {name: value for name, value in overrides.items() if name in MIXER_SETTINGS}
+    # What no layer has is given to all, and so refused.
+    nowhere = {name for name in own if all(name in row._without_meaning() for row in rows)}
+    mixers = [
+        replace(row, **{n: x for n, x in own.items() if n in nowhere or n not in row._without_meaning()})
+        for row in rows
+    ]
+    return ModelConfig(**model, mixers=tuple(mixers))
+
+
+def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]:
+    """The condition of each layer."""
+    if every is None:
+        return [condition]
+    if condition == "softmax" or not 2 <= every <= n_layers:
+        raise ValueError(
+            f"mixer.softmax_every = {every} with mixer.condition = {condition}: it must be from 2 to n_layers = {n_layers}, "
+            "and the condition another one than softmax. Change it, or leave it out."
+        )
+    return ["softmax" if i % every == every - 1 else condition for i in range(n_layers)]
 
 
 class Cell(NamedTuple):
@@ -260,27 +332,43 @@ class Cell(NamedTuple):
 
 
 def cell_of(config: ModelConfig, size: str) -> Cell:
-    """("125M with n_layers 6", "interdomain, c_form identity, n_basis 32"); without a difference ("125M", "interdomain").
+    """("125M with n_layers 6", "interdomain, c_form identity, n_basis 32"); without a difference ("125M", "interdomain"); of
+    hybrids ("125M", "interdomain, softmax_every 3"), or with another pattern ("125M", "softmax + interdomain + s4d").
 
     size: a row of SIZES, or what an earlier `Cell` says of it. The model's own settings are compared where the row is known.
     """
-    mixer = config.mixer
-    named = ({"kind": "interdomain", **row}.items() <= vars(mixer).items() for row in CONDITIONS.values())
-    condition = next(name for name, same in zip(CONDITIONS, named, strict=True) if same)
-    row, other = config, MixerConfig(**CONDITIONS[condition])
+    row, n_basis = config, MixerConfig.n_basis
     if (name := str(size).partition(" with ")[0]) in SIZES:
-        size, row = name, build_config(name, condition)
-        other = row.mixer
+        size, row, n_basis = name, build_config(name), SIZES[name]["n_basis"]
 
     def differences(got: Any, usual: Any, *without: str) -> list[str]:
         values = {f.name: getattr(got, f.name) for f in fields(got) if f.name not in without}
         changed = {name: value for name, value in values.items() if value != getattr(usual, name)}
         return [f"{n} {value:g}" if isinstance(value, float) else f"{n} {value}" for n, value in changed.items()]
 
-    changed = ", ".join(differences(config, row, "mixer", "head_dim"))  # dim and n_heads say what head_dim is
-    unread = ["n_basis"] if condition == "softmax" else []
-    settings = ", ".join([condition, *differences(mixer, other, *unread)])
-    return Cell(f"{size} with {changed}" if changed else size, settings)
+    changed = ", ".join(differences(config, row, "mixers", "head_dim"))  # dim and n_heads say what head_dim is
+    conditions = [_condition_of(mixer) for mixer in config.mixers]
+    settings: list[str] = []
+    for mixer, condition in zip(config.mixers, conditions, strict=True):
+        unread = ["n_basis"] if mixer.kind == "softmax" else []
+        settings += differences(mixer, MixerConfig(n_basis=n_basis, **CONDITIONS[condition]), *unread)
+    first, every = conditions[0], 1 + [*conditions, "softmax"].index("softmax")
+    if 1 < every <= len(conditions) and conditions == _with_softmax(first, every, len(conditions)):
+        conditions = [f"{first}, softmax_every {every}"]
+    words = ", ".join([" + ".join(conditions), *dict.fromkeys(settings)])
+    return Cell(f"{size} with {changed}" if changed else size, words)
+
+
+def _condition_of(mixer: MixerConfig) -> str:
+    """The first condition whose row a mixer has."""
+    named = ({"kind": "interdomain", **row}.items() <= vars(mixer).items() for row in CONDITIONS.values())
+    return next(name for name, same in zip(CONDITIONS, named, strict=True) if same)
+
+
+def _shortest(pattern: tuple[MixerConfig, ...]) -> tuple[MixerConfig, ...]:
+    """The part of a pattern that it repeats."""
+    parts = (pattern[:n] for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
+    return next(part for part in parts if part * (len(pattern) // len(part)) == pattern)
 
 
 def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
@@ -294,9 +382,9 @@ def check_names(where: str, got: Iterable[str], allowed: Iterable[str]) -> None:
         raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
 
 
-def _check_fields(prefix: str, config: Any) -> None:
+def _check_fields(prefix: str, config: Any, without: str = "") -> None:
     """Types, choices and ranges. Raises ValueError that names the setting."""
-    for f in fields(config):
+    for f in (f for f in fields(config) if f.name != without):
         name, got, kind = f"{prefix}{f.name}", getattr(config, f.name), cast(Any, f.type)
         real = isinstance(0.0, kind)  # a JSON or TOML file may have 1 for 1.0
         # A bool is an int to Python, but `dim = true` is no size.

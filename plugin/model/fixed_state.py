@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from interdomain.features import input_features
 
-from .config import Execution, ModelConfig, state_shape
+from .config import Execution, MixerConfig, ModelConfig, state_shape
 from .initialize import initialize
 from .interface import Mixer
 from .layers import Linear, RMSNorm, ShortConv, widened
@@ -127,11 +127,13 @@ class FixedStateMixer(Mixer):
         return [mixer.ssm() if hasattr(mixer, "ssm") else () for mixer in mixers]
 
     @staticmethod
-    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None) -> Tensor | None:
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+    ) -> Tensor | None:
         return None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> None:
+    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
         """Nothing: a state is all that a piece continues from."""
 
     def init_state(

@@ -14,12 +14,12 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
 
     Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
     """
-    macs = mixer_class(config).macs(config, seq_len)
+    macs = [mixer_class(layer.mixer).macs(layer, seq_len) for layer in config.layers]
     return {
-        "linear": 2 * config.n_layers * (macs["linear"] + 3 * config.dim * config.ffn_hidden),
+        "linear": 2 * sum(layer["linear"] + 3 * config.dim * config.ffn_hidden for layer in macs),
         "head": 2 * config.dim * config.vocab_size,
-        "conv": 2 * config.n_layers * macs["conv"],
-        "mixer": 2 * config.n_layers * macs["mixer"],
+        "conv": 2 * sum(layer["conv"] for layer in macs),
+        "mixer": 2 * sum(layer["mixer"] for layer in macs),
     }
 
 
@@ -28,9 +28,10 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return 3 * sum(forward_flops_per_token(config, seq_len).values())
 
 
-def state_size(config: ModelConfig) -> int:
-    """Numbers of one layer's state per sequence, a complex one as two (the paper's state budget); of softmax, per token too."""
-    return mixer_class(config).state_size(config)
+def state_size(layer: ModelConfig) -> int:
+    """Numbers of a layer's state per sequence, a complex one as two (the paper's state budget); of softmax without a window,
+    per token too."""
+    return mixer_class(layer.mixer).state_size(layer)
 
 
 def memory_estimate(
@@ -64,26 +65,31 @@ def memory_estimate(
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
         logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
     """
-    dim, V, n_params, layers = config.dim, config.vocab_size // tensor, own.parameters, sum(own.layers)
-    kept, handed = mixer_class(config).kept(config), mixer_class(config).handed_on(config)
+    dim, V, n_params = config.dim, config.vocab_size // tensor, own.parameters
     tokens = local_batch * seq_len // context
-    block = (n_params - (own.embedding + own.head) * V * dim) // max(1, layers)
+    block = (n_params - (own.embedding + own.head) * V * dim) // max(1, sum(map(len, own.layers)))
     stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
     rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
 
-    per_layer, everything = _kept_per_token(config, tensor, checkpointing, precision, compiled, recompute)
-    blocks = sum(n * times for n, times in zip(own.layers, in_flight, strict=True))
-    activations = tokens * blocks * per_layer
+    options = tensor, checkpointing, precision, compiled, recompute
+    # Of each layer, as often as its activations are held.
+    held = [config.layers[i] for n, stage in zip(in_flight, own.layers, strict=True) for i in stage * n]
+    blocks, per_token = len(held), {layer: _kept_per_token(layer, *options) for layer in dict.fromkeys(held)}
+    kept, handed = ([getattr(mixer_class(x.mixer), f)(x) for x in held] for f in ("kept", "handed_on"))
+    activations = tokens * sum(per_token[layer][0] for layer in held)
     piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * own.head
     if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
-        activations += max(0, tokens * (everything - per_layer) - piece)
-    activations += 4 * blocks * kept["tables"] // tensor
+        again = max((everything - per_layer for per_layer, everything in per_token.values()), default=0)
+        activations += max(0, tokens * again - piece)
+    activations += 4 * sum(layer["tables"] for layer in kept) // tensor
     if checkpointing == "none":
         activations += rounded * blocks * block
     if context > 1:
-        activations += 4 * blocks * local_batch * handed["state"] // tensor
-        alive = blocks if checkpointing == "none" else 1  # keys and values of all shards
-        activations += alive * (context - 1) * tokens * width * handed["token"] // tensor
+        activations += 4 * local_batch * sum(layer["state"] for layer in handed) // tensor
+        alive = (sum if checkpointing == "none" else max)(
+            layer["token"] for layer in handed
+        )  # keys and values of all shards
+        activations += alive * (context - 1) * tokens * width // tensor
     passed_on = sum(in_flight) - own.head * in_flight[-1]  # outputs of stages that are not the last
     activations += passed_on * tokens * dim * stored // tensor
     sharded = 4 * ((n_params - own.dynamics) // shards + own.dynamics)
@@ -102,7 +108,7 @@ def memory_estimate(
 def _kept_per_token(
     config: ModelConfig, tensor: int, checkpointing: str, precision: str, compiled: bool, recompute: bool
 ) -> tuple[int, int]:
-    """Bytes that autograd keeps per token and layer, with this checkpointing and without any.
+    """Bytes that autograd keeps per token of a layer, with this checkpointing and without any.
 
     `none`: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
     `selective`: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last). `full`:
@@ -110,7 +116,7 @@ def _kept_per_token(
     bf16-products without checkpointing, also the weights in bf16.
     Ranks that share the heads keep all tokens of the products' inputs and of the last product, 1 / tensor of all else.
     """
-    dim, ffn, kept = config.dim, config.ffn_hidden, mixer_class(config).kept(config)
+    dim, ffn, kept = config.dim, config.ffn_hidden, mixer_class(config.mixer).kept(config)
     stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
     features = kept["token"] + 3 * ffn
     everything = (2 * dim * stored + width * (features + ffn)) // tensor

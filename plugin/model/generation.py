@@ -1,6 +1,7 @@
 """Text from a model: `prefill` reads a prompt into a state, `decode` takes one token a step, `generate` does both.
 
-The state has a fixed size for every mixer but softmax, so a step costs the same after ten tokens and after a million.
+The state has a fixed size for every mixer but softmax without a window, so a step costs the same after ten tokens and after a
+million.
 """
 
 import contextlib
@@ -106,8 +107,7 @@ class Decoder:
                 raise ValueError("a CUDA graph cannot be captured under autocast: make the Decoder outside of it.")
             needed = state.length + max(1, room)
             if state.capacity is not None and state.capacity < needed:
-                for layer in state.layers:
-                    layer.reserve(state.length, needed)
+                state.reserve(needed)
             # A captured step reads no number of the host's.
             state.cursor = torch.full((1,), state.length, device=device)
             self.tokens = torch.zeros(len(state.position), 1, dtype=torch.int64, device=device)

@@ -16,6 +16,7 @@ from .config import ModelConfig
 from .ssm import initial_A
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
+_LAYER = re.compile(r"layers\.(\d+)\.")
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
@@ -66,7 +67,9 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     def uniform(low: float, high: float) -> Tensor:
         return torch.empty(shape, **cpu).uniform_(low, high, generator=generator)
 
-    mixer, n_basis = config.mixer, config.mixer.n_basis
+    layer = _LAYER.match(name)
+    mixer = config.layers[int(layer[1]) if layer else 0].mixer
+    n_basis = mixer.n_basis
     module, _, leaf = name.rpartition(".")
     kind = module.rpartition(".")[2]
     match kind, leaf:

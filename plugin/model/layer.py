@@ -42,7 +42,7 @@ class InterdomainAttention(nn.Module):
         super().__init__()
         check_names("mixer", options, [name for name in MIXER_SETTINGS if name != "kind"])
         sizes = dict(dim=dim, n_layers=n_layers, n_heads=n_heads, head_dim=dim // n_heads)
-        self.config = ModelConfig(**sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixer=MixerConfig(**options))
+        self.config = ModelConfig(**sizes, rope_theta=rope_theta, norm_eps=norm_eps, mixers=(MixerConfig(**options),))
         self.mixer = InterdomainMixer(self.config, Execution(backend))
 
     def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:

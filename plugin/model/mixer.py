@@ -8,7 +8,7 @@ from torch import Tensor
 from interdomain.features import input_features, input_features_step
 from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
-from .config import Execution, ModelConfig
+from .config import Execution, MixerConfig, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
 from .layers import InputNorm, Linear, RandomFourierFeatures, ShortConv, widened
@@ -144,14 +144,16 @@ class InterdomainMixer(Mixer):
         return Dynamics(*(None if p is None else own(p, self.heads) for p in self.ssm()))
 
     @staticmethod
-    def packing(order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None) -> Any:
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+    ) -> Any:
         if positions is None:
             return None
         documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
         return documents if shard is None else (documents, positions[:, 0])
 
     @staticmethod
-    def continuing(state: ModelState, tokens: int, dtype: torch.dtype) -> None:
+    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
         """Nothing: a state is all that a piece continues from."""
 
     # Decoding

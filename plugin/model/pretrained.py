@@ -10,6 +10,7 @@ Nothing in it is ever unpickled. A folder is written under another name and rena
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ SETTINGS = {
     "norm_eps": "rms_norm_eps",
     "kind": "mixer",
 }
+HYBRID = "hybrid"  # the mixer of a model whose `layer_settings` say what the settings of each layer are, in a pattern
 BASE = "model."  # before the name of every tensor but the head's: transformers' base_model_prefix
 
 
@@ -54,11 +56,14 @@ def stored_name(name: str) -> str:
 def to_transformers(config: ModelConfig) -> dict[str, Any]:
     """The settings as config.json has them."""
     settings: dict[str, Any] = config.to_dict()
-    mixer: dict[str, Any] = settings.pop("mixer")
-    mixer.pop("n_kv_heads")
+    del settings["mixer"]
+    mixers = []
+    for own in config.layers[: len(config.mixers)]:
+        mixer = {SETTINGS.get(name, name): value for name, value in asdict(own.mixer).items() if name != "n_kv_heads"}
+        mixers.append(mixer | {"num_key_value_heads": own.n_kv_heads})
     return {
-        **{SETTINGS.get(name, name): value for name, value in (settings | mixer).items()},
-        "num_key_value_heads": config.n_kv_heads,
+        **{SETTINGS.get(name, name): value for name, value in settings.items()},
+        **(mixers[0] if len(mixers) == 1 else {"mixer": HYBRID, "layer_settings": mixers}),
         "intermediate_size": config.ffn_hidden,
     }
 
@@ -66,10 +71,13 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
 def from_transformers(record: dict[str, Any]) -> ModelConfig:
     """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
     settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
-    mixer = {name: record[SETTINGS.get(name, name)] for name in MIXER_SETTINGS if name != "n_kv_heads"}
-    shared = record["num_key_value_heads"]
-    mixer["n_kv_heads"] = None if shared == settings["n_heads"] else shared
-    return ModelConfig.from_dict({**settings, "mixer": mixer})
+    mixers = []
+    for own in record["layer_settings"] if record["mixer"] == HYBRID else [record]:
+        # What a folder from before a setting lacks has the setting's default.
+        mixer = {name: own[key] for name in MIXER_SETTINGS if (key := SETTINGS.get(name, name)) in own}
+        shared = own["num_key_value_heads"]
+        mixers.append(mixer | {"n_kv_heads": None if shared == settings["n_heads"] else shared})
+    return ModelConfig.from_dict({**settings, "mixer": mixers})
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax.
+"""What a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax without a window.
 
 A model advances a state in place. Where no gradient is recorded its tensors keep their addresses, which CUDA graphs need.
 """
@@ -78,6 +78,43 @@ class KVCache:
 
 
 @dataclass
+class WindowCache:
+    """Rotated keys and values of the last S tokens, each [B, H, S, head_dim]: token i is in slot i mod S."""
+
+    k: Tensor
+    v: Tensor
+    capacity: ClassVar[int | None] = None
+
+    def append(self, k: Tensor, v: Tensor, begin: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Put k, v [B, H, T, head_dim] of the tokens `begin` on in the place of the oldest.
+
+        Returns: keys and values, for T = 1 of all slots; else of the min(begin, S) tokens before, in their order, and of these.
+        A tensor [1] for `begin` as in KVCache.
+        """
+        T, S, seen = k.shape[2], self.k.shape[2], None
+        if T > 1:
+            assert isinstance(begin, int)
+            before = torch.arange(begin - min(begin, S), begin, device=k.device) % S
+            pairs = (self.k, k), (self.v, v)
+            seen = [torch.cat([old.index_select(2, before).to(new.dtype), new], 2) for old, new in pairs]
+        slots = (begin + torch.arange(T, device=k.device)[-S:]) % S
+        k, v = k[:, :, -S:].to(self.k.dtype), v[:, :, -S:].to(self.v.dtype)
+        if writable(self.k, k):
+            self.k.index_copy_(2, slots, k)
+            self.v.index_copy_(2, slots, v)
+        else:
+            self.k, self.v = self.k.index_copy(2, slots, k), self.v.index_copy(2, slots, v)
+        return (self.k, self.v) if seen is None else (seen[0], seen[1])
+
+    def aligned(self, used: int, length: int) -> "WindowCache":
+        """With `length` tokens before the next, where `used` were: the new first ones are padding."""
+        return WindowCache(*(x.roll(length - used, 2) for x in (self.k, self.v)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"k": self.k, "v": self.v}
+
+
+@dataclass
 class ModelState:
     """One entry per layer, and where each row stands.
 
@@ -90,7 +127,7 @@ class ModelState:
             the model then advances it in place of `length`.
     """
 
-    layers: list[Any]  # MixerState or KVCache
+    layers: list[Any]  # MixerState, KVCache or WindowCache
     position: Tensor
     dynamics: list[tuple[Tensor, ...]]
     length: int = 0
@@ -100,7 +137,13 @@ class ModelState:
     @property
     def capacity(self) -> int | None:
         """Tokens that there is room for; None where there is no limit."""
-        return self.layers[0].capacity
+        return min((layer.capacity for layer in self.layers if layer.capacity is not None), default=None)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many, those seen among them."""
+        for layer in self.layers:
+            if layer.capacity is not None:
+                layer.reserve(self.length, tokens)
 
     def advance(self, tokens: int) -> None:
         """Count `tokens` of each row."""

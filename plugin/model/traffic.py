@@ -17,12 +17,12 @@ class Held(NamedTuple):
     """What one rank has of a model: all, or stages of a pipeline, and of SHARDED parameters its part for tensor parallelism.
 
     groups: its parameters but the dynamics, as FSDP2 gathers them together: rows, numbers of a row, and whether it is a part.
-    dynamics: their parameters, which FSDP2 does not shard. layers: of each stage.
+    dynamics: their parameters, which FSDP2 does not shard. layers: their numbers, of each stage.
     """
 
     groups: list[list[tuple[int, int, bool]]]
     dynamics: int
-    layers: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
     embedding: bool
     head: bool
 
@@ -50,7 +50,7 @@ def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -
     return Held(
         [of_module[name] for name in names if name in of_module],
         sum(dynamics.get(name, 0) for name in names),
-        tuple(sum(name.startswith("layers.") for name in stage) for stage in stages),
+        tuple(tuple(int(name[7:]) for name in stage if name.startswith("layers.")) for stage in stages),
         "tok_embeddings" in names,
         "output" in names,
     )
@@ -84,7 +84,7 @@ def traffic(
         gathers: how often parameters are gathered in a step; head_gathers: those of the head.
     """
     parts, stored, width = shards * context, (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
-    tokens, layers, recomputed = local_batch * seq_len // context, sum(own.layers), checkpointing != "none"
+    tokens, layers = local_batch * seq_len // context, [i for stage in own.layers for i in stage]
 
     def summed(numbers: int, ranks: int) -> int:
         return 2 * 4 * numbers * (ranks - 1) // ranks
@@ -94,23 +94,26 @@ def traffic(
     gathered = sum(n * stored * k for n, k in zip(per_group, times, strict=True))
     whole = sum(math.ceil(rows / parts) * numbers for group in own.groups for rows, numbers, part in group if not part)
 
-    handed = mixer_class(config).handed_on(config)
-    per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
-    if handed["state"]:
-        per_sequence += 4  # whether a document begins in the shard
-    per_token = width * handed["token"] // tensor
-    # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
-    by_context = local_batch * per_sequence * (2 + (checkpointing == "full")) + tokens * per_token * (2 + recomputed)
+    by_context = 0
+    for layer in (config.layers[i] for i in layers):
+        handed = mixer_class(layer.mixer).handed_on(layer)
+        per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
+        if handed["state"]:
+            per_sequence += 4  # whether a document begins in the shard
+        per_token = width * handed["token"] // tensor
+        # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
+        by_context += local_batch * per_sequence * (2 + (checkpointing == "full"))
+        by_context += tokens * per_token * (2 + (checkpointing != "none"))
 
     # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
     # gathers.
     hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
-    by_tensor = micro_batches * hidden * (width * (8 + again) * layers + 2 * stored * own.embedding)
+    by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * own.embedding)
     by_tensor += micro_batches * own.head * (2 * hidden * width + 4 * tokens)
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
         "replicas": sum(summed(n, replicas) for n in per_group),
-        "context": (context - 1) * micro_batches * layers * by_context,
+        "context": (context - 1) * micro_batches * by_context,
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
         "pipeline": micro_batches * hidden * stored * (2 * len(own.layers) - own.embedding - own.head),
         "dynamics": summed(own.dynamics, replicas * parts * tensor),

@@ -1,4 +1,4 @@
-"""Llama-style pre-norm decoder around a token mixer. Child names are TorchTitan's, so that its helpers apply as they are."""
+"""Llama-style pre-norm decoder around token mixers. Child names are TorchTitan's, so that its helpers apply as they are."""
 
 import contextlib
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .config import Execution, ModelConfig
+from .config import Execution, MixerConfig, ModelConfig
 from .fixed_state import MIXERS
 from .initialize import initialize
 from .interface import Mixer
@@ -21,9 +21,9 @@ from .state import ModelState
 MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer, **MIXERS}
 
 
-def mixer_class(config: ModelConfig) -> type[Mixer]:
-    """The mixer of a model: its function, and what it costs."""
-    return MIXER_CLASSES[config.mixer.kind]
+def mixer_class(config: MixerConfig) -> type[Mixer]:
+    """A layer's mixer: its function, and what it costs."""
+    return MIXER_CLASSES[config.kind]
 
 
 class FeedForward(nn.Module):
@@ -48,7 +48,8 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, execution: Execution | None) -> None:
         super().__init__()
-        self.attention = mixer_class(config)(config, execution)
+        self.mixer = config.mixer
+        self.attention = mixer_class(config.mixer)(config, execution)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -85,7 +86,7 @@ class Transformer(nn.Module):
         self.config = config
         self.bf16_products = execution is not None and execution.bf16_products
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config, execution) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(own, execution) for i, own in enumerate(config.layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
         Raises: ValueError for positions with a state, and for a state of other rows; NotImplementedError for a state or `last`
             where the model computes a part.
         """
-        mixers, part = mixer_class(self.config), self.shard or self.heads
+        kinds, part = dict.fromkeys(self._kinds), self.shard or self.heads
         if part is not None and (state is not None or last is not None):
             raise NotImplementedError(
                 f"state and last are for whole sequences and all heads, and this model computes one of {part.size} parts; "
@@ -146,19 +147,19 @@ class Transformer(nn.Module):
             if len(state.position) != B:
                 raise ValueError(f"{B} row(s) of tokens for a state of {len(state.position)}; there must be one each.")
             positions = state.position[:, None] + order
-            packing = mixers.continuing(state, T, h.dtype)
+            packing = {kind: mixer_class(kind).continuing(kind, state, T, h.dtype) for kind in kinds}
         else:
             order = order if self.shard is None else order + self.shard.rank * T
-            packing = mixers.packing(order, positions, h.dtype, self.shard)
+            packing = {kind: mixer_class(kind).packing(kind, order, positions, h.dtype, self.shard) for kind in kinds}
             positions = order if positions is None else positions
-        rope = rope_of(self.config, positions, h.dtype) if self.config.mixer.rope else None
+        rope = rope_of(self.config, positions, h.dtype) if any(kind.rope for kind in kinds) else None
         dynamics = self.dynamics() if state is None else state.dynamics
         products = contextlib.nullcontext()
         if self.bf16_products:  # autocast's cache would keep a bf16 copy of every weight to the end, to use it once
             products = torch.autocast(h.device.type, torch.bfloat16, cache_enabled=False)
         with products:
-            for i, layer in enumerate(self.layers.values()):
-                h = layer(h, rope, dynamics[i], state and state.layers[i], packing)
+            for i, (kind, layer) in enumerate(zip(self._kinds, self.layers.values(), strict=True)):
+                h = layer(h, rope, dynamics[i], state and state.layers[i], packing[kind])
             if state is not None:
                 state.advance(T)
             h = h if last is None else h[:, -last:]
@@ -172,17 +173,27 @@ class Transformer(nn.Module):
         blocks: Any = self.layers.values()
         return [block.attention for block in blocks]
 
+    @property
+    def _kinds(self) -> list[MixerConfig]:
+        """Of each layer. What is made once for all layers of a kind is made by it."""
+        blocks: Any = self.layers.values()
+        return [block.mixer for block in blocks]
+
     def dynamics(self) -> list[tuple[Tensor, ...]]:
         """Per layer what its scan reads of the parameters, float32; constant over the sequence.
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
-        return mixer_class(self.config).dynamics(self._mixers) if self.layers else []
+        mixers, kinds, found = self._mixers, self._kinds, {}
+        for kind in dict.fromkeys(kinds):
+            alike = [i for i, other in enumerate(kinds) if other == kind]
+            found |= zip(alike, mixer_class(kind).dynamics([mixers[i] for i in alike]), strict=True)
+        return [found[i] for i in range(len(kinds))]
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.
 
-        capacity: tokens that softmax has room for from the start; its cache grows where they are more. Others need none.
+        capacity: tokens that softmax without a window has room for from the start; its cache grows where they are more.
         """
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device

@@ -4,7 +4,9 @@
 Every refusal names the setting, what was got, and what is allowed.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -92,16 +94,19 @@ class RunPlan:
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
-        if self.context == 1 and self.config.mixer.kind not in FIXED_STATE:
+        if self.context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
             longest += f" (8 ranks share {8 * self.longest:,})"
-        grows = mixer_class(self.config).state_grows
+        states = []
+        for layer, n in Counter(self.config.layers).items():
+            grows = mixer_class(layer.mixer).state_grows(layer)
+            which = f" ({n} x {cell_of(layer, self.size).condition})" if len(self.config.mixers) > 1 else ""
+            if layer.mixer.kind in FIXED_STATE:
+                which += f" (interdomain attention: {4 * layer.mixer.n_basis * layer.dim:,})"
+            states.append(f"{state_size(layer):,} numbers per layer{', token' * grows} and sequence{which}")
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
-        mixer, beside = self.config.mixer, ""
-        if mixer.kind in FIXED_STATE:
-            beside = f" (interdomain attention's with n_basis {mixer.n_basis}: {4 * mixer.n_basis * self.config.dim:,})"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
-            "state": f"{state_size(self.config):,} numbers per layer{', token' * grows} and sequence{beside}",
+            "state": "; ".join(states),
             "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
@@ -176,7 +181,7 @@ def model_config(job_config: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
     model, mixer = job_config.model, job_config.mixer
     names = [f.name for f in fields(Mixer) if f.name not in ("condition", "backend", "recompute", "features")]
-    changed = {name: value for name in names if (value := getattr(mixer, name)) is not None}
+    changed: dict[str, Any] = {name: value for name in names if (value := getattr(mixer, name)) is not None}
     changed |= {name: n for name in ("vocab_size", "dim", "n_layers", "n_heads") if (n := getattr(model, name))}
     if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed
@@ -186,17 +191,27 @@ def model_config(job_config: JobConfig) -> ModelConfig:
 
 def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:
     """How the scan and the features are computed, in words. device: None for another machine's GPU."""
-    mixer, recurrent = config.mixer, config.mixer.kind == "interdomain"
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    if mixer.kind in FIXED_STATE:
-        return {"recurrence": fla_kernels.chosen(device, dtype, execution.backend)[1]}
     words = (
         {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
     )
+    if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
+        words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     if words.get("scan") == "auto":
-        width = config.head_dim + mixer.normalize if mixer.query_readout else 0
-        words["scan"] = scan.resolve_backend(device, mixer.n_basis, width, dtype=dtype)[1]
+        found = dict.fromkeys(
+            scan.resolve_backend(
+                device,
+                mixer.n_basis,
+                config.head_dim + mixer.normalize if mixer.query_readout else 0,
+                dtype=dtype,
+            )[1]
+            for mixer in recurrent
+        )
+        words["scan"] = "; ".join(found)
     if words["features"] == "auto":
-        conv_width = mixer.conv_width * recurrent
+        conv_width = max(
+            (mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")), default=0
+        )
         words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
     return words

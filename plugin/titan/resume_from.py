@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.model import ModelConfig
+from interdomain.model import ModelConfig, cell_of
+from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
 from interdomain.model.distributed_checkpoint import SafeReader, check_lengths, finished_steps, read_sidecar
 
 from .errors import one_paragraph
@@ -139,9 +140,13 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     """
     record = point.record
     # Settings that make another model of the same tensors. The context length does not.
-    there, here = (ModelConfig.from_dict(r["model"]).to_dict() for r in (record, run))
-    pairs = [(name, there[name], here[name]) for name in here if name not in ("max_seq_len", "mixer")]
-    pairs += [(f"mixer.{name}", there["mixer"][name], value) for name, value in here["mixer"].items()]
+    models = [ModelConfig.from_dict(r["model"]) for r in (record, run)]
+    pairs = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
+    if len(models[0].mixers) == len(models[1].mixers):
+        for mixers in zip(*(m.mixers for m in models), strict=True):
+            pairs += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in MIXER_SETTINGS]
+    else:
+        pairs += [("mixer.layers", *(cell_of(m, "").condition for m in models))]
     if batch:
         pairs += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
     entries = point.index.state_dict_metadata.items()

@@ -83,13 +83,13 @@ class RunLog(BaseLogger):
 
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
     """What runs of a study differ in (tools.study)."""
-    optimizer, mixer = job_config.optimizer, plan.config.mixer
-    start = ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init") if mixer.kind == "interdomain" else ()
+    optimizer, start = job_config.optimizer, ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
+    mixers = [mixer for mixer in plan.config.mixers if mixer.kind == "interdomain"]
     of_the_plan = ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")
     return {
         "model": plan.cell.size,
         "condition": plan.cell.condition,
-        **{name: getattr(mixer, name) for name in start if getattr(mixer, name) is not None},
+        **{name: x for mixer in mixers for name in start if (x := getattr(mixer, name)) is not None},
         **{name: getattr(plan, name) for name in of_the_plan},
         "parameters": plan.n_params,
         "recompute": plan.execution.recompute,

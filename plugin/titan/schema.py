@@ -34,6 +34,7 @@ Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
 Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
+Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
 ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
 FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
@@ -115,6 +116,14 @@ class Mixer:
     #: Of gla, mamba2, deltanet and gated-deltanet: heads of the state. Unset: those with which it is as large as interdomain
     #: attention's, 4 n_basis dim numbers.
     state_heads: int | None = None
+    #: A hybrid: of every so many layers the last is softmax, the others are the condition's. The settings here are those of all
+    #: layers that have them.
+    softmax_every: int | None = None
+    #: A hybrid: conditions of the layers in order, instead of `condition`; repeated where they are fewer than the layers.
+    layers: Conditions = field(default_factory=list)
+    window: int | None = (
+        None  # Tokens that a token attends to in softmax layers, itself among them. Unset: all before it.
+    )
     #: C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal.
     c_scale: float | None = None
     linear_scale: float | None = None  # Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M).

@@ -117,10 +117,11 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     """Raises: ValueError for a model, lengths or settings that the axes cannot divide."""
     parallel, training, validation = job_config.parallelism, job_config.training, job_config.validation
     context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    if max(context, tensor) > 1 and config.mixer.kind in FIXED_STATE:
+    fixed = [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]
+    if fixed and max(context, tensor) > 1:
         raise ValueError(
             f"parallelism.context_parallel_degree = {context} and tensor_parallel_degree = {tensor}: both must be 1 for the "
-            f"{config.mixer.kind} condition. More ranks may be data_parallel_replicate_degree, data_parallel_shard_degree or "
+            f"{fixed[0]} condition. More ranks may be data_parallel_replicate_degree, data_parallel_shard_degree or "
             "pipeline_parallel_degree."
         )
     lengths = {"training.seq_len": training.seq_len}
@@ -196,8 +197,9 @@ def _refuse_for_context(
     job_config: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device
 ) -> None:
     context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
-    degree, recurrent = f"parallelism.context_parallel_degree = {context}", config.mixer.kind == "interdomain"
-    least = max(1, config.mixer.conv_width - 1) if recurrent else 1
+    degree = f"parallelism.context_parallel_degree = {context}"
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
+    least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])
     for setting, length in lengths.items():
         if length % context or length < context * least:
             raise ValueError(
@@ -218,7 +220,7 @@ def _refuse_for_context(
 def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:
     sizes = {
         "n_heads": config.n_heads,
-        "n_kv_heads": config.n_kv_heads,
+        "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in config.layers)),
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
     }

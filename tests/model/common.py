@@ -28,16 +28,20 @@ OPTIONS = {
     "all": dict(
         feature_map="rff", normalize=True, output_gate=True, n_kv_heads=2, c_form="diagonal", readout="hermitian"
     ),
+    "hybrid": dict(softmax_every=2),
+    "hybrid, window": dict(layers=["softmax", "interdomain-norope"], window=7, n_kv_heads=2),
+    "window": dict(window=7),
 }
 
 
 # Every condition, every switch, and where a switch meets other code in another condition.
 VARIANTS = [
     *((condition, "plain") for condition in CONDITIONS),
-    *(("interdomain", option) for option in OPTIONS if option != "plain"),
-    *(("softmax", "kv2"), ("softmax", "head96"), ("interdomain-norope", "all")),
+    *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window")),
+    *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
     *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize")),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
+    ("gated-deltanet", "hybrid"),
 ]
 
 

@@ -14,13 +14,26 @@ def test_a_model_s_name_and_its_way_through_json(condition, option):
     """Every setting in which a model differs from the size and the condition is in its name."""
     overrides = OPTIONS[option]
     cell = cell_of(build_config("debug", condition, **overrides), "debug")
-    assert cell.condition.split(", ")[0] == condition
+    assert cell.condition.split(", ")[0] == " + ".join(overrides.get("layers", [condition]))
     assert set(cell.condition.split(", ")[1:]) == {
-        f"{k} {v}" for k, v in overrides.items() if k not in ("dim", "n_heads", "head_dim")
+        f"{k} {v}" for k, v in overrides.items() if k not in ("dim", "n_heads", "head_dim", "layers")
     }
     config = build_config("debug", condition, **overrides)
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert cell.size == ("debug with dim 192, n_heads 2" if "dim" in overrides else "debug")
+
+
+def test_the_layers_of_a_hybrid():
+    """A setting is that of the layers which have it; a pattern need not divide the layers."""
+    config = build_config("125M", "s4d", softmax_every=5, n_kv_heads=3, c_form="diagonal", window=64)
+    assert [layer.mixer.kind for layer in config.layers].count("softmax") == 2
+    softmax, s4d = config.layers[9].mixer, config.layers[10].mixer
+    assert (softmax.kind, softmax.n_kv_heads, softmax.window, softmax.c_form) == ("softmax", 3, 64, "full")
+    assert (s4d.kind, s4d.n_kv_heads, s4d.window, s4d.c_form) == ("interdomain", None, None, "diagonal")
+    assert cell_of(config, "125M").condition == "s4d, softmax_every 5, c_form diagonal, n_kv_heads 3, window 64"
+    named = build_config("125M", layers=["interdomain", "interdomain", "softmax"] * 2)
+    assert named == build_config("125M", "interdomain", softmax_every=3)
+    assert build_config("125M", "s4d", layers=["softmax"] * 4) == build_config("125M", "softmax")
 
 
 def test_a_cell_s_name_as_text_and_from_its_own_name():
@@ -48,6 +61,15 @@ REFUSED = [
     ("interdomain", dict(linear_scale=1.0), "mixer.linear_scale.*query_readout = false"),
     ("interdomain", dict(dt_min=0.2), "mixer.dt_min.*0.2 and 0.1"),
     ("softmax", dict(output_gate=True), "mixer.output_gate = True.*softmax.*n_kv_heads"),
+    ("interdomain", dict(window=4), "mixer.window = 4.*only softmax.*softmax_every"),
+    ("interdomain", dict(window=0, softmax_every=2), "mixer.window must be at least 1: got 0"),
+    ("interdomain", dict(softmax_every=13), "mixer.softmax_every = 13 .*from 2 to n_layers = 12"),
+    ("interdomain", dict(softmax_every=1), "mixer.softmax_every = 1 .*from 2"),
+    ("softmax", dict(softmax_every=2), "mixer.softmax_every = 2 with mixer.condition = softmax"),
+    ("softmax", dict(layers=["s4d"] * 5), "mixer.layers has 5 conditions.*divide n_layers = 12"),
+    ("softmax", dict(layers=["s4d", "mamba"]), "mixer.layers = 'mamba'.*allowed: softmax"),
+    ("softmax", dict(layers=["s4d", "softmax"], softmax_every=2), "leave one out"),
+    ("s4d", dict(layers=["softmax", "softmax"], dt_min=0.01), "mixer.dt_min = 0.01.*softmax"),
     ("s4d", dict(n_kv_heads=1), "mixer.n_kv_heads.*query_readout = true"),
     ("s4d-rope", dict(feature_map="rff"), "mixer.feature_map.*'rff'.*mixer.dual_input"),
 ]

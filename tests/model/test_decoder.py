@@ -12,6 +12,7 @@ from .common import random_tokens, variant
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
 VARIANTS = [("interdomain", "all"), ("s4d", "plain"), ("softmax", "kv2")]
+VARIANTS += [("softmax", "window"), ("interdomain", "hybrid"), ("interdomain", "hybrid, window")]
 STEPS = 5
 CLOSE = dict(rtol=0, atol=1e-10)  # float64
 
@@ -53,7 +54,7 @@ def test_replayed_steps_are_the_model_s(condition, option, lengths, cuda, monkey
         only_the_graph_runs.setattr(type(model), "forward", None)
         for tokens, logits in zip(steps, wanted, strict=True):
             torch.testing.assert_close(decoder.step(tokens), logits, **CLOSE)
-        if condition == "softmax":
+        if (condition, option) == ("softmax", "kv2") or option == "hybrid":
             with pytest.raises(ValueError, match="the cache is full: 12 tokens"):
                 decoder.step(tokens)
     assert [x.data_ptr() for layer in state.layers for x in layer.tensors().values()] == places

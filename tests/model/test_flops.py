@@ -14,7 +14,8 @@ from interdomain.model.traffic import held
 
 from .common import OPTIONS, VARIANTS, small_config
 
-SCANS = [v for v in VARIANTS if v[0] not in FIXED_STATE]  # the others' products: test_fixed_state
+# The others' products: test_fixed_state, test_softmax
+SCANS = [v for v in VARIANTS if v[0] not in FIXED_STATE and "window" not in v[1]]
 
 
 def counted(run):
@@ -27,33 +28,35 @@ def counted(run):
 def test_products_of_the_model(condition, option):
     """Linear layers, Fourier features and output head, counted by torch, for which the scan's op is nothing.
 
-    Tables do not grow with T, so the difference of two lengths is free of them.
+    Tables do not grow with T, so the differences of three lengths are free of them.
     """
     config = small_config(condition, **OPTIONS[option])
+    softmax = sum(layer.mixer.kind == "softmax" for layer in config.layers)
     T = 128
     with sdpa_kernel(SDPBackend.MATH):  # the form whose products torch counts
         model = Transformer(config)
-        lengths = [counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T)]
+        lengths = [counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T, 3 * T)]
     flops = forward_flops_per_token(config, T)
-    softmax = condition == "softmax"
     # Beyond what grows with T^2 (softmax's scores and values, whole squares) ...
-    square = (lengths[1] - 2 * lengths[0]) / (2 * T * T) if softmax else 0
+    square = (lengths[2] - 2 * lengths[1] + lengths[0]) / (2 * T * T)
     per_token = (lengths[1] - lengths[0]) / T - 3 * T * square
     assert per_token == flops["linear"] + flops["head"]
     if softmax:
         # ... of which the causal half, with its diagonal, is needed: (T + 1) / 2 keys per query.
-        assert square == 2 * 2 * config.n_layers * config.dim
-        assert flops["mixer"] == square * (T + 1) / 2
+        assert square == 2 * 2 * softmax * config.dim
+        others = 0 if softmax == 2 else forward_flops_per_token(small_config(condition), T)["mixer"] / 2
+        assert flops["mixer"] - others == square * (T + 1) / 2
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
 def test_states_are_as_large_as_said(condition, option):
     config = small_config(condition, **OPTIONS[option])
-    (state, *_) = Transformer(config).init_state(3, 7).layers
-    if config.mixer.kind == "softmax":
-        assert sum(x.numel() for x in (state.k, state.v)) == 3 * 7 * state_size(config)
-    else:
-        assert state.ssm.numel() == 3 * state_size(config)
+    for layer, state in zip(config.layers, Transformer(config).init_state(3, 7).layers, strict=True):
+        if layer.mixer.kind == "softmax":
+            tokens = 7 if layer.mixer.window is None else 1
+            assert sum(x.numel() for x in (state.k, state.v)) == 3 * tokens * state_size(layer)
+        else:
+            assert state.ssm.numel() == 3 * state_size(layer)
 
 
 # Of one layer and token: multiply-adds of the core and of the convolutions; numbers of its state (the paper's budget at 1.3B).
@@ -87,6 +90,13 @@ def test_every_condition_has_its_own_count(condition):
     if condition == "interdomain":  # a shared state saves its updates only: 2M (R + D) per state head
         less = forward_flops_per_token(build_config("125M", condition, n_kv_heads=1), 4096)["mixer"]
         assert flops["mixer"] - less == 2 * 12 * 11 * 2 * 64 * 2 * 64
+
+
+@pytest.mark.parametrize("T", [1, 6, 7, 100])
+def test_a_window_s_scores_and_values(T):
+    config = small_config("softmax", window=7)
+    attended = sum(min(t, 7) for t in range(1, T + 1))
+    assert forward_flops_per_token(config, T)["mixer"] == 2 * 2 * (config.dim * 2 * attended // T)
 
 
 def names(layers):

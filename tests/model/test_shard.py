@@ -34,6 +34,9 @@ CASES = {
     "kv2, gate": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"], None),
     "softmax": ("softmax", {}, None),
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
+    "window": ("softmax", OPTIONS["window"], None),
+    "hybrid": ("interdomain", OPTIONS["hybrid"], None),
+    "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }
 RANKS = 4
 TOPOLOGIES = ((4, 1), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism

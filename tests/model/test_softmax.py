@@ -6,13 +6,13 @@ from torch.nn.attention.bias import causal_lower_right
 
 from interdomain.model.generation import prefill
 from interdomain.model.layers import rope_tables
-from interdomain.model.softmax import SoftmaxMixer, Window
+from interdomain.model.softmax import Attended, SoftmaxMixer
 
-from .common import random_tokens, small_config, variant
-from .test_mixer import rotate
+from .common import Largest, positions_of, random_tokens, small_config, variant
+from .test_mixer import literal, rotate
 
 
-def plain(mixer, x):
+def plain(mixer, x, window=None):
     B, T, dim = x.shape
     R = mixer.head_dim
     q = rotate((x @ mixer.wq.weight.T).view(B, T, -1, R))
@@ -22,8 +22,9 @@ def plain(mixer, x):
     for h in range(q.shape[2]):
         g = h // (q.shape[2] // k.shape[2])  # query heads share the keys of their group
         scores = q[:, :, h] @ k[:, :, g].mT / R**0.5
-        future = torch.arange(T)[:, None] < torch.arange(T)
-        o[:, :, h] = scores.masked_fill(future, -torch.inf).softmax(-1) @ v[:, :, g]
+        back = torch.arange(T)[:, None] - torch.arange(T)
+        unseen = (back < 0) | (back >= (window or T))
+        o[:, :, h] = scores.masked_fill(unseen, -torch.inf).softmax(-1) @ v[:, :, g]
     return o.reshape(B, T, dim) @ mixer.wo.weight.T
 
 
@@ -38,6 +39,44 @@ def test_plain_masked_softmax(n_kv_heads):
         torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
 
 
+def rms(x, norm):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", [5, 7, 14, 40])  # in a window of 7, one, two, and several blocks with a rest
+@pytest.mark.parametrize(("condition", "option"), [("softmax", "window"), ("s4d", "hybrid"), ("s4d", "hybrid, window")])
+def test_hybrids_and_windows_by_the_letter(condition, option, T):
+    model = variant(condition, option)
+    tokens = random_tokens(model.config, 2, T)
+    x = model.tok_embeddings.weight[tokens]
+    for layer, own in zip(model.layers.values(), model.config.layers, strict=True):
+        y, mixer = rms(x, layer.attention_norm), layer.attention
+        x = x + (plain(mixer, y, own.mixer.window) if own.mixer.kind == "softmax" else literal(mixer, y))
+        y, mlp = rms(x, layer.ffn_norm), layer.feed_forward
+        a = y @ mlp.w1.weight.T
+        x = x + (a * torch.sigmoid(a) * (y @ mlp.w3.weight.T)) @ mlp.w2.weight.T
+    wanted = rms(x, model.norm) @ model.output.weight.T
+    # The recurrence's bound on the decay differs from the letter (`test_mixer`).
+    torch.testing.assert_close(model(tokens), wanted, rtol=0, atol=1e-10 if condition == "softmax" else 1e-6)
+
+
+@torch.no_grad()
+def test_a_window_has_neither_a_square_of_scores_nor_a_growing_cache():
+    model, T = variant("softmax", "window"), 800
+    tokens, lengths = random_tokens(model.config, 1, T), ((300, 500),)
+    with Largest() as seen:
+        wanted = model(tokens)
+        model(tokens, positions=positions_of(lengths))
+    assert seen.largest < T * T / 4
+    state, found = model.init_state(1), []
+    size = state.nbytes()
+    for piece in tokens.split([1, 1, 5, 20, 100, 1, 1, 671], dim=1):
+        found.append(model(piece, state))
+        assert state.nbytes() == size == 2 * 2 * 7 * 32 * 8  # layers, keys and values, window, width, bytes
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=0, atol=1e-10)
+
+
 @torch.no_grad()
 def test_a_piece_on_a_gpu_needs_no_mask(monkeypatch):
     """PyTorch's causal bias, which is used on CUDA alone, gives what the mask gives."""
@@ -46,8 +85,8 @@ def test_a_piece_on_a_gpu_needs_no_mask(monkeypatch):
     piece = random_tokens(model.config, 2, 3)
     wanted = model(piece, state.clone())
 
-    def continuing(state, tokens, dtype):
-        return Window(causal_lower_right(tokens, state.length + tokens), state.length)
+    def continuing(mixer, state, tokens, dtype):
+        return Attended(causal_lower_right(tokens, state.length + tokens), state.length)
 
     monkeypatch.setattr(SoftmaxMixer, "continuing", staticmethod(continuing))
     torch.testing.assert_close(model(piece, state), wanted)

@@ -30,11 +30,11 @@ def test_what_stages_hold_is_the_model(tensor):
     assert sum(matrices) == split // tensor
     assert sum(own.parameters for own in each) == count_parameters(model) - split + split // tensor
     assert [(own.layers, own.embedding, own.head) for own in each] == [
-        ((2,), True, False),
-        ((1,), False, False),
-        ((1,), False, True),
+        (((0, 1),), True, False),
+        (((2,),), False, False),
+        (((3,),), False, True),
     ]
-    assert held(model, [stages[0], stages[2]]).layers == (2, 1)  # of one rank
+    assert held(model, [stages[0], stages[2]]).layers == ((0, 1), (3,))  # of one rank
 
 
 def test_one_rank_receives_nothing():
