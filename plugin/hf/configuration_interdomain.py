@@ -1,9 +1,11 @@
 """config.json of an Interdomain Attention model."""
 
+import copy
+
 from transformers import PretrainedConfig
 
 CHOICES = {
-    "mixer": ("interdomain", "softmax"),
+    "mixer": ("interdomain", "softmax", "hybrid"),
     "readout": ("complex", "real", "hermitian"),
     "c_form": ("full", "diagonal", "identity"),
     "feature_map": ("silu", "rff"),
@@ -30,6 +32,8 @@ DEFAULTS = dict(
     feature_map="silu",
     normalize=False,
     output_gate=False,
+    window=None,
+    layer_settings=None,
     c_scale=None,
     linear_scale=None,
     dt_min=1e-3,
@@ -39,13 +43,16 @@ DEFAULTS = dict(
 
 
 class InterdomainConfig(PretrainedConfig):
-    """A Llama-style decoder around one kind of token mixer.
+    """A Llama-style decoder around token mixers.
 
     Args:
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, ...: as in Llama. intermediate_size: None for
             8/3 of hidden_size, rounded up to a multiple of 128. What is left out is as in DEFAULTS.
         num_key_value_heads: heads of keys, values and state, which query heads share in groups; None: as many as query heads.
-        mixer: `interdomain`, or `softmax` for causal attention, which reads none of what follows.
+        mixer: `interdomain`, or `softmax` for causal attention, which reads `window` alone of what follows; `hybrid` where
+            `layer_settings` has these settings for each layer, from the mixer to a_init and num_key_value_heads: a list that is
+            repeated where it is shorter than the layers.
+        window: of softmax, the tokens that a token attends to, itself and those before it; None for all.
         dual_input: keys and values are mapped apart. query_readout: the state is read with a query, not linearly. rope: queries
             and keys are rotated. All three are the paper's interdomain attention, none of them is S4D.
         n_basis: M, the basis functions (complex states) of a head.
@@ -83,6 +90,14 @@ class InterdomainConfig(PretrainedConfig):
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}.")
+        if self.mixer == "hybrid":
+            if not self.layer_settings or self.num_hidden_layers % len(self.layer_settings):
+                raise ValueError(
+                    f"layer_settings: their number must divide {self.num_hidden_layers}: {self.layer_settings}."
+                )
+            for own in self.layer_settings:  # each as the configuration of a model of such layers
+                sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
+                InterdomainConfig(**sizes, head_dim=self.head_dim, **own)
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         if heads * width != self.hidden_size or width % 2:
             raise ValueError(f"hidden_size must be heads x an even head_dim: got {self.hidden_size}, {heads}, {width}.")
@@ -90,3 +105,12 @@ class InterdomainConfig(PretrainedConfig):
             raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}: got {groups}.")
         if not self.query_readout and (groups != heads or self.normalize or self.readout != "complex"):
             raise ValueError("without query_readout leave out num_key_value_heads, normalize and readout.")
+
+    def of_layer(self, i: int) -> "InterdomainConfig":
+        """The configuration of a model all of whose layers are like layer i."""
+        if self.mixer != "hybrid":
+            return self
+        own = copy.copy(self)
+        for name, value in self.layer_settings[i % len(self.layer_settings)].items():
+            setattr(own, name, value)
+        return own

@@ -1,7 +1,7 @@
 """Interdomain Attention in transformers: a Llama-style decoder whose token mixer reads a recurrent state of fixed size."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +123,16 @@ class InterdomainMixer(nn.Module):
         return take(x, padding.lengths[:, None] + torch.arange(n, device=x.device))
 
 
+class Attended(NamedTuple):
+    """mask: which slots a token attends to, bool [B, 1, T, S]; None: all up to its own. kept: of a window, the slots that stay
+    in the cache, [B, window]; None: all."""
+
+    mask: Tensor | None = None
+    kept: Tensor | None = None
+
+
 class SoftmaxMixer(nn.Module):
-    """The baseline: causal softmax attention with RoPE."""
+    """The baseline: causal softmax attention with RoPE, over all tokens before or a sliding window."""
 
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
@@ -136,16 +144,18 @@ class SoftmaxMixer(nn.Module):
         self.wo = residual_linear(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, hidden: Tensor, rope, mask: Tensor | None = None, past_key_values: InterdomainCache | None = None
+        self, hidden: Tensor, rope, attended: Attended, past_key_values: InterdomainCache | None = None
     ) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]. mask: which slots a token attends to, bool [B, 1, T, S]; None: all up to its own."""
+        """[B, T, dim] -> [B, T, dim]; a cache is advanced."""
+        mask, kept = attended
         q, k = (features(w(hidden), self.head_dim, rope=rope).transpose(1, 2) for w in (self.wq, self.wk))
         v = self.wv(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         if past_key_values is not None:
             before = past_key_values.states.get(self.layer_idx)
             if before is not None:
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
-            past_key_values.states[self.layer_idx] = k, v
+            near = (k, v) if kept is None else (x.take_along_dim(kept[:, None, :, None], dim=2) for x in (k, v))
+            past_key_values.states[self.layer_idx] = tuple(near)
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))
@@ -167,8 +177,7 @@ class InterdomainMLP(nn.Module):
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
-        mixer = SoftmaxMixer if config.mixer == "softmax" else InterdomainMixer
-        self.attention = mixer(config, layer_idx)
+        self.attention = (SoftmaxMixer if config.mixer == "softmax" else InterdomainMixer)(config, layer_idx)
         self.feed_forward = InterdomainMLP(config)
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -176,7 +185,7 @@ class InterdomainDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Tensor, rope=None, unseen=None, past_key_values: InterdomainCache | None = None
     ) -> Tensor:
-        """[B, T, dim] -> [B, T, dim]. unseen: the mixer's `padding` or `mask`."""
+        """[B, T, dim] -> [B, T, dim]. unseen: the mixer's `padding` or `attended`."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rope, unseen, past_key_values)
         return hidden + self.feed_forward(self.ffn_norm(hidden))
 
@@ -210,7 +219,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, ShortConv):
-            bound = config.conv_width**-0.5
+            bound = module.weight.shape[-1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
             init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, InputNorm):
@@ -219,7 +228,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RandomFourierFeatures):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
         elif isinstance(module, SSMDynamics):
-            module.init_values(self.config)  # pyright: ignore[reportArgumentType]
+            module.init_values()
 
 
 class InterdomainModel(InterdomainPreTrainedModel):
@@ -228,7 +237,11 @@ class InterdomainModel(InterdomainPreTrainedModel):
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(InterdomainDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        each = [config.of_layer(i) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(InterdomainDecoderLayer(own, i) for i, own in enumerate(each))
+        # What a layer needs to know of the texts: None for a recurrence, else softmax's window, 0 where it has none.
+        self.kinds = [(own.window or 0) if own.mixer == "softmax" else None for own in each]
+        self.rotated = any(own.rope for own in each)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -267,13 +280,13 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if not isinstance(past_key_values, InterdomainCache | None):
             raise ValueError(f"past_key_values must be an InterdomainCache: got {type(past_key_values).__name__}.")
         cache = InterdomainCache() if use_cache and past_key_values is None else past_key_values
-        rope, unseen, seen = self._prepare(hidden, attention_mask, position_ids, cache)
+        prepared, seen = self._prepare(hidden, attention_mask, position_ids, cache)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         recorded = ()
-        for layer in self.layers:
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
             recorded += (hidden,)
-            hidden = layer(hidden, rope, unseen, past_key_values=cache)
+            hidden = layer(hidden, *prepared[kind], past_key_values=cache)
         hidden = self.norm(hidden)
         if cache is not None:
             cache.position, cache.length = seen, cache.length + hidden.shape[1]
@@ -281,10 +294,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
         return BaseModelOutputWithPast(hidden, cache if use_cache else None, states)  # pyright: ignore[reportArgumentType]
 
     def _prepare(self, embeds: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
-        """(RoPE's cos and sin, what the mixers need to know of padding, tokens of each row after this pass [B])."""
+        """({kind: (RoPE's cos and sin, what its mixers need to know of padding)}, tokens of each row after this pass [B])."""
         (B, T, _), device = embeds.shape, embeds.device
         looking = not torch.compiler.is_compiling()  # values decide nothing where a graph is traced
-        softmax = self.config.mixer == "softmax"
         start = torch.zeros(B, dtype=torch.int64, device=device)
         if cache is not None and cache.position is not None:
             if len(cache.position) != B:
@@ -305,28 +317,41 @@ class InterdomainModel(InterdomainPreTrainedModel):
             given, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
             if (given != counted)[ones].any() and (given != slots).any():
                 raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
-        positions = counted.clamp_min(0) if softmax or mask is None else start[:, None] + torch.arange(T, device=device)
-        unseen = self._attended(ones, mask, cache) if softmax else None if mask is None else Padding.of(mask)
-        rope = None
-        if self.config.rope:
-            pairs = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=device) / self.config.head_dim
-            angles = positions[..., None, None] * self.config.rope_theta**-pairs
-            rope = angles.cos().to(wide(embeds.dtype)), angles.sin().to(wide(embeds.dtype))
-        return rope, unseen, start + ones.sum(1)
+        counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
+        for kind in dict.fromkeys(self.kinds):
+            positions = ordered if kind is None and mask is not None else counted
+            if kind is None:
+                unseen = None if mask is None else Padding.of(mask)
+            else:
+                unseen = self._attended(kind, counted, mask, cache)
+            prepared[kind] = self._rope(positions, wide(embeds.dtype)) if self.rotated else None, unseen
+        return prepared, start + ones.sum(1)
 
-    def _attended(self, ones: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Tensor | None:
-        """For softmax: the slots each token attends to, [B, 1, T, S]; None for all up to its own. A cache notes the mask."""
-        T, before = ones.shape[1], None if cache is None else cache.mask
-        slots = ones if before is None else torch.cat((before.to(ones.device), ones), dim=1)
-        if cache is not None:
-            cache.mask = slots
-        if mask is None and before is None:
-            return None
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pairs = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=positions.device)
+        angles = positions[..., None, None] * self.config.rope_theta ** -(pairs / self.config.head_dim)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
+        """For softmax. token: which token of its row is in each place, [B, T]; a cache notes them of its slots."""
+        T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
+        own = token if mask is None else token.masked_fill(~mask, -1)
+        slots = own if before is None else torch.cat((before.to(own.device), own), dim=1)
         S = slots.shape[1]
-        own = S - T + torch.arange(T, device=ones.device)[:, None]
-        at = torch.arange(S, device=ones.device)
+        if cache is not None:
+            if window and window < S:
+                kept = slots.argsort(dim=1, stable=True)[
+                    :, -window:
+                ]  # each row's last tokens, whatever padding is between
+            cache.slots[window] = slots if kept is None else slots.gather(1, kept)
+        if mask is None and before is None and not (window and window < T):
+            return Attended(None, kept)
+        seen = (slots[:, None] >= 0) & (slots[:, None] <= token[..., None])
+        if window:
+            seen &= slots[:, None] > token[..., None] - window
         # Padding attends to itself: a query without any key would be NaN.
-        return ((slots[:, None] & (at <= own)) | (at == own))[:, None]
+        itself = torch.arange(S, device=slots.device) == S - T + torch.arange(T, device=slots.device)[:, None]
+        return Attended((seen | itself)[:, None], kept)
 
 
 class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):

@@ -292,6 +292,7 @@ class SSMDynamics(KeptInFloat32):
 
     def __init__(self, config: InterdomainConfig) -> None:
         super().__init__()
+        self.config = config
         self.readout: str = config.readout
         H, M = config.num_key_value_heads, config.n_basis
 
@@ -317,8 +318,9 @@ class SSMDynamics(KeptInFloat32):
             one = torch.ones(1, device=theta.device)
             return theta, torch.stack(decay_powers(theta, one), dim=-1)[:, 0], table
 
-    def init_values(self, config: InterdomainConfig) -> None:
+    def init_values(self) -> None:
         """A new model's; within transformers' `_init_weights`."""
+        config = self.config
         M, n = config.n_basis, torch.arange(config.n_basis, dtype=torch.float64, device="cpu")
         decay, frequency = {
             "s4d-inv": (torch.full_like(n, 0.5), M / math.pi * (M / (2 * n + 1) - 1)),
@@ -341,20 +343,21 @@ class SSMDynamics(KeptInFloat32):
 
 @dataclass(eq=False)
 class InterdomainCache:
-    """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far.
+    """`past_key_values`. A recurrent layer has a state of fixed size, a softmax layer the keys and values so far: of all slots,
+    or of the last `window` tokens of each row.
 
     It cannot go back: to continue one text in several ways, copy it (`copy.deepcopy`) before.
 
     Attributes:
         length: tokens read, padding included. position: tokens of each row without padding, [B]; None before the first.
-        mask: which of softmax's slots hold a token, [B, length] bool; None in other models.
+        slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
         states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values).
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
     length: int = 0
     position: Tensor | None = None
-    mask: Tensor | None = None
+    slots: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     tables: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
     is_compileable: ClassVar[bool] = False
@@ -367,13 +370,14 @@ class InterdomainCache:
         """Rows of other texts in place of these: the beams that go on."""
         at = {i: indices.to(pair[0].device) for i, pair in self.states.items()}
         self.states = {i: (x[at[i]], y[at[i]]) for i, (x, y) in self.states.items()}
-        self.position, self.mask = (None if x is None else x[indices.to(x.device)] for x in (self.position, self.mask))
+        self.slots = {window: x[indices.to(x.device)] for window, x in self.slots.items()}
+        self.position = None if self.position is None else self.position[indices.to(self.position.device)]
 
 
 # For torch.export. `length` is a number of Python's, which would be a constant of the exported step: it is left out.
 pytree.register_dataclass(
     InterdomainCache,
-    field_names=["position", "mask", "states", "tables"],
+    field_names=["position", "slots", "states", "tables"],
     drop_field_names=["length"],
     serialized_type_name=f"{__name__}.InterdomainCache",
 )

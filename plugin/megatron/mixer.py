@@ -51,7 +51,7 @@ class InterdomainAttention(MegatronModule):
     are one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads.
 
     Args:
-        mixer: the settings, but for n_kv_heads: config.num_query_groups.
+        mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
         seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
     """
 
@@ -61,7 +61,7 @@ class InterdomainAttention(MegatronModule):
         layer_number: int,
         pg_collection: Any = None,
         *,
-        mixer: MixerConfig,
+        mixers: tuple[MixerConfig, ...],
         rope_theta: float,
         max_seq_len: int,
         execution: Execution | None,
@@ -71,8 +71,8 @@ class InterdomainAttention(MegatronModule):
         super().__init__(config)
         self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
         tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
-        mixer = replace(mixer, n_kv_heads=groups if groups != heads else None)
-        self.whole = ModelConfig(
+        shared = groups if groups != heads else None
+        whole = ModelConfig(
             dim=config.hidden_size,
             n_layers=config.num_layers,
             n_heads=heads,
@@ -80,10 +80,11 @@ class InterdomainAttention(MegatronModule):
             max_seq_len=max_seq_len,
             rope_theta=rope_theta,
             norm_eps=config.layernorm_epsilon,
-            mixers=(mixer,),
+            mixers=tuple(replace(mixer, n_kv_heads=shared) for mixer in mixers),
         )
-        _refuse(config, tp)
-        own = replace(mixer, n_kv_heads=mixer.n_kv_heads and groups // tp)
+        _refuse(config, tp, len(whole.mixers))
+        self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
+        own = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
         local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(own,))
         with torch.device("meta"):
             core: Any = mixer_class(own)(local, execution)
@@ -207,7 +208,11 @@ class InterdomainAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _refuse(config: Any, tp: int) -> None:
+def _refuse(config: Any, tp: int, kinds: int) -> None:
+    if kinds > 1 and not config.hetereogenous_dist_checkpoint:
+        raise ValueError(
+            "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
+        )
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % tp or groups % tp:
         raise ValueError(f"{heads} heads and {groups} heads of keys and values cannot be split over {tp} ranks.")

@@ -42,7 +42,8 @@ def check(args: Namespace) -> None:
             "--dist-ckpt-optim-fully-reshardable."
         )
     params = spec.submodules.self_attention.params
-    params["mixer"] = replace(params["mixer"], **mixer_settings(args))
+    params["mixers"] = tuple(replace(mixer, **mixer_settings(args)) for mixer in params["mixers"])
+    args.hetereogenous_dist_checkpoint = len(params["mixers"]) > 1
     params |= dict(
         rope_theta=float(args.rotary_base), max_seq_len=args.seq_length, execution=execution(args), seed=args.seed
     )

@@ -1,5 +1,6 @@
 """Layer specifications for Megatron's GPTModel: `--spec interdomain.megatron.spec NAME`, NAME any condition of the study."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,9 @@ def layer_spec(
     *,
     rope_theta: float = 10_000.0,
     max_seq_len: int = 4096,
+    n_layers: int = 12,
+    layers: Sequence[str] = (),
+    softmax_every: int | None = None,
     execution: Execution | None = None,
     seed: int = 42,
     **settings: Any,
@@ -43,12 +47,15 @@ def layer_spec(
     Args:
         settings: of `MixerConfig`, by name (n_basis, readout, ...). Heads of keys and values: Megatron's num_query_groups.
         max_seq_len: for a checkpoint's record alone. execution: how the mixers are computed.
+        layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers, if
+            these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
         seed: of the mixers' initial values, which are the plain model's.
     Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
     """
     check_names("mixer", settings, SETTINGS)
-    mixer = build_config("125M", condition, **settings).mixer
-    options = dict(mixer=mixer, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
+    hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
+    mixers = build_config("125M", condition, **hybrid, **settings).mixers
+    options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
     add: Any = get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,
@@ -91,12 +98,23 @@ def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfi
     """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...)."""
     return TransformerConfig(
         **backbone(config),
-        num_query_groups=config.n_kv_heads,
+        num_query_groups=_groups(config),
+        hetereogenous_dist_checkpoint=len(config.mixers) > 1,
         layernorm_epsilon=config.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         **settings,
     )
+
+
+def _groups(config: ModelConfig) -> int:
+    """Raises: ValueError."""
+    each = {layer.n_kv_heads for layer in config.layers}
+    if len(each) > 1:
+        raise ValueError(
+            f"Megatron has one number of key heads for all layers; these have {sorted(each)}. Set n_kv_heads."
+        )
+    return each.pop()
 
 
 globals().update({name: layer_spec(name) for name in CONDITIONS})  # any of them after --spec

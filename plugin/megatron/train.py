@@ -55,7 +55,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--data.corpus", required=True, help="folder of interdomain.tools.prepare_data")
     p.add_argument("--model.size", choices=SIZES, default="debug")
     p.add_argument("--mixer.condition", choices=CONDITIONS, default="interdomain")
-    add_mixer_arguments(p.add_argument_group("mixer"))
+    mixer = p.add_argument_group("mixer")
+    add_mixer_arguments(mixer)
+    mixer.add_argument("--mixer.softmax_every", type=int, help="a hybrid: of every so many layers the last is softmax")
+    mixer.add_argument(
+        "--mixer.layers", nargs="+", default=(), choices=CONDITIONS, help="or a condition for each layer"
+    )
     p.add_argument("--tensor-parallel", type=int, default=1, help="with sequence parallelism")
     p.add_argument("--pipeline-parallel", type=int, default=1)
     p.add_argument("--recompute", choices=RECOMPUTE, default="none")
@@ -259,7 +264,10 @@ def main(argv: list[str] | None = None) -> int:
     condition, settings = getattr(args, "mixer.condition"), mixer_settings(args)
     try:
         manifest = read_manifest(getattr(args, "data.corpus"))
-        config = build_config(getattr(args, "model.size"), condition, vocab_size=manifest["vocab_size"], **settings)
+        hybrid = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
+        config = build_config(
+            getattr(args, "model.size"), condition, vocab_size=manifest["vocab_size"], **hybrid, **settings
+        )
         if "WORLD_SIZE" not in os.environ:
             raise ValueError(
                 "start it with torchrun, on one rank too: torchrun --nproc-per-node 1 -m interdomain.megatron.train"
@@ -273,8 +281,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cpu.install()
         dist.init_process_group("gloo")
-    settings["n_basis"] = config.mixer.n_basis
-    spec = layer_spec(condition, max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, **settings)
+    settings["n_basis"] = config.mixers[0].n_basis
+    options = dict(max_seq_len=config.max_seq_len, n_layers=config.n_layers, **hybrid)
+    spec = layer_spec(condition, **options, execution=execution(args), seed=args.seed, **settings)
     parallel_state.initialize_model_parallel(args.tensor_parallel, args.pipeline_parallel)
     run = Run(config, spec, args)
     if begin:

@@ -1,7 +1,7 @@
 """The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without Megatron.
 
 Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors are stacked over layers:
-`decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden].
+`decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]. A hybrid's are not: `decoder.layers.0.mlp.linear_fc2.weight`.
 """
 
 import json
@@ -47,21 +47,22 @@ def config_in(record: Tensor) -> ModelConfig:
     return ModelConfig.from_dict(json.loads(bytes(record.tolist()).decode()))
 
 
-def place_of(name: str) -> tuple[str, int | None]:
-    """(name in a Megatron checkpoint, layer or None) of a plain model's tensor."""
+def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
+    """(name in a Megatron checkpoint, where in it the layer is, or None) of a plain model's tensor."""
     if not name.startswith("layers."):
         return NAMES[name], None
     _, layer, rest = name.split(".", 2)
+    prefix, place = (LAYERS, int(layer)) if stacked else (f"{LAYERS}{layer}.", None)
     if rest in NAMES:
-        return LAYERS + NAMES[rest], int(layer)
+        return prefix + NAMES[rest], place
     own = rest.removeprefix("attention.")
     projection = re.fullmatch(r"(w[qkvg])\.weight", own)
-    return f"{LAYERS}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", int(layer)
+    return f"{prefix}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", place
 
 
-def part_of(whole: dict[str, Tensor], name: str) -> Tensor:
+def part_of(whole: dict[str, Tensor], name: str, stacked: bool = True) -> Tensor:
     """A plain model's tensor, of a checkpoint's tensors by their names there; a view."""
-    key, layer = place_of(name)
+    key, layer = place_of(name, stacked)
     tensor = whole[key] if layer is None else whole[key][layer]
     return tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith(FUSED) else tensor
 
@@ -86,12 +87,14 @@ class MegatronCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.index = folder, checkpoints.tensor_index(folder)
-        key = f"{LAYERS}self_attention.{RECORD}"
-        if key not in self.index:
+        records = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
+        if not records:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
-        record = checkpoints.read_tensors(folder, [key], self.index)[key][0]
+        self.stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
+        found = checkpoints.read_tensors(folder, records, self.index)
+        layers = [config_in(found[key][0] if self.stacked else found[key]) for key in sorted(records, key=_layer)]
         rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
-        self.config = replace(config_in(record), vocab_size=rows)
+        self.config = replace(layers[0], vocab_size=rows, mixers=tuple(layer.mixer for layer in layers))
         digits = re.search(r"\d+$", folder.name)
         facts = {
             "step": int(digits[0]) if digits else 0,
@@ -102,7 +105,7 @@ class MegatronCheckpoint:
         self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
         expected = {name: list(t.shape) for name, t in meta_model(self.config).state_dict().items()}
         for name, shape in expected.items():
-            key, layer = place_of(name)
+            key, layer = place_of(name, self.stacked)
             found = list(self.index[key].size) if key in self.index else "missing"
             rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
             wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
@@ -111,12 +114,19 @@ class MegatronCheckpoint:
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Raises: ValueError."""
-        whole = checkpoints.read_tensors(self.folder, sorted({place_of(name)[0] for name in names}), self.index)
-        return {name: part_of(whole, name).clone() for name in names}
+        keys = sorted({place_of(name, self.stacked)[0] for name in names})
+        whole = checkpoints.read_tensors(self.folder, keys, self.index)
+        return {name: part_of(whole, name, self.stacked).clone() for name in names}
 
     def check_bytes(self, names: Iterable[str]) -> None:
         """Raises ValueError unless these tensors are stored as they were saved."""
-        checkpoints.check_bytes(self.folder, {place_of(name)[0] for name in names})
+        checkpoints.check_bytes(self.folder, {place_of(name, self.stacked)[0] for name in names})
+
+
+def _layer(key: str) -> int:
+    """The number in a key; 0 without one."""
+    number = re.search(r"\d+", key)
+    return int(number[0]) if number else 0
 
 
 def _size_of(config: ModelConfig) -> str:
@@ -132,17 +142,23 @@ def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tenso
     tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError.
     """
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
+    stacked = len(config.mixers) == 1
     for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
-        key, layer = place_of(name)
+        key, layer = place_of(name, stacked)
         by_key.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
     found: dict[str, Any] = {}
     for key, layers in by_key.items():
         parts = [torch.cat(part) for part in layers.values()]
         found[key] = parts[0] if None in layers else torch.stack(parts)
-    found[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
-    for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
-        for layer in range(config.n_layers):  # Megatron asks for them; there is nothing in them
-            found[f"{LAYERS}{module}._extra_state/shard_{layer}_{config.n_layers}"] = [None]
+    if stacked:
+        found[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
+    for i, own in enumerate(config.layers):
+        if not stacked:
+            found[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(own)
+        for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+            # Megatron asks for them; there is nothing in them.
+            place = f"{module}._extra_state/shard_{i}_{config.n_layers}"
+            found[LAYERS + (place if stacked else f"{i}.{module}._extra_state/shard_0_1")] = [None]
     step = folder / "release"
     checkpoints.write_tensors(step, found)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}

@@ -9,9 +9,12 @@ from ..model.common import OPTIONS
 CASES = {
     **{condition: (condition, {}) for condition in ("interdomain", "softmax", "s4d", "dual-linear")},
     "all": ("interdomain", OPTIONS["all"]),  # rff, normalised, gated, grouped heads, diagonal C
+    "hybrid": ("interdomain", OPTIONS["hybrid"]),
+    "window": ("softmax", OPTIONS["window"]),
+    "hybrid, window": ("interdomain", OPTIONS["hybrid, window"]),
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity")),
 }
-KINDS = ("interdomain", "softmax", "s4d", "all")  # one of each kind of state
+KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window")  # one of each kind of state
 
 EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version begins with, where that is given
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens

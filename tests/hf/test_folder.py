@@ -33,7 +33,14 @@ def test_what_a_reader_finds(exported):
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in optional]
         names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in imports if isinstance(n, ast.ImportFrom) and not n.level}
-        assert {name.partition(".")[0] for name in names} <= {"dataclasses", "math", "typing", "torch", "transformers"}
+        assert {name.partition(".")[0] for name in names} <= {
+            "copy",
+            "dataclasses",
+            "math",
+            "typing",
+            "torch",
+            "transformers",
+        }
     assert (folder / "LICENSE").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
 
@@ -57,8 +64,8 @@ def test_every_bit_arrives_in_every_dtype(exported, case):
             torch.testing.assert_close(there(tokens).logits, wanted, **close)
     half = load(folder).half()
     assert half.state_dict()["output.weight"].dtype == torch.float16
-    if case != "softmax":
-        assert half.model.layers[0].attention.ssm.log_dt.dtype == torch.float32
+    for mixer in (layer.attention for layer in half.model.layers):
+        assert not hasattr(mixer, "ssm") or mixer.ssm.log_dt.dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -134,6 +141,8 @@ def test_a_new_model_starts_as_the_native_one_does(loaded):
     ("setting", "words"),
     [
         (dict(mixer="mamba"), "mixer is 'mamba'; allowed"),
+        (dict(mixer="hybrid", layer_settings=[dict(mixer="softmax")] * 3), "layer_settings.*divide 2"),
+        (dict(mixer="hybrid", layer_settings=[dict(mixer="softmax"), dict(readout="imag")]), "readout is 'imag'"),
         (dict(hidden_size=30), "hidden_size"),
         (dict(num_key_value_heads=3), "num_key_value_heads must divide"),
         (dict(query_readout=False, readout="real"), "without query_readout"),

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from interdomain.model.pretrained import from_transformers, stored_name, to_transformers
 
-from ..model.common import VARIANTS, random_tokens, variant
+from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
 from .common import CASES, CLOSE, KINDS, code_of, padded, random_texts
 
 EXACT = dict(rtol=1e-9, atol=1e-10)
@@ -51,6 +51,9 @@ def test_logits_gradients_and_steps(classes, condition, option):
             out = model.eval()(piece, past_key_values=cache)
             cache, pieces = out.past_key_values, [*pieces, out.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), wanted.detach(), **EXACT)
+    for i, own in enumerate(native.config.layers):
+        if own.mixer.kind == "softmax":
+            assert cache.states[i][0].shape[2] == (own.mixer.window or 75)
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -70,7 +73,7 @@ def test_in_float32(loaded, case):
 def test_turns_of_unequal_length(classes, case, sides):
     """Padding anywhere, in the first turn and in the next ones, is as if it were not there."""
     condition, overrides = CASES[case]
-    native = variant(condition, dtype=torch.float64) if not overrides else variant("interdomain", "all")
+    native = lively(small_config(condition, **overrides))
     model = of_native(classes, native)
     turns = [[random_tokens(native.config, 1, n, seed=n) for n in lengths] for lengths in ((70, 3), (2, 66), (1, 1))]
     cache, mask, found = None, torch.zeros(2, 0), ([], [])
@@ -113,7 +116,7 @@ def test_positions_masks_and_embeddings(loaded):
             model(tokens, **wrong)
 
 
-@pytest.mark.parametrize("case", ["interdomain", "softmax"])
+@pytest.mark.parametrize("case", ["interdomain", "softmax", "hybrid"])
 @torch.no_grad()
 def test_export_of_passes_and_of_the_decode_step(loaded, case):
     _, model = loaded(case)

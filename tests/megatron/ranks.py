@@ -56,6 +56,7 @@ CASES = {
     "rff, no sequence": ("single-query", dict(feature_map="rff", normalize=True, c_form="diagonal")),
     "hermitian": ("interdomain", dict(readout="hermitian")),
     "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
+    "hybrid": ("single-query", dict(softmax_every=2, window=7, n_kv_heads=2, c_form="diagonal")),
 }
 REFUSED = {
     "kv1": ("interdomain", dict(n_kv_heads=1)),
@@ -69,7 +70,7 @@ def config_of(case="interdomain") -> ModelConfig:
 
 def plain_model(case="interdomain") -> Transformer:
     config = config_of(case)
-    if config.mixer.normalize:  # away from initial values its denominator is near zero, and float32 too coarse
+    if config.mixers[0].normalize:  # away from initial values its denominator is near zero, and float32 too coarse
         model = Transformer(config)
         model.init_weights(0)
         return model
@@ -137,7 +138,7 @@ def open_run(case="interdomain", sequence_parallel=None, **options):
 
     config = config_of(case)
     condition, settings = (CASES | REFUSED).get(case, ("interdomain", {}))
-    settings = {name: x for name, x in settings.items() if name != "n_kv_heads"} | {"n_basis": config.mixer.n_basis}
+    settings = {name: x for name, x in settings.items() if name != "n_kv_heads"} | {"n_basis": 6, "n_layers": 2}
     args = argparse.Namespace(
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -213,7 +214,7 @@ def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.
         sizes = (1,) * stacked + tuple(data.shape)
         place[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))] = data.view(sizes)
     names = (name for name in meta_model(config).state_dict() if not name.endswith("frequencies"))
-    return {name: part_of(whole, name) for name in names}
+    return {name: part_of(whole, name, len(config.mixers) == 1) for name in names}
 
 
 def others(folder: Path, seen: dict) -> None:

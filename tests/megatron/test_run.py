@@ -55,7 +55,7 @@ def test_settings_reach_the_layer(parse, corpus):
     assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (768, 6, 4096, "none")
     assert (args.train_data_path, args.tokenizer_type) == ([f"{corpus}/train-00000"], "NullTokenizer")
     params = spec.interdomain.submodules.self_attention.params
-    assert params["mixer"] == build_config("125M", "interdomain-norope", n_basis=32).mixer
+    assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
     assert (params["seed"], params["max_seq_len"]) == (7, 4096)
     assert (config, groups["standard"]) == ("config", 1)
     (ours,) = (value for key, value in groups.items() if key != "standard")
@@ -106,7 +106,9 @@ def test_refused_at_the_start(line, words, parse, capsys):
 def test_specs():
     """Every condition after --spec; a setting of the mixer that no model has is refused as everywhere."""
     for condition in CONDITIONS:
-        assert vars(spec)[condition].submodules.self_attention.params["mixer"] == build_config("125M", condition).mixer
+        assert (
+            vars(spec)[condition].submodules.self_attention.params["mixers"] == build_config("125M", condition).mixers
+        )
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
     with pytest.raises(ValueError, match=r"mixer.condition = 's5' is unknown"):

@@ -218,6 +218,7 @@ SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
 TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
+LAYERS = {"mixer__softmax_every": 2, "mixer__window": 16, "data__reset_state_at_documents": True, "training__steps": 4}
 INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
 
 
@@ -252,6 +253,10 @@ def two(tmp_path_factory, corpus, short, launch):
         )
     for condition in ("softmax", "s4d"):
         runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
+    hybrid = LAYERS | {"data__corpus": short}
+    runs.add("layers", **hybrid, **COMPILED, compile__backend="aot_eager", probes=["gradients"])
+    for axis in ("context", "tensor", "pipeline"):
+        runs.add(f"{axis} layers", **parallel(**{axis: 2}), **hybrid, probes=["gradients"])
     runs.add("documents softmax", **apart, mixer__condition="softmax", **once)
     for condition in ("interdomain", "softmax"):
         runs.add(f"through documents {condition}", **whole, mixer__condition=condition, **once)
@@ -287,6 +292,7 @@ def one(tmp_path_factory, corpus, short, launch, two):
     runs.add("accumulated", training__local_batch_size=2, training__steps=4)
     for condition in ("softmax", "s4d"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
+    runs.add("layers", **LAYERS, data__corpus=short, probes=["gradients"])
     runs.add("bfloat16", **BFLOAT16, probes=["scan"])
     # As a GPU runs it, down to generated code; that takes half a minute, and twice as long on two ranks.
     runs.add("compiled", **COMPILED, compile__backend="inductor", training__steps=3, probes=["scan"])

@@ -93,7 +93,22 @@ def test_the_worst_loss_is_a_mean_over_the_tokens_of_a_rank(two, axis, alike):
         assert not alike or log["loss_metrics/global_max_loss"] == log["loss"]
 
 
-@pytest.mark.parametrize("name", ["softmax", "s4d", "context softmax", "context s4d"])
+HYBRID = ["layers", "context layers", "tensor layers", "pipeline layers"]
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_a_hybrid_with_windows_and_documents_has_the_whole_gradients(one, two, name):
+    """Compiled and checkpointed under FSDP2, plain on the other axes; every layer has its own kind and its initial values."""
+    theirs, gradients = one.seen("layers"), two.whole(name, "gradients")
+    assert two.whole(name, "initial") == theirs["initial"]
+    assert gradients.keys() == theirs["gradients"].keys()
+    assert {f"layers.{i}.attention.ssm.C" in gradients for i in (0, 2)} == {True}
+    assert {f"layers.{i}.attention.ssm.C" in gradients for i in (1, 3)} == {False}
+    for parameter, gradient in theirs["gradients"].items():
+        assert (gradients[parameter] - gradient).norm() < 1e-5 * gradient.norm(), parameter
+
+
+@pytest.mark.parametrize("name", ["softmax", "s4d", "context softmax", "context s4d", *HYBRID])
 def test_other_conditions_agree_on_two_ranks(one, two, name):
     condition = name.split()[-1]
     assert_same_run(two.seen(name)["log"], one.seen(condition)["log"])
