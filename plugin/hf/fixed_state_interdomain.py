@@ -127,8 +127,8 @@ class FixedStateMixer(nn.Module):
             gate = self.gate_up(self.gate_down(x)).to(dtype) + self.gate_bias
             decay = (F.logsigmoid(gate) / LOW_RANK).unflatten(-1, (-1, k.shape[-1]))
         elif hasattr(self, "ssm"):
-            dt = F.softplus(self.wa(x).to(dtype) + self.ssm.dt_bias)
-            decay = (-self.ssm.A_log.exp() * dt)[..., None]
+            dt = F.softplus(self.wa(x).to(dtype) + self.ssm.dt_bias.to(dtype))
+            decay = (-self.ssm.A_log.to(dtype).exp() * dt)[..., None]
             u = (v * dt[..., None]).to(v.dtype) if self.kind == "mamba2" else v
         if self.wb is not None:
             q, k = (F.normalize(y.to(dtype), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))

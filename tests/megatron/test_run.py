@@ -109,7 +109,7 @@ def test_specs():
         assert (
             vars(spec)[condition].submodules.self_attention.params["mixers"] == build_config("125M", condition).mixers
         )
-    with pytest.raises(ValueError, match="gla, mamba2, .* are not for Megatron; allowed: softmax"):
+    with pytest.raises(ValueError, match=r"gla, mamba2, .* are not for Megatron; allowed: softmax"):
         layer_spec("gla")
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)

@@ -39,7 +39,8 @@ SSM = [*NORMS, "ssm.A_imag", "ssm.C", "ssm.log_A_real", "ssm.log_dt"]
 
 # Of the baselines with a fixed state: those whose authors leave them without weight decay.
 FIXED = {
-    **dict.fromkeys(("gla", "deltanet"), []),
+    "gla": [],
+    "deltanet": [],
     "gated-deltanet": ["ssm.A_log", "ssm.dt_bias"],
     "mamba2": ["ssm.A_log", "ssm.D", "ssm.dt_bias"],
 }
