@@ -47,6 +47,10 @@ def state_shape(config: InterdomainConfig) -> tuple[int, int, int]:
 class StepSize(KeptInFloat32):
     """The decay exp(-exp(A_log) softplus(x + dt_bias)) of each head, and of Mamba-2 the skip D."""
 
+    A_log: Tensor
+    dt_bias: Tensor
+    D: Tensor
+
     def __init__(self, config: InterdomainConfig, n_heads: int) -> None:
         super().__init__()
         self.config = config

@@ -45,7 +45,7 @@ class StepSize(KeptInFloat32):
 class FixedStateMixer(Mixer):
     """Queries, keys and values, a causal convolution with SiLU over all of them, the recurrence, a norm and an output gate.
 
-    Attributes: G; convolved, conv_bias, gated: which parts a kind has; delta: whether it corrects the state (beta).
+    Attributes: what a kind has: convolved, conv_bias; gated, the output; delta, beta; shared_keys, one head of them for all.
     """
 
     convolved, conv_bias, gated, delta, shared_keys = True, False, True, False, False
@@ -93,7 +93,7 @@ class FixedStateMixer(Mixer):
 
         packing: [B, T], the number of each token's document.
         """
-        inputs = [w(x) for w in (self.wq, self.wk, self.wv)]
+        inputs, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
         if self.conv is not None:
             inputs, conv = self._convolved(torch.cat(inputs, dim=-1), state, packing)
         q, k, v = (y.unflatten(-1, (-1, n)) for y, n in zip(inputs, self.shape[1:2] + self.shape[1:], strict=True))
@@ -101,7 +101,7 @@ class FixedStateMixer(Mixer):
         options = dict(documents=packing, backend=self.execution.backend)
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
         if state is not None:
-            state.advance(state.conv if self.conv is None else conv, S)
+            state.advance(state.conv if conv is None else conv, S)
         return self.wo(self._gate(o, None if self.wg is None else self.wg(x)))
 
     def _convolved(self, y: Tensor, state: MixerState | None, documents: Tensor | None) -> tuple[Any, Tensor]:

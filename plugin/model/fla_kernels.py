@@ -48,7 +48,7 @@ def recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence.recurrence` with as many heads of q and k as of v. With documents, `state` is not read."""
+    """`recurrence.recurrence` with as many heads of q and k as of v."""
     return _run(q, k, v, log_decay, beta, state, documents)
 
 
@@ -64,10 +64,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, docume
     tensors += [] if beta is None else [beta.to(v.dtype)]
     last = slice(None)
     if documents is not None:  # documents one after the other as one row, by where each begins
-        first = first_tokens(documents)
+        first, goes_on = first_tokens(documents), (documents[:, 0] == 0)[:, None, None, None]
         first[:, 0] = True
         starts, last = first.flatten().nonzero()[:, 0], first.sum(1).cumsum(0) - 1
-        options |= dict(initial_state=None, cu_seqlens=F.pad(starts, (0, 1), value=first.numel()))
+        before = state.new_zeros(len(starts), *state.shape[1:])
+        before = before.index_put((last - first.sum(1) + 1,), state.where(goes_on, 0))
+        options |= dict(initial_state=before, cu_seqlens=F.pad(starts, (0, 1), value=first.numel()))
         tensors = [x.flatten(0, 1)[None] for x in tensors]
     function = _function(None if log_decay is None else log_decay.ndim == 4, beta is not None)
     o, final = function(*tensors, **options)

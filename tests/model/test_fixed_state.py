@@ -227,12 +227,10 @@ def stand_in(monkeypatch):
                 return per_token(**given, initial_state=initial_state)
             assert len(tensors[0]) == 1
             cuts = cu_seqlens.diff().tolist()
-            each = [
-                per_token(**dict(zip(given, piece, strict=True)), initial_state=piece[2].new_zeros(1, H, K, V))
-                for piece in zip(
-                    *([None] * len(cuts) if x is None else x.split(cuts, 1) for x in given.values()), strict=True
-                )
-            ]
+            columns = [[None] * len(cuts) if x is None else x.split(cuts, 1) for x in given.values()]
+            columns.append(initial_state.split(1))
+            names_of = (*given, "initial_state")
+            each = [per_token(**dict(zip(names_of, row, strict=True))) for row in zip(*columns, strict=True)]
             return torch.cat([o for o, _ in each], dim=1), torch.cat([S for _, S in each])
 
         return run
@@ -255,8 +253,8 @@ def stand_in(monkeypatch):
 @pytest.mark.parametrize("kind", FIXED_STATE)
 def test_the_op_around_the_package(stand_in, kind):
     assert_same(recurrence, inputs(kind, 33))
-    documents = torch.repeat_interleave(torch.tensor([1, 2, 3]), torch.tensor([3, 1, 29])).expand(2, -1)
-    assert_same(recurrence, inputs(kind, 33), documents)
+    documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29])).expand(2, -1)
+    assert_same(recurrence, inputs(kind, 33), documents + torch.tensor([[0], [1]]))
     given = {name: x for name, x in inputs(kind, 33).items() if x is not None}
     compiled = torch.compile(recurrence, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(compiled(**given), recurrence(**given, backend="chunkwise-torch"), strict=True):
