@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from interdomain.model import Transformer, mixer, softmax
+from interdomain.model import Transformer, fixed_state, mixer, softmax
 
 # Shapes: T time, H query heads, G heads of values, D value width.
 
@@ -41,6 +41,7 @@ CORES = (
     Core("linear readout", mixer, "linear_scan", v=0),
     Core("softmax", softmax, "_in_blocks", heads=1),  # of a sliding window; it calls the other, with parts of v
     Core("softmax", softmax, "_attention", heads=1),
+    Core("", fixed_state, "recurrence"),
 )
 
 

@@ -118,8 +118,8 @@ def to_folder(args) -> str:
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         # The classes that transformers runs, and the license, as they stand in plugin/hf.
-        for name in ("configuration_interdomain.py", "modeling_interdomain.py", "scan_interdomain.py", "LICENSE"):
-            shutil.copyfile(CODE / name, folder / name)
+        for file in (*sorted(CODE.glob("*_interdomain.py")), CODE / "LICENSE"):
+            shutil.copyfile(file, folder / file.name)
         write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"

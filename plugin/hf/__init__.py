@@ -1,6 +1,6 @@
 """The model in transformers: importing this registers it, so that the Auto classes need no trust_remote_code.
 
-The three files `*_interdomain.py` are copied into every exported folder as they are. They import torch and transformers, and
+The four files `*_interdomain.py` are copied into every exported folder as they are. They import torch and transformers, and
 the kernels of `interdomain.scan` and `interdomain.features` where these are installed; nothing else of this package.
 """
 

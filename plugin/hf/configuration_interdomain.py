@@ -5,7 +5,7 @@ import copy
 from transformers import PretrainedConfig
 
 CHOICES = {
-    "mixer": ("interdomain", "softmax", "hybrid"),
+    "mixer": ("interdomain", "softmax", "gla", "mamba2", "deltanet", "gated-deltanet", "hybrid"),
     "readout": ("complex", "real", "hermitian"),
     "c_form": ("full", "diagonal", "identity"),
     "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
@@ -33,6 +33,7 @@ DEFAULTS = dict(
     normalize=False,
     output_gate=False,
     window=None,
+    state_heads=None,
     layer_settings=None,
     c_scale=None,
     linear_scale=None,
@@ -52,6 +53,9 @@ class InterdomainConfig(PretrainedConfig):
         mixer: `interdomain`, or `softmax` for causal attention, which reads `window` alone of what follows; `hybrid` where
             `layer_settings` has these settings for each layer, from the mixer to a_init and num_key_value_heads: a list that is
             repeated where it is shorter than the layers.
+            `gla`, `mamba2`, `deltanet` and `gated-deltanet` are baselines with a fixed state, which read n_basis, state_heads,
+            conv_width and the range of the step size.
+        state_heads: of those, the heads of the state; None: those with which it is as large as interdomain attention's.
         window: of softmax, the tokens that a token attends to, itself and those before it; None for all.
         dual_input: keys and values are mapped apart. query_readout: the state is read with a query, not linearly. rope: queries
             and keys are rotated. All three are the paper's interdomain attention, none of them is S4D.

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
+from .fixed_state_interdomain import FixedStateMixer, StepSize
 from .scan_interdomain import (
     FeatureMap,
     InputNorm,
@@ -21,6 +22,7 @@ from .scan_interdomain import (
     SSMDynamics,
     divided,
     features,
+    last_inputs,
     residual_linear,
     scan,
     step,
@@ -87,7 +89,7 @@ class InterdomainMixer(nn.Module):
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
             cache.tables[self.layer_idx] = tables
             cache.states[self.layer_idx] = (
-                self._last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding),
+                last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1),
                 final,
             )
         if config.normalize:
@@ -113,14 +115,6 @@ class InterdomainMixer(nn.Module):
             eps=self.config.rms_norm_eps,
         )
         return self.feature_map(y, name == "q") if mapped and self.feature_map is not None else y
-
-    def _last_inputs(self, x: Tensor, past: Tensor | None, padding: Padding | None) -> Tensor:
-        """The last W - 1 inputs of the convolutions, [B, W - 1, E], of x [B, T, E] and what was before."""
-        n, T = self.config.conv_width - 1, x.shape[1]
-        x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past.to(x.dtype), x), dim=1)
-        if padding is None:
-            return x[:, T:]
-        return take(x, padding.lengths[:, None] + torch.arange(n, device=x.device))
 
 
 class Attended(NamedTuple):
@@ -178,7 +172,8 @@ class InterdomainMLP(nn.Module):
 class InterdomainDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
-        self.attention = (SoftmaxMixer if config.mixer == "softmax" else InterdomainMixer)(config, layer_idx)
+        mixers = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+        self.attention = mixers.get(config.mixer, FixedStateMixer)(config, layer_idx)
         self.feed_forward = InterdomainMLP(config)
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -222,14 +217,17 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ShortConv):
             bound = module.weight.shape[-1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
-            init.uniform_(module.bias, -bound, bound)
+            if module.bias is not None:
+                init.uniform_(module.bias, -bound, bound)
         elif isinstance(module, InputNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
         elif isinstance(module, FeatureMap) and hasattr(module, "frequencies"):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
-        elif isinstance(module, SSMDynamics):
+        elif isinstance(module, SSMDynamics | StepSize):
             module.init_values()
+        elif isinstance(module, FixedStateMixer) and module.kind == "gla":
+            init.zeros_(module.gate_bias)
 
 
 class InterdomainModel(InterdomainPreTrainedModel):

@@ -245,10 +245,10 @@ def residual_linear(in_features: int, out_features: int) -> nn.Linear:
 class ShortConv(nn.Module):
     """Parameters of a causal depthwise convolution."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
 
 
 class InputNorm(nn.Module):
@@ -378,7 +378,8 @@ class InterdomainCache:
     Attributes:
         length: tokens read, padding included. position: tokens of each row without padding, [B]; None before the first.
         slots: by the window of softmax layers (0: none), which token each slot of theirs holds, [B, S]; -1 for padding.
-        states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values).
+        states: by layer, (last inputs of the convolutions [B, W - 1, E], X [B, H, M, P, 2]), or (keys, values); of
+            FixedStateMixer S [B, H, K, V] in place of X.
         tables: by layer, what the scan reads of the parameters: (theta, decay, table), computed once.
     """
 
@@ -443,3 +444,12 @@ class Padding(NamedTuple):
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))
+
+
+def last_inputs(x: Tensor, past: Tensor | None, padding: Padding | None, n: int) -> Tensor:
+    """The last n = W - 1 inputs of the convolutions, [B, n, E], of x [B, T, E] and what was before."""
+    T = x.shape[1]
+    x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past.to(x.dtype), x), dim=1)
+    if padding is None:
+        return x[:, T:]
+    return take(x, padding.lengths[:, None] + torch.arange(n, device=x.device))

@@ -12,12 +12,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from interdomain.model import layers
-from interdomain.model.config import CONDITIONS, MIXER_SETTINGS, Execution, ModelConfig, build_config, check_names
+from interdomain.model.config import (
+    CONDITIONS,
+    FIXED_STATE,
+    MIXER_SETTINGS,
+    Execution,
+    ModelConfig,
+    build_config,
+    check_names,
+)
 
 from .mixer import InterdomainAttention
 
 # Megatron has settings of its own for these.
 SETTINGS = tuple(name for name in MIXER_SETTINGS if name not in ("kind", "n_kv_heads"))
+SUPPORTED = tuple(name for name in CONDITIONS if name not in FIXED_STATE)
 
 
 class RMSNorm(layers.RMSNorm):
@@ -55,6 +64,8 @@ def layer_spec(
     check_names("mixer", settings, SETTINGS)
     hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
     mixers = build_config("125M", condition, **hybrid, **settings).mixers
+    if any(mixer.kind in FIXED_STATE for mixer in mixers):
+        raise ValueError(f"{', '.join(FIXED_STATE)} are not for Megatron; allowed: {', '.join(SUPPORTED)}.")
     options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
     add: Any = get_bias_dropout_add
     return ModuleSpec(
@@ -117,4 +128,4 @@ def _groups(config: ModelConfig) -> int:
     return each.pop()
 
 
-globals().update({name: layer_spec(name) for name in CONDITIONS})  # any of them after --spec
+globals().update({name: layer_spec(name) for name in SUPPORTED})  # any of them after --spec

@@ -13,8 +13,15 @@ from typing import Any, NamedTuple, cast
 FORMAT_VERSION = 1
 LEAST = {"conv_width": 2}  # of settings that are integers; 1 for the others
 
+# Baselines whose state has a fixed size, too: of each, the settings of MixerConfig that it has.
+FIXED_STATE = {
+    "gla": ("n_basis", "state_heads"),
+    "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
+    "deltanet": ("n_basis", "state_heads", "conv_width"),
+    "gated-deltanet": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
+}
 CHOICES = {
-    "kind": ("interdomain", "softmax"),
+    "kind": ("interdomain", "softmax", *FIXED_STATE),
     "readout": ("complex", "real", "hermitian"),
     "c_form": ("full", "diagonal", "identity"),
     "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
@@ -24,7 +31,8 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """The token mixer of one block. `kind="softmax"` is the baseline and has no switches but `n_kv_heads` and `window`.
+    """The token mixer of one block. `kind="softmax"` is the baseline and has no switches but `n_kv_heads` and `window`; the
+    kinds of FIXED_STATE are further baselines, with the switches named there.
 
     Attributes:
         dual_input, query_readout, rope: the three axes of the paper's ablation cube (appendix, mechanism decomposition).
@@ -37,6 +45,8 @@ class MixerConfig:
         normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); for positive feature maps (docs/kernel-view.md).
         output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
+        state_heads: of the baselines in FIXED_STATE, heads of the state (`state_shape`). None: those with which a layer's state
+            is as large as interdomain attention's with n_basis.
         window: of softmax, how many tokens a token attends to: itself and those right before it. None: all before it.
 
     How the recurrence starts, which the paper leaves open (the scale of C decides whether the mixer learns):
@@ -59,6 +69,7 @@ class MixerConfig:
     normalize: bool = False
     output_gate: bool = False
     n_kv_heads: int | None = None
+    state_heads: int | None = None
     window: int | None = None
     c_scale: float | None = None
     linear_scale: float | None = None
@@ -86,8 +97,12 @@ class MixerConfig:
                 "the softmax condition has no switches but mixer.n_kv_heads and mixer.window. Choose another condition"
             )
             return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", "n_kv_heads", "window")}
+        if self.kind in FIXED_STATE:
+            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(FIXED_STATE[self.kind])}"
+            return {f.name: why for f in fields(self) if f.name not in ("kind", *FIXED_STATE[self.kind])}
         found: dict[str, str] = {
-            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every"
+            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
+            "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
         }
         if self.c_form == "identity":
             found["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
@@ -152,9 +167,11 @@ class ModelConfig:
             raise ValueError(f"n_heads * head_dim must be dim: got {self.n_heads} * {self.head_dim}, dim = {self.dim}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (RoPE rotates pairs): got {self.head_dim}.")
-        for shared in (mixer.n_kv_heads or self.n_heads for mixer in self.mixers):
-            if self.n_heads % shared:
-                raise ValueError(f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {shared}.")
+        for mixer in self.mixers:
+            if mixer.kind in FIXED_STATE:
+                state_shape(mixer, self.dim)
+            elif self.n_heads % (mixer.n_kv_heads or self.n_heads):
+                raise ValueError(f"mixer.n_kv_heads must divide n_heads = {self.n_heads}: got {mixer.n_kv_heads}.")
 
     @property
     def mixer(self) -> MixerConfig:
@@ -198,6 +215,38 @@ class ModelConfig:
         return cls(**settings, mixers=tuple(MixerConfig(**mixer) for mixer in mixers))
 
 
+class StateShape(NamedTuple):
+    """Of a baseline in FIXED_STATE: heads of the state, each a matrix of key_width x value_width numbers."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
+def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
+    """By default of 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
+
+    Heads of 4 n_basis x 4 n_basis; of Mamba-2, whose inner width is 2 dim, of 2 n_basis x 64 (less, where 64 does not divide
+    2 dim). With `state_heads` the heads are square and share dim. Mamba-2's share its inner width: its state stays as large.
+    Raises: ValueError for widths that do not divide.
+    """
+    wide = mixer.kind == "mamba2"
+    width, name = (2 * dim, "2 dim") if wide else (dim, "dim")
+    if mixer.state_heads is not None:
+        if width % mixer.state_heads:
+            raise ValueError(f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}.")
+        own = width // mixer.state_heads
+    else:
+        own = math.gcd(width, 64) if wide else 4 * mixer.n_basis
+        if width % own:
+            allowed = ", ".join(str(n // 4) for n in range(4, dim + 1, 4) if dim % n == 0)
+            raise ValueError(
+                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {own} wide, which "
+                f"must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
+            )
+    return StateShape(width // own, 2 * mixer.n_basis if wide else own, own)
+
+
 MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
 
@@ -214,7 +263,7 @@ SIZES: dict[str, dict[str, int]] = {
     "70B": dict(dim=8192, n_layers=80, n_heads=64, head_dim=128, n_basis=64),
 }
 
-# The eight corners of the cube (the paper reports six), and the baseline.
+# The eight corners of the cube (the paper reports six), and the baselines.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "softmax": dict(kind="softmax"),
     "interdomain": dict(dual_input=True, query_readout=True, rope=True),
@@ -225,6 +274,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "dual-linear-norope": dict(dual_input=True, query_readout=False, rope=False),
     "s4d": dict(dual_input=False, query_readout=False, rope=False),
     "s4d-rope": dict(dual_input=False, query_readout=False, rope=True),
+    **{kind: dict(kind=kind) for kind in FIXED_STATE},
 }
 
 

@@ -75,7 +75,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
     match kind, leaf:
         case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
             return normal(0.02 / math.sqrt(2 * config.n_layers))
-        case "q_conv" | "k_conv" | "v_conv", _:  # PyTorch's default for Conv1d: fan-in is the width
+        case "q_conv" | "k_conv" | "v_conv" | "conv", _:  # PyTorch's default for Conv1d: fan-in is the width
             bound = 1 / math.sqrt(mixer.conv_width)
             return uniform(-bound, bound)
         case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
@@ -84,6 +84,15 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":
             return uniform(math.log(mixer.dt_min), math.log(mixer.dt_max))
+        case "ssm", "A_log":  # Mamba-2's range, and gated DeltaNet's
+            return uniform(1.0 if mixer.kind == "mamba2" else 0.0, 16.0).log()
+        case "ssm", "dt_bias":  # what softplus makes Delta of, log-uniform
+            dt = uniform(math.log(mixer.dt_min), math.log(mixer.dt_max)).exp()
+            return dt + (-torch.expm1(-dt)).log()
+        case "ssm", "D":
+            return torch.ones(shape, **cpu)
+        case _, "gate_bias":
+            return torch.zeros(shape, **cpu)
         case "ssm", "log_A_real" | "A_imag":
             return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].expand(shape).clone()
         case "ssm", "C":
@@ -99,6 +108,8 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             drawn = normal(config.head_dim**-0.25)
             return _orthogonal(drawn) if mixer.feature_map == "favor" else drawn
         case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
+            return normal(0.02)
+        case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")
 

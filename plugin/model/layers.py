@@ -4,6 +4,7 @@
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,10 +67,10 @@ class RMSNorm(nn.RMSNorm):
 class ShortConv(nn.Module):
     """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
 
 
 def widened(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import distributed_checkpoint as checkpoints
-from .config import SIZES, ModelConfig, cell_of
+from .config import FIXED_STATE, SIZES, ModelConfig, cell_of
 from .transformer import meta_model
 
 FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
@@ -139,8 +139,11 @@ def _size_of(config: ModelConfig) -> str:
 def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
 
-    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError.
+    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError; ValueError for a mixer that
+    `interdomain.megatron` does not have.
     """
+    if fixed := [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]:
+        raise ValueError(f"{fixed[0]} is not for Megatron: {', '.join(FIXED_STATE)} train under TorchTitan only.")
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
     stacked = len(config.mixers) == 1
     for name in meta_model(config).state_dict():  # layer by layer, w1 before w3

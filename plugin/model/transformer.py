@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import Execution, MixerConfig, ModelConfig
+from .fixed_state import MIXERS
 from .initialize import initialize
 from .interface import Mixer
 from .layers import Embedding, Linear, RMSNorm, rope_of
@@ -17,7 +18,7 @@ from .shard import Part, gather_tokens, scatter_tokens
 from .softmax import SoftmaxMixer
 from .state import ModelState
 
-MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer}
+MIXER_CLASSES: dict[str, type[Mixer]] = {"interdomain": InterdomainMixer, "softmax": SoftmaxMixer, **MIXERS}
 
 
 def mixer_class(config: MixerConfig) -> type[Mixer]:

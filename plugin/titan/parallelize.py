@@ -34,6 +34,7 @@ from .meshes import Meshes, part_of
 SCAN_OPS = {
     torch.ops.interdomain.scan.default,
     torch.ops.interdomain.linear_scan.default,
+    torch.ops.interdomain.fla_recurrence.default,
     torch.ops.interdomain.before.default,
     torch.ops.interdomain.scatter_shards.default,
 }

@@ -19,7 +19,9 @@ from interdomain.model import (
     build_config,
     cell_of,
     count_parameters,
+    fla_kernels,
 )
+from interdomain.model.config import FIXED_STATE
 from interdomain.model.flops import state_size, train_flops_per_token
 from interdomain.model.transformer import mixer_class
 
@@ -100,12 +102,14 @@ class RunPlan:
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
-        if self.context == 1:
+        if self.context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
             longest += f" (8 ranks share {8 * self.longest:,})"
         states = []
         for layer, n in Counter(self.config.layers).items():
             grows = mixer_class(layer.mixer).state_grows(layer)
             which = f" ({n} x {cell_of(layer, self.size).condition})" if len(self.config.mixers) > 1 else ""
+            if layer.mixer.kind in FIXED_STATE:
+                which += f" (interdomain attention: {4 * layer.mixer.n_basis * layer.dim:,})"
             states.append(f"{state_size(layer):,} numbers per layer{', token' * grows} and sequence{which}")
         shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
         rows = {
@@ -200,6 +204,8 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
     words = (
         {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
     )
+    if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
+        words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     if words.get("scan") == "auto":
         found = dict.fromkeys(
             scan.resolve_backend(
@@ -212,6 +218,8 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
         )
         words["scan"] = "; ".join(found)
     if words["features"] == "auto":
-        conv_width = max((mixer.conv_width for mixer in recurrent), default=0)
+        conv_width = max(
+            (mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")), default=0
+        )
         words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
     return words

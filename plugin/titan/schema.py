@@ -100,7 +100,7 @@ class Mixer:
     """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
 
     #: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
-    #: s4d or s4d-rope.
+    #: s4d or s4d-rope; gla, mamba2, deltanet or gated-deltanet.
     condition: Condition = "interdomain"
     #: Key features and values as the input (true) or two generic projections (false). Unset: as the condition says.
     dual_input: bool | None = None
@@ -114,6 +114,9 @@ class Mixer:
     normalize: bool | None = None
     output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
     n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
+    #: Of gla, mamba2, deltanet and gated-deltanet: heads of the state. Unset: those with which it is as large as interdomain
+    #: attention's, 4 n_basis dim numbers.
+    state_heads: int | None = None
     #: A hybrid: of every so many layers the last is softmax, the others are the condition's. The settings here are those of all
     #: layers that have them.
     softmax_every: int | None = None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from interdomain.model import ModelConfig
+from interdomain.model.config import FIXED_STATE
 from interdomain.scan.ops import runs_as
 
 from .host import generate_llm_fqn_per_model_part, logger
@@ -116,6 +117,13 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     """Raises: ValueError for a model, lengths or settings that the axes cannot divide."""
     parallel, training, validation = job_config.parallelism, job_config.training, job_config.validation
     context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    fixed = [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]
+    if fixed and max(context, tensor) > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {context} and tensor_parallel_degree = {tensor}: both must be 1 for the "
+            f"{fixed[0]} condition. More ranks may be data_parallel_replicate_degree, data_parallel_shard_degree or "
+            "pipeline_parallel_degree."
+        )
     lengths = {"training.seq_len": training.seq_len}
     if validation.enable:
         lengths["validation.seq_len"] = validation.seq_len

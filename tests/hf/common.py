@@ -4,6 +4,8 @@ import sys
 
 import torch
 
+from interdomain.model.config import FIXED_STATE
+
 from ..model.common import OPTIONS
 
 CASES = {
@@ -12,9 +14,10 @@ CASES = {
     "hybrid": ("interdomain", OPTIONS["hybrid"]),
     "window": ("softmax", OPTIONS["window"]),
     "hybrid, window": ("interdomain", OPTIONS["hybrid, window"]),
+    **{condition: (condition, {}) for condition in FIXED_STATE},
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity")),
 }
-KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window")  # one of each kind of state
+KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window", "mamba2")  # one of each kind of state
 
 EXPECTED = "INTERDOMAIN_TRANSFORMERS_EXPECTED"  # what transformers' version begins with, where that is given
 VOCAB, TOKENS = 420, 400  # the last rows are no tokens

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from interdomain.megatron import layer_spec, overrides, run, spec, train
-from interdomain.model import CONDITIONS, SIZES, build_config
+from interdomain.model import SIZES, build_config
 
 from ..common import TIMEOUT
 
@@ -116,10 +116,12 @@ def test_a_corpus_with_answers_is_refused(parse, capsys, tmp_path):
 
 def test_specs():
     """Every condition after --spec; a setting of the mixer that no model has is refused as everywhere."""
-    for condition in CONDITIONS:
+    for condition in spec.SUPPORTED:
         assert (
             vars(spec)[condition].submodules.self_attention.params["mixers"] == build_config("125M", condition).mixers
         )
+    with pytest.raises(ValueError, match=r"gla, mamba2, .* are not for Megatron; allowed: softmax"):
+        layer_spec("gla")
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
     with pytest.raises(ValueError, match=r"mixer.condition = 's5' is unknown"):

@@ -4,8 +4,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import CONDITIONS, Execution, ModelConfig, Transformer, build_config
+from interdomain.model.config import FIXED_STATE
 
 SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
+# Two heads of 16; of Mamba-2, whose keys are 8 wide, four.
+FIXED = dict(n_basis=4)
+MAMBA2 = dict(n_basis=4, state_heads=4)
 WIDE = dict(dim=192, n_heads=2, head_dim=96)  # the head of the 760M row
 
 # One switch at a time, and all of them at once.
@@ -41,11 +45,13 @@ VARIANTS = [
     *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
     *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize"), ("single-query", "favor")),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
+    ("gated-deltanet", "hybrid"),
 ]
 
 
 def small_config(condition: str, **overrides) -> ModelConfig:
-    return build_config("debug", condition, **{**SMALL, **overrides})
+    fixed = MAMBA2 if condition == "mamba2" else FIXED if condition in FIXED_STATE else {}
+    return build_config("debug", condition, **{**SMALL, **fixed, **overrides})
 
 
 def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Transformer:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import Execution, Transformer, mixer
+from interdomain.model.config import FIXED_STATE
 from interdomain.model.layers import rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
@@ -104,7 +105,10 @@ def run(mixer, x, head_dim):
     return mixer(x, rope_tables(torch.arange(x.shape[1]), head_dim, 1e4, x.dtype))
 
 
-@pytest.mark.parametrize(("condition", "option"), [v for v in VARIANTS if v[0] != "softmax" and "hybrid" not in v[1]])
+BY_THE_LETTER = [v for v in VARIANTS if v[0] not in ("softmax", *FIXED_STATE) and "hybrid" not in v[1]]
+
+
+@pytest.mark.parametrize(("condition", "option"), BY_THE_LETTER)
 def test_by_the_letter(condition, option):
     model = variant(condition, option)
     x = torch.randn(2, T, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

@@ -104,7 +104,7 @@ class TestVariants:
 
 def test_state_is_differentiable():
     """Truncated backpropagation carries on through a state: the first piece gets the gradient that the whole gives it."""
-    for condition in ("interdomain", "s4d", "softmax"):
+    for condition in ("interdomain", "s4d", "softmax", "gated-deltanet"):
         model = variant(condition)
         tokens = random_tokens(model.config, 1, 12)
         parameters = list(model.parameters())

@@ -241,6 +241,17 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
     assert "scan  chunkwise-torch (plain PyTorch): M is 48" in make_plan(parse(mixer__n_basis=48), 1, True).describe()
 
 
+def test_a_fixed_state():
+    """Beside interdomain attention's; what computes it; and the axes that it does not have."""
+    made = make_plan(parse(mixer__condition="gla"), 1).describe()
+    assert "16,384 numbers per layer and sequence (interdomain attention: 16,384)" in made
+    assert "recurrence  chunkwise-torch (plain PyTorch): the input is on cpu" in made
+    assert "ranks share" not in made
+    for axis in ("context", "tensor"):
+        with pytest.raises(ValueError, match=f"{axis}_parallel_degree = 2.* both must be 1 for the mamba2 condition"):
+            make_plan(parse(mixer__condition="mamba2", **{f"parallelism__{axis}_parallel_degree": 2}), 2)
+
+
 def test_a_size_of_ones_own():
     job = parse(model__dim=192, model__n_layers=2, model__n_heads=4)
     made = make_plan(job, 1)

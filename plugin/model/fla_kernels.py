@@ -1,0 +1,124 @@
+"""The recurrence of the fixed-state baselines by flash-linear-attention's kernels (the extra `fla`), as one `torch.library` op.
+
+    torch.ops.interdomain.fla_recurrence.default            torch.ops.interdomain.fla_recurrence_backward.default
+
+torch.compile traces no kernels of that package, and activation checkpointing knows what it saves by an op's name. Only the
+inputs are saved: the backward pass computes the forward once more. None of this has run on a GPU yet.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from interdomain.scan.library import log_once, tag_caches
+
+# Shapes: B batch, T time, H heads, K key width, V value width.
+
+PLAIN = ("chunkwise-torch", "reference")  # settings of the scan's backend that ask for plain PyTorch
+
+
+def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tuple[bool, str]:
+    """Whether the kernels compute, and what does in words. device: None for another machine's GPU."""
+    if backend in PLAIN:
+        problem = "as set"
+    elif device is not None and device.type != "cuda":
+        problem = f"the input is on {device.type}"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        problem = f"the input is {str(dtype).removeprefix('torch.')}, and those kernels have half precision only"
+    elif device is not None and importlib.util.find_spec("fla") is None:
+        problem = "flash-linear-attention is not installed"
+    else:
+        return True, "flash-linear-attention (kernels)"
+    said = f"chunkwise-torch (plain PyTorch): {problem}"
+    if device is not None:
+        log_once(f"interdomain.model: the recurrence is {said}")
+    return False, said
+
+
+def first_tokens(documents: Tensor) -> Tensor:
+    """Which tokens are the first of their document, [B, T] bool; what came before the first token is of document 0."""
+    return documents != F.pad(documents, (1, 0))[:, :-1]
+
+
+@torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`recurrence.recurrence` with as many heads of q and k as of v."""
+    return _run(q, k, v, log_decay, beta, state, documents)
+
+
+@recurrence.register_fake
+def _(q, k, v, log_decay, beta, state, documents):
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = dict(scale=1.0, initial_state=state, output_final_state=True)
+    B, tensors = len(v), [q.to(v.dtype), k.to(v.dtype), v]
+    tensors += [] if log_decay is None else [log_decay.float()]
+    tensors += [] if beta is None else [beta.to(v.dtype)]
+    last = slice(None)
+    if documents is not None:  # documents one after the other as one row, by where each begins
+        first, goes_on = first_tokens(documents), (documents[:, 0] == 0)[:, None, None, None]
+        first[:, 0] = True
+        starts, last = first.flatten().nonzero()[:, 0], first.sum(1).cumsum(0) - 1
+        before = state.new_zeros(len(starts), *state.shape[1:])
+        before = before.index_put((last - first.sum(1) + 1,), state.where(goes_on, 0))
+        options |= dict(initial_state=before, cu_seqlens=F.pad(starts, (0, 1), value=first.numel()))
+        tensors = [x.flatten(0, 1)[None] for x in tensors]
+    function = _function(None if log_decay is None else log_decay.ndim == 4, beta is not None)
+    o, final = function(*tensors, **options)
+    return o.unflatten(1, (B, -1))[0] if documents is not None else o, final[last]
+
+
+def _function(per_channel: bool | None, delta: bool) -> Any:
+    """The package's function; q, k, v come first, then decay and beta as far as there are any."""
+    if delta:
+        if per_channel is None:
+            from fla.ops.delta_rule import chunk_delta_rule as function
+        else:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
+    elif per_channel:
+        from fla.ops.gla import chunk_gla as function
+    else:
+        from fla.ops.simple_gla import chunk_simple_gla as function
+    return function
+
+
+@torch.library.custom_op("interdomain::fla_recurrence_backward", mutates_args=())
+def recurrence_backward(
+    d_o: Tensor, d_state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None,
+    state: Tensor, documents: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, log_decay, beta and state, as far as there are any."""
+    given = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
+    autograd: Any = torch._C.DispatchKey.AutogradFunctionality  # which is off within an op
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
+        out = _run(*given, documents)  # pyright: ignore[reportArgumentType]
+    wanted = [x for x in given if x is not None]
+    found = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(wanted, found, strict=True)]
+
+
+@recurrence_backward.register_fake
+def _(d_o, d_state, q, k, v, log_decay, beta, state, documents):
+    return [x.new_empty(x.shape) for x in (q, k, v, log_decay, beta, state) if x is not None]
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx, d_o, d_state):
+    given = ctx.saved_tensors
+    found = iter(recurrence_backward(d_o.contiguous(), d_state.contiguous(), *given))
+    return (*(None if x is None else next(found) for x in given[:-1]), None)
+
+
+recurrence.register_autograd(_gradient, setup_context=_setup)
+tag_caches(__name__)

@@ -1,0 +1,126 @@
+"""The recurrence of the fixed-state baselines, chunk by chunk: a matrix state that decays, is corrected, and is added to.
+
+    S_t = A_t S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,   A_t = diag(exp(log_decay_t))
+    u_t = v_t                                           gated linear attention (Yang et al., 2024, eq. 3), Mamba-2
+    u_t = beta_t (v_t - (A_t S_{t-1})^T k_t)            the delta rules (Yang et al., 2024, eq. 5; 2025, eq. 10)
+
+On CUDA by flash-linear-attention's kernels where that package is installed, else in plain PyTorch. Logs of decays are only ever
+added, never subtracted: no exponent is above 0 however strong the gates are, and -inf at a document's first token is an exact
+reset.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import fla_kernels
+from .fla_kernels import first_tokens
+
+# Shapes: B batch, T time, H heads, G heads of queries and keys (H, or 1 for all), K key width, V value width, L chunk length,
+#         N chunks, D 1 or K.
+
+CHUNK = 64
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """All tokens of the recurrence above.
+
+    Args:
+        q, k: [B, T, G, K]; v: [B, T, H, V].
+        log_decay: at most 0, [B, T, H] or per channel of the keys [B, T, H, K]; None for none.
+        beta: of the delta rule, [B, T, H]; None for u = v.
+        initial_state: [B, H, K, V], float32 or float64; None for zeros.
+        documents: [B, T] integers, never falling along T: a state stops at the end of its document. 0 continues initial_state.
+        backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
+    Returns: (o [B, T, H, V] in v's dtype, S after the last token), computed in float32 (float64). Differentiable.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    B, T, H, V = v.shape
+    if initial_state is None:
+        initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=dtype)
+    with torch.autocast(v.device.type, enabled=False):
+        if T > 1 and fla_kernels.chosen(v.device, v.dtype, backend)[0]:
+            q, k = (x.expand(-1, -1, H, -1).contiguous() for x in (q, k))
+            return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
+        decay = v.new_zeros(B, T, 1, dtype=dtype) if log_decay is None else log_decay.to(dtype)
+        decay = decay[..., None] if decay.ndim == 3 else decay
+        if documents is not None:
+            decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
+        q, k, u = (x.to(dtype) for x in (q, k, v))
+        beta = None if beta is None else beta.to(dtype)[..., None]
+        o, state = (_step if T == 1 else _chunkwise)(q, k, u, decay, beta, initial_state)
+        return o.to(v.dtype), state
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: as the recurrence is written."""
+    S = decay[:, 0, :, :, None].exp() * S
+    u, k = v[:, 0], k[:, 0, :, :, None]
+    if beta is not None:
+        u = beta[:, 0] * (u - (k * S).sum(-2))
+    S = S + k * u[:, :, None]
+    return (q[:, 0, :, None] @ S).transpose(1, 2), S
+
+
+def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+    """By chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
+
+    decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
+    """
+    (B, T, H, V), L = v.shape, min(CHUNK, 1 << (v.shape[1] - 1).bit_length())
+
+    def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
+        return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
+
+    q, k, v, decay = (chunked(x) for x in (q, k, v, decay))
+    from_start = decay.cumsum(-2)  # of the chunk to each token, which is included
+    to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # from each token, which is not
+    kept = from_start[..., -1, :, None].exp()
+    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _scores(q, k, decay), None
+    if beta is not None:
+        # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
+        beta = chunked(beta)
+        own = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
+        system = beta * _scores(k, k, decay).tril(-1)
+        solved = torch.linalg.solve_triangular(system, beta * own, upper=False, unitriangular=True)
+        v, erased = solved.split([V, k.shape[-1]], dim=-1)
+    outputs = []
+    for n in range(len(v)):
+        u = v[n] if erased is None else v[n] - erased[n] @ S
+        outputs.append(seen[n] @ S + scores[n] @ u)
+        S = kept[n] * S + written[n] @ u
+    o = torch.stack(outputs)  # [N, B, H, L, V]
+    return o.permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)[:, :T], S
+
+
+def _scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """q_i . k_j, each channel decayed over the tokens j + 1 to i, and 0 for j > i: [..., L, L] of [..., L, K].
+
+    One decay for all channels is a factor of the product. With one per channel, blocks of a token are joined in pairs until
+    they are the chunk: the later block's queries and the earlier one's keys are both decayed towards the border between them.
+    """
+    if decay.shape[-1] == 1:
+        between = decay.expand(*decay.shape[:-1], decay.shape[-2]).tril(-1).cumsum(-2)
+        return (q @ k.mT) * between.exp().tril()
+    scores, before, after = (q * k).sum(-1)[..., None, None], decay, torch.zeros_like(decay)
+    for h in (1 << i for i in range((q.shape[-2] - 1).bit_length())):  # tokens of a block
+        (_, later), (earlier, _), (b1, b2), (a1, a2) = (
+            x.unflatten(-2, (-1, 2, h)).unbind(-3) for x in (q, k, before, after)
+        )
+        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
+        across = (later * b2.exp()) @ (earlier * a1.exp()).mT
+        above = torch.cat([first, torch.zeros_like(first)], dim=-1)
+        scores = torch.cat([above, torch.cat([across, second], dim=-1)], dim=-2)
+        before = torch.cat([b1, b2 + b1[..., -1:, :]], dim=-2).flatten(-3, -2)
+        after = torch.cat([a1 + b2[..., -1:, :], a2], dim=-2).flatten(-3, -2)
+    return scores.squeeze(-3)

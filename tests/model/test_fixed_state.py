@@ -1,0 +1,270 @@
+"""The baselines with a fixed state against their papers' recurrences, written per token in float64."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from interdomain.model import Transformer, build_config, fla_kernels
+from interdomain.model.config import FIXED_STATE
+from interdomain.model.flops import forward_flops_per_token, state_size
+from interdomain.model.recurrence import recurrence
+
+from .common import small_config, variant
+from .test_mixer import short_conv
+
+# decay per head or per channel, or none; beta; one head of queries and keys for all
+KINDS = {
+    "gla": ("channel", False, False),
+    "mamba2": ("head", False, True),
+    "deltanet": (None, True, False),
+    "gated-deltanet": ("head", True, False),
+    "both": ("channel", True, False),
+}
+B, H, K, V = 2, 3, 8, 5
+
+
+def inputs(kind, T, dtype=torch.float64, strength=1.0, seed=0):
+    decay, delta, shared = KINDS[kind]
+    generator = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=dtype)  # noqa: E731
+    G = 1 if shared else H
+    shape = {"channel": (B, T, H, K), "head": (B, T, H)}.get(decay)
+    return dict(
+        q=normal(B, T, G, K),
+        k=F.normalize(normal(B, T, G, K), dim=-1),
+        v=normal(B, T, H, V),
+        log_decay=None if shape is None else strength * F.logsigmoid(normal(*shape)),
+        beta=torch.sigmoid(normal(B, T, H)) if delta else None,
+        initial_state=normal(B, H, K, V),
+    )
+
+
+def per_token(q, k, v, log_decay, beta, initial_state, documents=None):
+    """S_t = (I - beta k k^T) diag(a) S_{t-1} + beta k v^T, without beta S_t = diag(a) S_{t-1} + k v^T; o_t = S_t^T q_t."""
+    heads, out, S = v.shape[2], [], initial_state
+    q, k = (x.expand(-1, -1, heads, -1) for x in (q, k))
+    for t in range(v.shape[1]):
+        if documents is not None:
+            before = documents[:, t - 1] if t else torch.zeros_like(documents[:, 0])
+            S = torch.where((documents[:, t] == before)[:, None, None, None], S, 0)
+        if log_decay is not None:
+            a = log_decay[:, t].exp()
+            S = S * (a[..., None] if a.ndim == 3 else a[..., None, None])
+        kt, vt = k[:, t], v[:, t]
+        added = torch.einsum("bhk,bhv->bhkv", kt, vt)
+        if beta is not None:
+            seen = torch.einsum("bhk,bhj,bhjv->bhkv", kt, kt, S)
+            S = S + beta[:, t, :, None, None] * (added - seen)
+        else:
+            S = S + added
+        out.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
+    return torch.stack(out, dim=1), S
+
+
+def assert_same(run, given, documents=None, tolerance=1e-10):
+    """Values, the last state and every gradient."""
+    leaves = {name: None if x is None else x.requires_grad_() for name, x in given.items()}
+    found, wanted = run(**leaves, documents=documents), per_token(**leaves, documents=documents)
+    generator = torch.Generator().manual_seed(9)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in wanted]
+    tensors = [x for x in leaves.values() if x is not None]
+    gradients = (
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(out, weights, strict=True)), tensors, allow_unused=True)
+        for out in (found, wanted)
+    )
+    for a, b in zip((*found, *next(gradients)), (*wanted, *next(gradients)), strict=True):
+        a, b = (torch.zeros(()) if x is None else x for x in (a, b))
+        assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
+
+
+@pytest.mark.parametrize("T", [1, 63, 257])
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrence(kind, T):
+    assert_same(recurrence, inputs(kind, T))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents(kind):
+    """The first row goes on from the state; the second begins with a document. One of one token, one over two chunks."""
+    documents = torch.repeat_interleave(torch.tensor([0, 1, 2, 3]), torch.tensor([3, 1, 100, 26])).expand(2, -1)
+    assert_same(recurrence, inputs(kind, 130), documents + torch.tensor([[0], [1]]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_continue_a_piece(kind):
+    given = inputs(kind, 70)
+    whole, end = recurrence(**given)
+    S, out, at = given.pop("initial_state"), [], 0
+    for n in (66, 1, 1, 2):
+        piece = {name: None if x is None else x[:, at : at + n] for name, x in given.items()}
+        o, S = recurrence(**piece, initial_state=S)
+        out, at = [*out, o], at + n
+    torch.testing.assert_close(torch.cat(out, dim=1), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(S, end, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strength", [30, 1e4, float("inf")])
+@pytest.mark.parametrize("kind", [kind for kind, (decay, *_) in KINDS.items() if decay])
+def test_strong_gates_in_float32(kind, strength):
+    """Some channels forget all in a token, others nothing: e^(sum over a chunk) is no float32, nor is its inverse."""
+    given = inputs(kind, 130, torch.float32)
+    strong = torch.rand(given["log_decay"].shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    given["log_decay"] = torch.where(strong, given["log_decay"] * strength, given["log_decay"] / 100)
+    leaves = {name: None if x is None else x.requires_grad_() for name, x in given.items()}
+    found, S = recurrence(**leaves)
+    wanted, end = per_token(**{name: None if x is None else x.detach().double() for name, x in given.items()})
+    for a, b in ((found, wanted), (S, end)):
+        assert (a - b).abs().max() < 1e-5 * b.abs().max()
+    for g in torch.autograd.grad((found.sum() + S.sum()), [x for x in leaves.values() if x is not None]):
+        assert g.isfinite().all()
+
+
+# The layers
+
+
+def literal(mixer, condition, x):
+    """A layer's output from its parameters, as its paper's figure has it."""
+    heads, K, V = mixer.shape
+    silu = lambda y: y * torch.sigmoid(y)  # noqa: E731
+    W = lambda name: getattr(mixer, name).weight.T  # noqa: E731
+    y = torch.cat([x @ W("wq"), x @ W("wk"), x @ W("wv")], dim=-1)
+    if condition != "gla":
+        bias = torch.zeros(y.shape[-1]).double() if mixer.conv.bias is None else mixer.conv.bias
+        y = silu(short_conv(y, types.SimpleNamespace(weight=mixer.conv.weight, bias=bias)))
+    q, k, v = y.split([y.shape[-1] // 2 - heads * V // 2] * 2 + [heads * V], dim=-1)
+    q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+    rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight  # noqa: E731
+    zero = torch.zeros(len(x), heads, K, V).double()
+    if condition == "mamba2":
+        dt = (1 + (x @ W("wa") + mixer.ssm.dt_bias).exp()).log()
+        o, _ = per_token(q, k, dt[..., None] * v, -mixer.ssm.A_log.exp() * dt, None, zero)
+        o = (o + mixer.ssm.D[:, None] * v).flatten(2)
+        return rms(o * silu(x @ W("wg"))) @ W("wo")
+    q, beta, decay = q * K**-0.5, None, None
+    if condition == "gla":
+        gate = x @ W("gate_down") @ W("gate_up") + mixer.gate_bias
+        decay = (torch.sigmoid(gate).log() / 16).unflatten(-1, (-1, K))
+    else:
+        q = q / (q.square().sum(-1, keepdim=True).sqrt() * K**0.5)
+        k, beta = k / k.square().sum(-1, keepdim=True).sqrt(), torch.sigmoid(x @ W("wb"))
+    if condition == "gated-deltanet":
+        decay = -mixer.ssm.A_log.exp() * (1 + (x @ W("wa") + mixer.ssm.dt_bias).exp()).log()
+    o = rms(per_token(q, k, v, decay, beta, zero)[0]).flatten(2)
+    return (o if condition == "deltanet" else o * silu(x @ W("wg"))) @ W("wo")
+
+
+@pytest.mark.parametrize("condition", FIXED_STATE)
+def test_layer_by_the_letter(condition):
+    model = variant(condition)
+    x = torch.randn(2, 70, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            wanted = literal(layer.attention, condition, x)
+            assert wanted.std() > 0.01
+            torch.testing.assert_close(layer.attention(x), wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", ["debug", "125M", "350M", "760M", "1.3B"])
+def test_state_is_as_large_as_interdomain_attentions(size):
+    sizes = {condition: state_size(build_config(size, condition)) for condition in ("interdomain", *FIXED_STATE)}
+    assert len(set(sizes.values())) == 1
+    assert state_size(build_config(size, "gla", state_heads=16)) == build_config(size).dim ** 2 // 16
+
+
+@pytest.mark.parametrize("condition", FIXED_STATE)
+def test_products(condition):
+    """As torch counts them, in whole chunks; the triangular system, which it does not see, is half of a product."""
+    config, T = small_config(condition), 128
+
+    def counted(T):
+        with FlopCounterMode(display=False) as counter:
+            Transformer(config)(torch.zeros(1, T, dtype=torch.int64))
+        return counter.get_total_flops()
+
+    found, flops, shape = (counted(2 * T) - counted(T)) / T, forward_flops_per_token(config, T), (32 // 2, 32)
+    wanted = flops["linear"] + flops["head"] + flops["mixer"]
+    if condition == "gla":  # pairs of blocks: half of the scores, and of each token with itself no product
+        wanted -= 2 * config.n_layers * 32 * 64 - 2 * config.n_layers * 32 * 63 / 2
+    if condition == "mamba2":  # one head's scores serve all
+        assert flops["mixer"] == 2 * config.n_layers * (64 * 8 + 64 * 64 + 2 * 8 * 64)
+    if "deltanet" in condition:
+        wanted -= 2 * config.n_layers * 64 * (shape[0] + shape[0]) * 2 // 2
+    assert found == wanted
+
+
+def test_what_does_not_fit_is_refused():
+    for condition, options, words in (
+        ("gla", dict(n_basis=6), r"4 n_basis = 24 wide, which must divide dim = 128\. Set one of 1, 2, 4, 8, 16, 32,"),
+        ("mamba2", dict(state_heads=3), "state_heads must divide 2 dim = 256: got 3"),
+        (
+            "deltanet",
+            dict(output_gate=True),
+            "output_gate.*no switches but mixer.n_basis, mixer.state_heads, mixer.conv",
+        ),
+        ("interdomain", dict(state_heads=2), "state_heads = 2 is not possible: it is for gla, mamba2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_config("debug", condition, **options)
+
+
+# flash-linear-attention, with a stand-in for its kernels
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Modules of the package's names, whose functions have its arguments' names and layout; and no GPU is asked for."""
+
+    def function(*names):
+        def run(*tensors, scale, initial_state, output_final_state, cu_seqlens=None):
+            given = dict.fromkeys(("q", "k", "v", "log_decay", "beta")) | dict(zip(names, tensors, strict=True))
+            assert (scale, output_final_state) == (1.0, True)
+            if cu_seqlens is None:
+                return per_token(**given, initial_state=initial_state)
+            assert len(tensors[0]) == 1
+            cuts = cu_seqlens.diff().tolist()
+            columns = [[None] * len(cuts) if x is None else x.split(cuts, 1) for x in given.values()]
+            columns.append(initial_state.split(1))
+            names_of = (*given, "initial_state")
+            each = [per_token(**dict(zip(names_of, row, strict=True))) for row in zip(*columns, strict=True)]
+            return torch.cat([o for o, _ in each], dim=1), torch.cat([S for _, S in each])
+
+        return run
+
+    for module, name, names in (
+        ("gla", "chunk_gla", ("q", "k", "v", "log_decay")),
+        ("simple_gla", "chunk_simple_gla", ("q", "k", "v", "log_decay")),
+        ("delta_rule", "chunk_delta_rule", ("q", "k", "v", "beta")),
+        ("gated_delta_rule", "chunk_gated_delta_rule", ("q", "k", "v", "log_decay", "beta")),
+    ):
+        made = types.ModuleType(f"fla.ops.{module}")
+        setattr(made, name, function(*names))
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x)  # the comparison is in float64
+    monkeypatch.setattr(fla_kernels, "chosen", lambda device, dtype, backend: (backend not in fla_kernels.PLAIN, ""))
+
+
+@pytest.mark.parametrize("kind", FIXED_STATE)
+def test_the_op_around_the_package(stand_in, kind):
+    assert_same(recurrence, inputs(kind, 33))
+    documents = torch.repeat_interleave(torch.tensor([0, 1, 2]), torch.tensor([3, 1, 29])).expand(2, -1)
+    assert_same(recurrence, inputs(kind, 33), documents + torch.tensor([[0], [1]]))
+    given = {name: x for name, x in inputs(kind, 33).items() if x is not None}
+    compiled = torch.compile(recurrence, fullgraph=True, backend="aot_eager")
+    for found, wanted in zip(compiled(**given), recurrence(**given, backend="chunkwise-torch"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_when_the_package_computes():
+    there, here, half = torch.device("cuda"), torch.device("cpu"), torch.bfloat16
+    assert fla_kernels.chosen(None, half, "auto")[0]
+    assert not fla_kernels.chosen(None, half, "reference")[0]
+    assert not fla_kernels.chosen(None, torch.float32, "auto")[0]
+    assert not fla_kernels.chosen(here, half, "auto")[0]
+    assert fla_kernels.chosen(there, half, "auto")[0] == (importlib.util.find_spec("fla") is not None)
