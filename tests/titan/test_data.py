@@ -101,7 +101,9 @@ def test_a_mixture_on_the_command_line_and_in_toml(corpus, tmp_path, alone, capl
     assert (validation.windows, len(validation.dataset.datasets)) == (16, 2)
 
 
-def test_mixtures_that_cannot_be(corpus, alone, capsys):
+def test_mixtures_that_cannot_be(corpus, pairs, alone, capsys):
+    answers = mixture([pairs, pairs], [1.0, 1.0], model__vocab_size=8)
+    assert "cannot be part of a mixture" in refusal(capsys, build, answers)
     assert "2 corpora and data.weights 1 weights" in refusal(capsys, build, mixture([corpus, corpus], [1.0]))
     assert "1 corpora and data.weights 2" in refusal(capsys, build, mixture([corpus], [1.0, 2.0]))
     assert "must be a positive number" in refusal(capsys, build, mixture([corpus, corpus], [1.0, 0.0]))
@@ -135,6 +137,17 @@ def test_positions_beside_the_tokens(corpus, alone):
             assert starts.tolist() == (np.flatnonzero(tokens[:-1] == 2) + 1).tolist()
             assert (np.diff(positions)[np.flatnonzero(np.diff(positions) != 1)] <= 0).all()
     assert list(take(build(parse(corpus)), 1)[0][0]) == ["input"]
+
+
+def test_the_labels_of_a_corpus_with_answers(pairs, alone):
+    """A label counts where its key came before, and nowhere else; EOS is none."""
+    loader = build(parse(pairs, model__vocab_size=8))
+    assert loader.dataset.targets == 29
+    for inputs, labels in take(loader, 20):
+        for tokens, row in zip(inputs["input"].tolist(), labels.tolist(), strict=True):
+            seen = [token < 2 and token in tokens[:t] and t < 62 for t, token in enumerate(tokens)]  # keys are 0 and 1
+            assert sum(seen) == 29
+            assert row == [label if counts else -100 for label, counts in zip([*tokens[1:], -100], seen, strict=True)]
 
 
 def copied(corpus, folder):

@@ -3,6 +3,15 @@
 import re
 
 import pytest
+from torch.nn import functional as F
+
+from interdomain.model import Transformer
+from interdomain.titan.data_folders import open_dataset
+from interdomain.titan.dataloader import PackedLoader
+from interdomain.titan.plan import make_plan
+from interdomain.titan.settings import read_job_config
+
+from .conftest import ANSWERS, flags
 
 pytestmark = pytest.mark.e2e
 
@@ -53,6 +62,17 @@ RECALL = (
     "two answers",
     *(f"two {axis} answers" for axis in ("context", "tensor", "pipeline")),
 )
+
+
+def test_the_loss_is_the_mean_over_the_answers(one, pairs):
+    """Of the first step, from a forward pass of the model at its initial values."""
+    job = read_job_config(flags(pairs, "folder", **ANSWERS))
+    plan, loader = make_plan(job, 1), PackedLoader(open_dataset(job, "train"), local_batch=8, rank=0, ranks=1)
+    model = Transformer(plan.config)
+    model.init_weights(plan.seed)
+    inputs, labels = next(iter(loader))
+    expected = F.cross_entropy(model(inputs["input"]).flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    assert one.seen("answers")["log"][1]["loss"] == pytest.approx(expected, rel=2e-6)
 
 
 @pytest.mark.parametrize("topology", RECALL)
