@@ -116,7 +116,7 @@ def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
     device = next(parts[0].parameters()).device
     signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
-        ssm = getattr(layer.attention, "ssm", None)
+        ssm: Any = getattr(layer.attention, "ssm", None)
         if hasattr(ssm, "log_A_real"):
             dt = ssm.log_dt.exp()  # [H]
             real = decay_exponent(dt, ssm.log_A_real, ssm.A_imag)[..., 0]  # [H, M], log|Lambda|

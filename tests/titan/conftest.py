@@ -251,6 +251,8 @@ def two(tmp_path_factory, corpus, short, launch):
         runs.add(
             f"{axis} compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"]
         )
+    runs.add("gated-deltanet", mixer__condition="gated-deltanet", training__steps=4)
+    runs.add("pipeline mamba2", **parallel(pipeline=2), mixer__condition="mamba2", training__steps=4)
     for condition in ("softmax", "s4d"):
         runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
     hybrid = LAYERS | {"data__corpus": short}
@@ -290,7 +292,7 @@ def one(tmp_path_factory, corpus, short, launch, two):
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
     runs.add("accumulated", training__local_batch_size=2, training__steps=4)
-    for condition in ("softmax", "s4d"):
+    for condition in ("softmax", "s4d", "gated-deltanet", "mamba2"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
     runs.add("layers", **LAYERS, data__corpus=short, probes=["gradients"])
     runs.add("bfloat16", **BFLOAT16, probes=["scan"])
