@@ -5,8 +5,9 @@ from interdomain import InterdomainAttention
 layer = InterdomainAttention(dim=512, n_heads=8)  # a layer of your own model
 y = layer(x)                                      # [B, T, 512] -> [B, T, 512]
 
-Packages, none of which imports one that is named after it: scan and features, the kernels, on torch alone; folders and data,
-files and corpora; model; hf, for transformers; titan, training, the only one that knows TorchTitan; tools, command lines.
+Packages, none of which imports one that is named after it: scan and features, the kernels, on torch alone; folders, environment
+and data, files, machines and corpora; model; hf, for transformers; titan, training, the only one that knows TorchTitan; tools,
+command lines.
 """
 
 from typing import TYPE_CHECKING

@@ -79,6 +79,7 @@ def package_of(name):
 
 ALLOWED = {
     "folders": set(),
+    "environment": {"torch"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
     "data": {
@@ -93,6 +94,7 @@ ALLOWED = {
     "titan": {
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
+        "interdomain.environment",
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
@@ -101,7 +103,7 @@ ALLOWED = {
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        *("interdomain.titan", "interdomain.megatron", "interdomain.hf"),
+        *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
@@ -318,8 +320,9 @@ def test_the_readme_s_commands_exist(capsys):
     commands = re.findall(r"python -m (interdomain\.tools\.\w+)([^\n`#]*)", text)
     assert len(commands) > 5
     for module, rest in commands:
+        subcommand = re.findall(r"^\s+([a-z]+)\s", rest)
         with pytest.raises(SystemExit):
-            importlib.import_module(module).main(["--help"])
+            importlib.import_module(module).main([*subcommand, "--help"])
         shown = capsys.readouterr().out
         for option in re.findall(r"(?<!\S)--[\w-]+", rest):
             assert re.search(rf"{option}\b", shown), f"{module} has no {option}"

@@ -3,12 +3,8 @@
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import json
-import os
-import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Collection
@@ -16,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from interdomain.environment import environment
 from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 
@@ -23,12 +20,10 @@ from . import _apart, _cli
 from ._timing import release
 from .launch import refuse_idle_gpus
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
 NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
 RESULTS = Path("benchmarks/results/today")
-PACKAGES = ("triton", "torchtitan", "flash-attn", "flash-linear-attention", "mamba-ssm")
 NOT_RUN = _apart.LATE
 
 
@@ -181,39 +176,6 @@ def page(contents: dict) -> list[str]:
         cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
         lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
     return [*lines, "", *(f"- {note}" for note in contents["notes"])]
-
-
-def environment(device: torch.device) -> dict[str, str | int | None]:
-    """What the figures depend on. No host name, no user, no path."""
-    record = {}
-    if device.type == "cuda":
-        p = torch.cuda.get_device_properties(device)
-        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-        record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
-        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
-        record["ptxas"] = ptxas or "Triton's own"
-        record["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
-    record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
-
-
-def commit() -> str:
-    """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
-    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
-    found = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
-    return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
-
-
-def _output(*command: str) -> str:
-    """What a program prints; nothing if it is not there or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def reason(e: BaseException) -> str:

@@ -48,6 +48,11 @@ def hyperparameters_of(events) -> dict:
     return _text(events, "hyperparameters")
 
 
+def environment_of(events) -> dict:
+    """Machine, versions and commit of a run's last start; empty if they were not written."""
+    return _text(events, "environment")
+
+
 def _text(events, name: str) -> dict:
     tag = f"run/{name}/text_summary"
     if tag not in events.Tags()["tensors"]:

@@ -1,5 +1,6 @@
 """Curves in panels as a PNG, for the tools that measure something along an axis; needs matplotlib."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ class Curve:
     label: str
     x: Sequence[float]
     y: Sequence[float | None]  # None is a gap
+    error: Sequence[float | None] | None = None  # of y, drawn as bars
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ def draw(path: Path | str, panels: Sequence[Panel]) -> Path | None:
     for i, panel in enumerate(panels):
         axis = figure.add_subplot(rows, columns, i + 1)
         for curve in panel.curves:
-            colour = COLOURS[labels.index(curve.label) % len(COLOURS)]
-            axis.plot(curve.x, curve.y, label=curve.label, color=colour, marker="o", markersize=4, linewidth=1.5)
+            again, i_colour = divmod(labels.index(curve.label), len(COLOURS))
+            look = dict(color=COLOURS[i_colour], marker="os"[again % 2], linestyle=("-", "--")[again % 2], markersize=4)
+            y, error = ([math.nan if v is None else v for v in of] for of in (curve.y, curve.error or ()))
+            axis.errorbar(curve.x, y, yerr=error or None, label=curve.label, linewidth=1.5, capsize=2, **look)
         axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         if panel.log_x:
             ticks = sorted({x for curve in panel.curves for x in curve.x})
             axis.set_xscale("log", base=2)
-            axis.set_xticks(ticks, [f"{x:,}" for x in ticks])
+            axis.set_xticks(ticks, [f"{x:,.4g}" if x < 1e4 else f"{x:,.0f}" for x in ticks])
         if panel.log_y:
             axis.set_yscale("log")
             axis.yaxis.set_major_formatter(LogFormatter())  # 20, where the default writes 2 x 10^1

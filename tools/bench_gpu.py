@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from interdomain.environment import ROOT
 from interdomain.folders import write_whole
 
-from ._bench import RESULTS, ROOT, Deadline, markdown_rows, page
+from ._bench import RESULTS, Deadline, markdown_rows, page
 from ._cli import argument_parser, user_errors
 
 SECONDS = 540.0

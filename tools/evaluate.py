@@ -3,9 +3,9 @@
 Evaluate exported folders side by side: tasks of lm-evaluation-harness, through transformers (default: the paper's), and with
 --perplexity text, perplexity against context length, through the project's own model and its state.
 
-Results are written after every folder, evaluation.json and evaluation.md, with machine, versions and what the folders are;
-with matplotlib a plot of perplexity too. The harness's data sets come from the Hugging Face hub: --fetch only fetches them, for
-a machine without a network.
+--perplexity paper is the paper's study of length (docs/length.md). Results are written after every folder, evaluation.json and
+evaluation.md, with machine, versions and what the folders are; with matplotlib a plot of perplexity too. Data of tasks and the
+paper's corpora come from the Hugging Face hub: --fetch only fetches them, for a machine without a network.
 """
 
 import argparse
@@ -24,12 +24,11 @@ from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 
-from . import _bench, _harness, _perplexity, _task_table
+from . import _bench, _harness, _length, _perplexity, _task_table
 from ._cli import add_device, argument_parser, user_errors
 from ._plots import Curve, Panel, draw
 from ._timing import release
 
-PAPER_LENGTHS = [4096, 8192, 14_336]
 MARKDOWN, PLOT = "evaluation.md", "perplexity.png"
 RECORDED = ("batch_size", "dtype", "limit", "perplexity", "lengths", "packed")  # of the options
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
@@ -48,12 +47,19 @@ def parse(argv) -> argparse.Namespace:
     tasks.add_argument("--tasks", nargs="+", help=f"{suites}; default: paper, unless --perplexity is given")
     tasks.add_argument("--include-path", nargs="+", type=Path, default=[], help="folders with task files of yours")
     tasks.add_argument("--max-length", type=int, help="tokens that a model sees (default: as the folders were trained)")
-    tasks.add_argument("--fetch", action="store_true", help="fetch the tasks' data and stop; needs no FOLDER")
+    tasks.add_argument(
+        "--fetch", action="store_true", help="fetch the data of tasks and `paper`, and stop; needs no FOLDER"
+    )
     text = p.add_argument_group("perplexity against context length")
     corpora = ".txt, .jsonl or .parquet files (file, folder or quoted glob)"
-    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=f"each a corpus: {corpora}")
-    text.add_argument("--lengths", nargs="+", type=int, default=PAPER_LENGTHS, help="in tokens (default: the paper's)")
+    text.add_argument(
+        "--perplexity", nargs="+", default=[], metavar="CORPUS", help=f"each a corpus: {corpora}; or: paper"
+    )
+    text.add_argument(
+        "--lengths", nargs="+", type=int, default=[*_length.LENGTHS], help="in tokens (default: the paper's)"
+    )
     text.add_argument("--packed", action="store_true", help="join a corpus's documents, which may be shorter than that")
+    text.add_argument("--corpora", type=Path, default=Path("data/length"), help="of `paper` (default: %(default)s)")
     text.add_argument("--text-field", default="text", help="column or field with the text (default %(default)s)")
     return p.parse_args(argv)
 
@@ -100,7 +106,8 @@ def save(report: _bench.Report) -> None:
         found = {label: out["results"] for label, out in contents["tasks"].items()}
         cells["tasks"] = _task_table.table(found, {(row["size"], row["condition"]) for row in folders})
     if contents["perplexity"]:
-        table = perplexity_table(contents["perplexity"], [row["folder"] for row in folders])
+        beside = {row["condition"] for row in folders if row["size"] == _length.SIZE and "corpora" in contents}
+        table = perplexity_table(contents["perplexity"], [row["folder"] for row in folders], beside)
         cells["perplexity by context length"] = table
     for name, (head, *rows) in cells.items():
         report.table(name, head)
@@ -109,14 +116,21 @@ def save(report: _bench.Report) -> None:
     write_whole(report.folder / MARKDOWN, "\n".join([*_bench.page(contents), ""]).encode())
 
 
-def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
-    """Corpora and lengths down, folders across; below, arithmetic means over corpora where there are several."""
+def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> list[list[str]]:
+    """Corpora and lengths down, folders across; below, arithmetic means over corpora where there are several.
+
+    beside: conditions of the paper's figures that stand beside; of its corpora, the mean is the paper's five.
+    """
     corpora, lengths = (list(dict.fromkeys(row[key] for row in found)) for key in ("corpus", "length"))
     groups = {corpus: [corpus] for corpus in corpora}
-    if len(corpora) > 1:
+    if corpora == [*_length.CORPORA]:
+        groups[_length.MEAN] = _length.IN_MEAN
+    elif len(corpora) > 1:
         groups[f"mean of {len(corpora)}"] = corpora
     columns = [(name, "perplexity", ".2f") for name in names] + [(name, "bits per byte", ".4f") for name in names]
-    table = [["corpus", "length", *(f"{name}, {kind}" for name, kind, _ in columns)]]
+    theirs = [condition for condition in _length.CONDITIONS if condition in beside]
+    head = [*(f"{name}, {kind}" for name, kind, _ in columns), *(f"paper's {_length.SIZE} {name}" for name in theirs)]
+    table = [["corpus", "length", *head]]
     by = {(row["folder"], row["corpus"], row["length"]): row for row in found}
     for title, group in groups.items():
         for length in lengths:
@@ -124,6 +138,9 @@ def perplexity_table(found: list[dict], names: list[str]) -> list[list[str]]:
             for name, kind, digits in columns:
                 values = [by.get((name, corpus, length), {}).get(kind) for corpus in group]
                 cells.append("-" if None in values else f"{sum(values) / len(values):{digits}}")
+            for condition in theirs:
+                paper = dict(zip(_length.LENGTHS, _length.PAPER[title][condition], strict=True))
+                cells.append(f"{paper[length]:.2f}" if length in paper else "-")
             table.append([title, f"{length:,}", *cells])
     return table
 
@@ -152,6 +169,21 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
     return rows
 
 
+def fetch(args, names: list[str]) -> None:
+    """What --fetch is for. Raises: ValueError, FileNotFoundError for data that cannot be had."""
+    if names:
+        _harness.load_tasks(args.tasks, args.include_path)
+    if _length.NAME in args.perplexity:
+        if not (args.corpora / _length.SOURCES).is_file():
+            _length.fetch(args.corpora)
+        for name, row in _length.read_record(args.corpora).items():
+            print(f"{name:<12} {row['documents']:>6,} documents, {row['bytes']:>11,} bytes of {row['dataset']}")
+        names = [*names, f"the paper's corpora ({args.corpora})"]
+    elif not names:
+        raise ValueError(f"--fetch fetches the data of --tasks and of --perplexity {_length.NAME}: name one of them.")
+    print(f"the data of {', '.join(names)} are on this machine")
+
+
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
@@ -160,17 +192,23 @@ def main(argv=None) -> int:
     names = _task_table.task_names(args.tasks)
     if names:
         _harness.require_harness()
+    paper = _length.NAME in args.perplexity
+    if paper and len(args.perplexity) > 1:
+        raise ValueError(f"--perplexity {_length.NAME} stands alone: evaluate other corpora in a run of their own.")
     if args.fetch:
-        _harness.load_tasks(args.tasks, args.include_path)
-        print(f"the data of {', '.join(names)} are on this machine")
+        fetch(args, names)
         return 0
     if not args.folders:
         raise ValueError("no folder was given: name one or more that interdomain.tools.convert made.")
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
-    if args.perplexity:  # raises for what can be seen without reading it all
-        list(list_spans(find_inputs(args.perplexity).files, args.text_field))
+    corpora, record = {name: name for name in args.perplexity}, None
+    if paper:
+        record, args.packed, args.text_field = _length.read_record(args.corpora), True, "text"
+        corpora = {name: str(args.corpora / f"{name}.jsonl") for name in record}
+    elif corpora:  # raises for what can be seen without reading it all
+        list(list_spans(find_inputs(corpora).files, args.text_field))
     # What depends on the tokenizer, by its sha256.
     tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
     tasks, spans = {}, {}
@@ -178,15 +216,15 @@ def main(argv=None) -> int:
         if names:
             tasks[sha256] = _harness.load_tasks(args.tasks, args.include_path, tokenizer)
         how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
-        for corpus in args.perplexity:
-            spans[corpus, sha256] = _perplexity.read_spans(corpus, tokenizer, max(args.lengths), **how)
+        for corpus, path in corpora.items():
+            spans[corpus, sha256] = _perplexity.read_spans(path, tokenizer, max(args.lengths), **how)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     report = _bench.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
     versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
     report.contents["environment"] |= versions
-    report.contents |= {"tasks": {}, "perplexity": []}
+    report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if record else {})
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
@@ -224,6 +262,8 @@ def notes(options: dict, tokenizers: int) -> Iterator[str]:
     if options["perplexity"]:
         joined = "joined" if options["packed"] else "apart"
         yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (tools/_perplexity.py)."
+        if options["perplexity"] == [_length.NAME]:
+            yield "The paper does not say which documents it read, nor how they were cut: compare shapes (docs/length.md)."
         if tokenizers > 1:
             yield "The folders have different tokenizers: compare bits per byte, not perplexities."
 

@@ -4,6 +4,8 @@ Turns text into a prepared corpus: shards of token ids in Megatron's .bin/.idx f
 validation by document, with the tokenizer and a manifest of checksums. The same text gives the same bytes, with any
 number of worker processes. The folder appears under its name when everything in it is complete; a run that is killed
 leaves a hidden folder beside it, and the same command goes on from there.
+
+--synthetic makes a corpus of a recall task instead, of which the answers alone are trained on (interdomain.data.synthetic).
 """
 
 import argparse
@@ -12,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
@@ -19,8 +22,9 @@ from tqdm import tqdm
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
 from interdomain.data.readers import READ, find_inputs, in_validation, list_spans, read_documents
+from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
-from interdomain.data.tokenizer import SentencePieceTokenizer, train_sentencepiece
+from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
 
 from ._cli import argument_parser, user_errors
@@ -42,6 +46,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--validation-fraction", type=float, default=0.02, help="of the documents, default %(default)s")
     parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, help="tokens after which a shard is full")
     parser.add_argument("--workers", type=int, help="processes that encode, default one for every core that has work")
+    made = parser.add_argument_group(
+        "a recall task in place of --input (then text, tokenizer and workers are not asked)"
+    )
+    made.add_argument("--synthetic", choices=TASKS, help="which")
+    made.add_argument(
+        "--synthetic-length", type=int, metavar="T", help="tokens of an example; set training.seq_len to it"
+    )
+    made.add_argument(
+        "--synthetic-items", type=int, metavar="P", help="to remember in an example: pairs, tokens, entries"
+    )
+    made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
+    made.add_argument("--synthetic-examples", type=int, default=20_000, metavar="N", help="of both splits: %(default)s")
+    made.add_argument("--synthetic-seed", type=int, default=0, metavar="SEED", help="other examples for another one")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")
     task.add_argument("--verify", type=Path, metavar="CORPUS", help="read all of a corpus against its manifest")
@@ -99,6 +116,27 @@ def check_request(work: Path, request: dict) -> None:
     write_whole(path, json.dumps(request).encode())
 
 
+def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: dict) -> None:
+    """Raises: ValueError if a split that was asked for is empty."""
+    fraction = request["validation_fraction"]
+    if "train" not in splits or (fraction and "validation" not in splits):
+        raise ValueError(
+            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}, of text by a "
+            "hash of each). Give more, or another fraction; 0: no validation."
+        )
+    manifest = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "source": request,
+        **further,
+        "splits": splits,
+    }
+    write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+
+
 def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], given: Tokenizer | None) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
     check_request(work, request)
@@ -107,21 +145,25 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         splits = merge_parts(work, parts, folder, tokenizer.vocab_size, args.shard_tokens)
-        if "train" not in splits or (args.validation_fraction and "validation" not in splits):
-            raise ValueError(
-                f"The input's documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction "
-                f"{args.validation_fraction}, by a hash of each text). Give more, or another fraction; 0: no validation."
-            )
-        manifest = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256},
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "source": request,
-            "splits": splits,
-        }
-        write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        write_manifest(folder, tokenizer, request, splits)
+
+
+def prepare_synthetic(args: argparse.Namespace) -> str:
+    """Makes the corpus of a recall task. Returns the result line."""
+    kind = TASKS[args.synthetic]
+    given = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
+    task = kind(**kind.defaults | {name: n for name, n in given.items() if n is not None}, seed=args.synthetic_seed)
+    examples, fraction, shard_tokens = args.synthetic_examples, args.validation_fraction, args.shard_tokens
+    request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
+    counts = {"validation": round(examples * fraction)}
+    counts["train"] = examples - counts["validation"]
+    with new_folder(args.output) as folder, tqdm(total=examples, unit=" examples", disable=None) as bar:
+        path = folder / JsonTokenizer.file
+        write_whole(path, tokenizer_json(task.words()))
+        splits = write_examples(task, folder, counts, shard_tokens, bar.update)
+        answers = {"example_tokens": task.length, "per_example": task.answers}
+        write_manifest(folder, load_tokenizer(path), request, splits, answers=answers)
+    return describe(args.output, "wrote")
 
 
 def prepare(args: argparse.Namespace) -> str:
@@ -152,8 +194,9 @@ def prepare(args: argparse.Namespace) -> str:
 @user_errors
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    make = prepare_synthetic if args.synthetic else prepare
     try:
-        print(describe(args.verify, "verified", verify=True) if args.verify is not None else prepare(args))
+        print(describe(args.verify, "verified", verify=True) if args.verify is not None else make(args))
     except ModuleNotFoundError as e:
         raise ValueError(f"{e}, which this input or tokenizer needs: pip install 'interdomain[data]' brings it.") from e
     except KeyboardInterrupt:

@@ -59,11 +59,11 @@ def paper_scan(
         else:  # real
             o = torch.einsum("bhm,bhmd->bhd", qU.real, Gamma.real)
 
-        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t, kept away from zero with its sign.
+        # 7. Nadaraya-Watson: divide by q_t^T U_t^T eta_t. An output of more than 16 times the size of v_t is cut to that size.
         if normalize:
-            denominator = o[..., D:]
-            magnitude = denominator.abs().clamp_min(1e-6)
-            o = o[..., :D] / torch.where(denominator < 0, -magnitude, magnitude)
+            o = o[..., :D] / o[..., D:]
+            largest = 16 * v[:, t].abs().mean(-1, keepdim=True).repeat_interleave(group, dim=1)
+            o = o * (largest / o.abs().mean(-1, keepdim=True)).clamp_max(1)
         outputs.append(o)
 
     return torch.stack(outputs, dim=1), torch.view_as_real(x / beta[:, :, None])

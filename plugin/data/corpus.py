@@ -6,9 +6,13 @@ made them, and `manifest.json`:
     {"format": "interdomain-corpus", "format_version": 1,
      "tokenizer": {"file": "tokenizer.model", "sha256": ...}, "vocab_size": 2048, "eos_id": 2,
      "source": {...},             what was asked for: options, and the inputs' names and sizes
+     "answers": {"example_tokens": 256, "per_example": 32},      only of a corpus whose loss is that of its answers
      "splits": {"train": [{"name": "train-00000", "documents": ..., "tokens": ...,
                            "bin_bytes": ..., "bin_sha256": ..., "idx_bytes": ..., "idx_sha256": ...}, ...],
                 "validation": [...]}}
+
+A corpus with answers consists of examples of one length, with the same number of answer tokens in each. Its splits
+`train-answers` and `validation-answers` have one number for every token of `train` and `validation`: 1 for an answer, else 0.
 
 Bare shards of Megatron, NeMo or datatrove are read as well, by prefix, list of prefixes or glob; they say nothing of
 the tokenizer, so the caller gives the vocabulary size.
@@ -22,12 +26,14 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, file_sha256
 
 MANIFEST = "manifest.json"
+ANSWERS = "-answers"  # after a split's name: the split of its marks
 FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
 
 
@@ -69,6 +75,14 @@ def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:
     return prefixes
 
 
+class Answers(NamedTuple):
+    """Which tokens of a split are answers: those where `marks` has 1. Every example_tokens tokens hold per_example of them."""
+
+    marks: "TokenCorpus"
+    example_tokens: int
+    per_example: int
+
+
 class TokenCorpus:
     """The documents of one split, in shard order, as one virtual stream of token ids.
 
@@ -78,7 +92,7 @@ class TokenCorpus:
         vocab_size: of bare shards, the bound that ids are checked against while reading; a manifest has its own.
         verify: read everything and compare checksums. Sizes are always compared.
     Attributes: num_tokens, vocab_size (None if unknown), fingerprint (sha256 of the manifest; of bare shards, of their
-        names, sizes and index heads).
+        names, sizes and index heads); answers (None if the corpus records none).
     Raises: FileNotFoundError, ValueError: a missing, truncated or exchanged file.
     """
 
@@ -90,6 +104,7 @@ class TokenCorpus:
         verify: bool = False,
     ) -> None:
         self.split, self.vocab_size = split, vocab_size
+        self.answers: Answers | None = None
         if isinstance(source, str | os.PathLike) and os.path.isdir(source):
             self.shards = self._open_folder(Path(source), verify)
         else:
@@ -105,6 +120,9 @@ class TokenCorpus:
         manifest = read_manifest(folder)
         self.fingerprint = file_sha256(folder / MANIFEST)
         self.vocab_size = manifest["vocab_size"]
+        if "answers" in manifest and not self.split.endswith(ANSWERS):
+            marks = TokenCorpus(folder, self.split + ANSWERS, verify=verify)
+            self.answers = Answers(marks, **manifest["answers"])
         if not manifest["splits"].get(self.split):
             raise ValueError(
                 f"{folder} has no split {self.split!r}, it has {', '.join(manifest['splits'])}. Name one of these, or "

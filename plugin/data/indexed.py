@@ -133,15 +133,16 @@ class IndexedDatasetWriter:
 
     Args:
         vocab_size: decides the dtype (u16 below 65,500, else i32) and refuses ids outside it.
+        code: of another dtype (DTYPES), where that is to be smaller.
     Raises: FileExistsError if the shard is there already.
     """
 
-    def __init__(self, prefix: Path | str, vocab_size: int) -> None:
+    def __init__(self, prefix: Path | str, vocab_size: int, code: int | None = None) -> None:
         self.prefix, self.vocab_size = Path(prefix), vocab_size
         self._bin_path, self._idx_path = shard_files(prefix)
         if self._idx_path.exists():
             raise FileExistsError(f"{self._idx_path} exists, and shards are never overwritten; remove it first.")
-        self._code = 8 if vocab_size < U16_VOCAB else 4
+        self._code = code or (8 if vocab_size < U16_VOCAB else 4)
         self._dtype = np.dtype(DTYPES[self._code])
         self._lengths, self._bin_sha256 = array("i"), hashlib.sha256()
         self._bin = open(self._bin_path, "wb")  # noqa: SIM115 (closed by finalize, or after an error)

@@ -63,9 +63,9 @@ class PackedDataset:
         corpus: a TokenCorpus.
         seq_len: tokens that the model sees, positive.
         seed: any integer; with shuffle=False it changes nothing.
-    Attributes: samples_per_epoch; fingerprint, which a checkpoint keeps beside the number of consumed samples; made_of,
-        what the fingerprint is of, to say what differs.
-    Raises: ValueError if the corpus is shorter than one window.
+    Attributes: samples_per_epoch; targets, how many labels of a sample count in the loss; fingerprint, which a checkpoint keeps
+        beside the number of consumed samples; made_of, what the fingerprint is of, to say what differs.
+    Raises: ValueError if the corpus is shorter than one window, or if its answers are not as many in each.
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
@@ -80,6 +80,14 @@ class PackedDataset:
                 f"{seq_len + 1:,}. Take a shorter sequence length or prepare more text"
                 + (" (a larger --validation-fraction)." if corpus.split == "validation" else ".")
             )
+        answers, self.targets = corpus.answers, seq_len
+        if answers is not None:
+            if seq_len % answers.example_tokens:
+                raise ValueError(
+                    f"seq_len is {seq_len}, and the corpus has answers in examples of {answers.example_tokens} tokens each. "
+                    f"Set training.seq_len and validation.seq_len to {answers.example_tokens}, or a multiple."
+                )
+            self.targets = seq_len // answers.example_tokens * answers.per_example
         order = f"feistel-1:{seed}" if shuffle else "in order"
         description = f"{corpus.fingerprint}:{corpus.split}:{seq_len}:{order}"
         self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
@@ -108,6 +116,13 @@ class PackedDataset:
         """Sample g: [seq_len + 1] int64."""
         start = self._start(g)
         return self.corpus.read(start, start + self.seq_len + 1)
+
+    def counted(self, g: int) -> np.ndarray | None:
+        """Which of sample g's labels count in the loss, [seq_len] bool: its answers; None where all do."""
+        if self.corpus.answers is None:
+            return None
+        start = self._start(g) + 1
+        return self.corpus.answers.marks.read(start, start + self.seq_len) > 0
 
     def document_starts(self, g: int) -> np.ndarray:
         """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
@@ -173,14 +188,19 @@ class MixtureDataset(PackedDataset):
         datasets: PackedDatasets of one sequence length; each goes through its own epochs in its own order.
         weights: positive numbers, of samples (so of tokens); they need not sum to 1.
     Attributes: samples_per_epoch, the samples before the first corpus begins anew.
-    Raises: ValueError for weights that are not positive or not one for each.
+    Raises: ValueError for weights that are not positive or not one for each, and for a corpus with answers.
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
             raise ValueError(f"A mixture of {len(datasets)} corpora needs {len(datasets)} weights, got {len(weights)}.")
+        if any(dataset.corpus.answers for dataset in datasets):
+            raise ValueError(
+                "A corpus whose loss is that of its answers cannot be part of a mixture: steps would have different numbers "
+                "of labels. Train on it alone."
+            )
         self.datasets, self.weights = list(datasets), exact_weights(weights)
-        self.seq_len = self.datasets[0].seq_len
+        self.seq_len = self.targets = self.datasets[0].seq_len
         self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
         assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
         self._pattern = fair_pattern(self.weights)
@@ -210,6 +230,9 @@ class MixtureDataset(PackedDataset):
         head = np.bincount(self._pattern[:r], minlength=len(self.datasets)).tolist()
         counts = [block * n + h for n, h in zip(self._per_pattern, head, strict=True)]
         return [count / len(dataset) for count, dataset in zip(counts, self.datasets, strict=True)]
+
+    def counted(self, g: int) -> None:
+        return None
 
     def __getitem__(self, g: int) -> np.ndarray:
         c, i = self.locate(g)

@@ -8,7 +8,7 @@ CHOICES = {
     "mixer": ("interdomain", "softmax", "gla", "mamba2", "deltanet", "gated-deltanet", "hybrid"),
     "readout": ("complex", "real", "hermitian"),
     "c_form": ("full", "diagonal", "identity"),
-    "feature_map": ("silu", "rff"),
+    "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
     "a_init": ("s4d-inv", "s4d-lin", "s4d-real"),
 }
 DEFAULTS = dict(
@@ -64,7 +64,8 @@ class InterdomainConfig(PretrainedConfig):
         readout: how complex states become a real output. `complex`: Re(q^T U^T Gamma) with nothing conjugated; `real`: the real
             parts multiplied; `hermitian`: the left factor conjugated.
         c_form: the matrix C of a head: `full`, `diagonal` or `identity`.
-        feature_map: `silu` (SiLU, then the l2 norm) or `rff` (random Fourier features).
+        feature_map: `silu` (SiLU, then the l2 norm), `rff` (random Fourier features), or a positive one: `elu` (elu + 1),
+            `softplus`, `favor` (random features of the softmax kernel; needs normalize).
         normalize: divide by the Nadaraya-Watson denominator. output_gate: o <- sigmoid(Wg x) * o.
         initializer_range, c_scale, linear_scale, dt_min, dt_max, a_init: how a new model starts: standard deviation of linear
             layers; scale of C (None: the project's) and of the linear readout; range of the step size; form of A.
@@ -109,6 +110,8 @@ class InterdomainConfig(PretrainedConfig):
             raise ValueError(f"num_key_value_heads must divide num_attention_heads = {heads}: got {groups}.")
         if not self.query_readout and (groups != heads or self.normalize or self.readout != "complex"):
             raise ValueError("without query_readout leave out num_key_value_heads, normalize and readout.")
+        if self.feature_map == "favor" and not self.normalize:
+            raise ValueError("feature_map = 'favor' scales its queries, which cancels in a ratio only: set normalize.")
 
     def of_layer(self, i: int) -> "InterdomainConfig":
         """The configuration of a model all of whose layers are like layer i."""

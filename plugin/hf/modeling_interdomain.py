@@ -14,12 +14,13 @@ from transformers.utils.generic import can_return_tuple
 from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize
 from .scan_interdomain import (
+    FeatureMap,
     InputNorm,
     InterdomainCache,
     Padding,
-    RandomFourierFeatures,
     ShortConv,
     SSMDynamics,
+    divided,
     features,
     last_inputs,
     residual_linear,
@@ -49,10 +50,10 @@ class InterdomainMixer(nn.Module):
         self.wv = nn.Linear(dim, kv_dim, bias=False)
         if not config.dual_input:
             self.v_conv = ShortConv(kv_dim, config.conv_width)
-        rff = config.feature_map == "rff"
-        self.feature_map = RandomFourierFeatures(heads, config.head_dim) if rff else None
-        self.k_norm = None if rff else InputNorm(heads, config.head_dim)
-        self.v_norm = None if rff else InputNorm(heads, config.head_dim)
+        silu = config.feature_map == "silu"  # the other maps keep scale and sign
+        self.feature_map = None if silu else FeatureMap(config.feature_map, heads, config.head_dim)
+        self.k_norm = InputNorm(heads, config.head_dim) if silu else None
+        self.v_norm = InputNorm(heads, config.head_dim) if silu else None
         self.ssm = SSMDynamics(config)
         out_dim = dim if config.query_readout else 2 * dim
         self.wg = nn.Linear(dim, out_dim, bias=False) if config.output_gate else None
@@ -92,8 +93,7 @@ class InterdomainMixer(nn.Module):
                 final,
             )
         if config.normalize:
-            top, below = o[..., :-1].to(dtype), o[..., -1:].to(dtype)
-            o = (top / (torch.where(below < 0, -1.0, 1.0) * below.abs().clamp_min(1e-6))).to(o.dtype)
+            o = divided(o, v)
         o = o.flatten(2)
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
@@ -114,7 +114,7 @@ class InterdomainMixer(nn.Module):
             norm=None if norm is None else (norm.weight, norm.bias),
             eps=self.config.rms_norm_eps,
         )
-        return self.feature_map(y) if mapped and self.feature_map is not None else y
+        return self.feature_map(y, name == "q") if mapped and self.feature_map is not None else y
 
 
 class Attended(NamedTuple):
@@ -148,8 +148,9 @@ class SoftmaxMixer(nn.Module):
             before = past_key_values.states.get(self.layer_idx)
             if before is not None:
                 k, v = (torch.cat((x.to(y.dtype), y), dim=2) for x, y in zip(before, (k, v), strict=True))
-            near = (k, v) if kept is None else (x.take_along_dim(kept[:, None, :, None], dim=2) for x in (k, v))
-            past_key_values.states[self.layer_idx] = tuple(near)
+            at = None if kept is None else kept[:, None, :, None]
+            near = (k, v) if at is None else (k.take_along_dim(at, dim=2), v.take_along_dim(at, dim=2))
+            past_key_values.states[self.layer_idx] = near
         causal = mask is None and bool(q.shape[2] > 1)  # an exported shape is no number
         o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(o.transpose(1, 2).flatten(2))
@@ -221,7 +222,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, InputNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, RandomFourierFeatures):
+        elif isinstance(module, FeatureMap) and hasattr(module, "frequencies"):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
         elif isinstance(module, SSMDynamics | StepSize):
             module.init_values()
@@ -338,9 +339,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         S = slots.shape[1]
         if cache is not None:
             if window and window < S:
-                kept = slots.argsort(dim=1, stable=True)[
-                    :, -window:
-                ]  # each row's last tokens, whatever padding is between
+                # Each row's last tokens, whatever padding is between.
+                kept = slots.argsort(dim=1, stable=True)[:, -window:]
             cache.slots[window] = slots if kept is None else slots.gather(1, kept)
         if mask is None and before is None and not (window and window < T):
             return Attended(None, kept)

@@ -271,20 +271,47 @@ class KeptInFloat32(nn.Module):
         return super()._apply(moved, recurse)
 
 
-class RandomFourierFeatures(KeptInFloat32):
-    """sqrt(2 / R) [cos(w x), sin(w x)] with fixed frequencies, which the query heads of a group share with their keys."""
+class FeatureMap(KeptInFloat32):
+    """The feature maps but `silu`: `rff`, and the positive `elu`, `softplus` and `favor` (FAVOR+, Choromanski et al., 2021).
 
-    def __init__(self, n_heads: int, head_dim: int) -> None:
+    The random vectors are fixed; the query heads of a group share them with their keys.
+    """
+
+    def __init__(self, name: str, n_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.name = name
         self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.empty(n_heads, head_dim // 2, head_dim, dtype=torch.float32))
+        if name in ("rff", "favor"):
+            vectors = head_dim if name == "favor" else head_dim // 2
+            self.register_buffer("frequencies", torch.empty(n_heads, vectors, head_dim, dtype=torch.float32))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H G, R] -> the same shape."""
-        groups = x.to(wide(x.dtype)).unflatten(2, (self.frequencies.shape[0], -1))
+    def forward(self, x: Tensor, query: bool) -> Tensor:
+        """[B, T, H G, R] -> the same shape; query: whether these are queries, or keys."""
+        y, R = x.to(wide(x.dtype)), x.shape[-1]
+        if self.name == "elu":  # elu + 1
+            return ((F.relu(y) + y.clamp(max=0).exp()) * R**-0.5).to(x.dtype)
+        if self.name == "softplus":
+            return (F.softplus(y) * R**-0.5).to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            angles = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(groups.dtype))
-        return (torch.cat((angles.cos(), angles.sin()), dim=-1) * (2 / x.shape[-1]) ** 0.5).flatten(2, 3).to(x.dtype)
+            groups = y.unflatten(2, (self.frequencies.shape[0], -1))
+            projected = torch.einsum("bthgr,hfr->bthgf", groups, self.frequencies.to(y.dtype)).flatten(2, 3)
+        if self.name == "rff":
+            return (torch.cat((projected.cos(), projected.sin()), dim=-1) * (2 / R) ** 0.5).to(x.dtype)
+        if query:  # relative to the largest, which cancels in the ratio
+            projected = projected - projected.detach().amax(dim=-1, keepdim=True)
+        else:
+            projected = projected - y.square().sum(-1, keepdim=True) / (2 * R**0.5)
+            projected = projected.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))
+        return (projected.exp() * R**-0.5).to(x.dtype)
+
+
+def divided(o: Tensor, v: Tensor) -> Tensor:
+    """By the Nadaraya-Watson denominator, the last channel of o [B, T, H G, D + 1]: at most 16 times as large as v, by mean."""
+    above, below, v = (x.to(wide(o.dtype)) for x in (o[..., :-1], o[..., -1:], v[..., :-1]))
+    allowed = 16.0 * v.abs().mean(-1, keepdim=True).repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+    least = torch.maximum(below.abs() * allowed, above.abs().mean(-1, keepdim=True))
+    sign = torch.where(below < 0, -1.0, 1.0)
+    return (above * (sign * allowed) / least.clamp_min(torch.finfo(least.dtype).tiny)).to(o.dtype)
 
 
 class SSMDynamics(KeptInFloat32):

@@ -44,9 +44,14 @@ def execution(args: argparse.Namespace) -> Execution:
 
 
 def corpus_files(folder: str, split: str) -> list[str]:
-    """The prefixes of a prepared corpus's shards."""
-    splits = read_manifest(Path(folder))["splits"]
-    return [f"{folder}/{shard['name']}" for shard in splits.get(split, [])]
+    """The prefixes of a prepared corpus's shards. Raises: ValueError for a corpus with answers; as `read_manifest`."""
+    manifest = read_manifest(Path(folder))
+    if "answers" in manifest:
+        raise ValueError(
+            f"{folder} is a corpus whose loss is that of its answers, and Megatron's data sets would train on every token. "
+            "Train on it under TorchTitan (./launch.sh)."
+        )
+    return [f"{folder}/{shard['name']}" for shard in manifest["splits"].get(split, [])]
 
 
 def model_arguments(config: ModelConfig) -> dict[str, Any]:
@@ -77,11 +82,11 @@ class Corpus(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
             manifest = read_manifest(Path(values))
+            paths = [corpus_files(values, split) for split in ("train", "validation")]
         except (OSError, ValueError) as e:
             parser.exit(2, f"error: {e}\n")
         setattr(namespace, self.dest, values)
-        namespace.train_data_path = corpus_files(values, "train")
-        namespace.valid_data_path = corpus_files(values, "validation")
+        namespace.train_data_path, namespace.valid_data_path = paths
         namespace.tokenizer_type = "NullTokenizer"
         namespace.vocab_size = manifest["vocab_size"] - NullTokenizer(0).vocab_size  # up to 0.17 it adds one
         namespace.make_vocab_size_divisible_by = 1  # rows that are added take part in the softmax

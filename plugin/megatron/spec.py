@@ -56,8 +56,8 @@ def layer_spec(
     Args:
         settings: of `MixerConfig`, by name (n_basis, readout, ...). Heads of keys and values: Megatron's num_query_groups.
         max_seq_len: for a checkpoint's record alone. execution: how the mixers are computed.
-        layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers, if
-            these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
+        layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers,
+            if these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
         seed: of the mixers' initial values, which are the plain model's.
     Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
     """

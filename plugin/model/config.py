@@ -24,7 +24,7 @@ CHOICES = {
     "kind": ("interdomain", "softmax", *FIXED_STATE),
     "readout": ("complex", "real", "hermitian"),
     "c_form": ("full", "diagonal", "identity"),
-    "feature_map": ("silu", "rff"),
+    "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
     "a_init": ("s4d-inv", "s4d-lin", "s4d-real"),
 }
 
@@ -40,8 +40,9 @@ class MixerConfig:
         readout: how complex U and Gamma become real. `complex`: the real part of q^T U^T Gamma, nothing conjugated, the literal
             reading of paper eq. 13; `real`: the real parts multiplied; `hermitian`: q^T U^T conjugated.
         c_form: C per head as a full complex matrix, a diagonal, or the identity.
-        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10) or `rff` (random Fourier features; no input norm).
-        normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); meant for `rff`.
+        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10); without input norms `rff` (random Fourier features; paper eq. 5)
+            or a positive map, `elu` (elu + 1), `softplus` or `favor` (random features of the softmax kernel).
+        normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); for positive feature maps (docs/kernel-view.md).
         output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
         state_heads: of the baselines in FIXED_STATE, heads of the state (`state_shape`). None: those with which a layer's state
@@ -80,6 +81,11 @@ class MixerConfig:
         _check_fields("mixer.", self)
         if self.dt_min > self.dt_max:
             raise ValueError(f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}.")
+        if self.feature_map == "favor" and not self.normalize:
+            raise ValueError(
+                "mixer.feature_map = 'favor' scales each query by a factor that cancels only in the ratio of eq. 9: set "
+                "mixer.normalize = true with it, or choose another map."
+            )
         for name, why in self._without_meaning().items():
             if getattr(self, name) != getattr(MixerConfig, name):
                 raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")

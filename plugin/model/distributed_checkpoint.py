@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from .config import ModelConfig
 
 SIDECAR = "interdomain.json"
-VALIDATION = "validation.json"  # {"step", "loss", "perplexity"}, where the run validated after the step
+VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"
 SIDECAR_VERSION = 1

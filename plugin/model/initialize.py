@@ -105,9 +105,18 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             return normal(n_basis**-0.5 if mixer.linear_scale is None else mixer.linear_scale)
         case "feature_map", "frequencies":
             # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
-            return normal(config.head_dim**-0.25)
+            drawn = normal(config.head_dim**-0.25)
+            return _orthogonal(drawn) if mixer.feature_map == "favor" else drawn
         case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
             return normal(0.02)
         case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
             return normal(0.02)
     raise AssertionError(f"no initialisation rule for {name}")
+
+
+def _orthogonal(drawn: Tensor) -> Tensor:
+    """Normal vectors [H, R, R] -> each still normal, those of a head orthogonal (Choromanski et al., 2021)."""
+    columns = drawn.double().mT
+    q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    return (q * columns.norm(dim=1, keepdim=True)).mT.float()

@@ -1,8 +1,9 @@
 """Small modules of the model: PyTorch's own, and the parameters and tables of what stands between projections and scan.
 
-`interdomain.features` computes the latter, but for random Fourier features. The module that holds a layer draws its values.
+`interdomain.features` computes the latter, but for the feature maps here. The module that holds a layer draws its values.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -94,27 +95,84 @@ def rope_of(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple
     return rope_tables(positions, config.head_dim, config.rope_theta, torch.promote_types(dtype, torch.float32))
 
 
-class RandomFourierFeatures(KeptInFloat32):
-    """xi(x) = sqrt(2 / R) [cos(w x), sin(w x)], R wide (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel.
+class FeatureMap(KeptInFloat32):
+    """xi of paper eq. 3 as a function of R numbers: x [B, T, H, R] -> [B, T, H, R], of queries or of keys.
 
-    The frequencies are drawn once and fixed (a buffer, [H_kv, R / 2, R]); query heads of a group use those of their keys, or
-    the inner product would estimate nothing.
+    heads: which part of the heads x has, where a model computes a part.
     """
 
-    def __init__(self, n_kv_heads: int, head_dim: int) -> None:
+    def forward(self, x: Tensor, heads: Part | None = None, *, query: bool = False) -> Tensor:
+        raise NotImplementedError
+
+
+class PointwiseFeatures(FeatureMap):
+    """xi(x) = f(x) / sqrt(R), positive: f is elu + 1 (Katharopoulos et al., 2020) or softplus."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor, heads: Part | None = None, *, query: bool = False) -> Tensor:
+        y = widened(x)
+        # Not F.elu(y) + 1, which rounds to zero below -17.
+        y = F.softplus(y) if self.name == "softplus" else F.relu(y) + y.clamp(max=0).exp()
+        return (y * x.shape[-1] ** -0.5).to(x.dtype)
+
+
+class RandomFeatures(FeatureMap):
+    """Base of the maps by projections on random vectors w.
+
+    The vectors are drawn once and fixed (a buffer, [H_kv, vectors, R]); query heads of a group use those of their keys, or the
+    inner product would estimate nothing.
+    """
+
+    def __init__(self, n_kv_heads: int, vectors: int, head_dim: int) -> None:
         super().__init__()
         self.frequencies: Tensor
-        self.register_buffer("frequencies", torch.empty(n_kv_heads, head_dim // 2, head_dim, dtype=torch.float32))
+        self.register_buffer("frequencies", torch.empty(n_kv_heads, vectors, head_dim, dtype=torch.float32))
 
-    def forward(self, x: Tensor, heads: Part | None = None) -> Tensor:
-        """x [B, T, H, R] with H a multiple of H_kv, or `heads` of them -> [B, T, H, R]."""
+    def projected(self, x: Tensor, heads: Part | None) -> Tensor:
+        """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
         B, T, H, R = x.shape
         frequencies = own(self.frequencies, heads)
         groups = widened(x).view(B, T, len(frequencies), -1, R)
         with torch.autocast(x.device.type, enabled=False):
-            angles = torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype))
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / R) ** 0.5
-        return features.view(B, T, H, R).to(x.dtype)
+            return torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype)).reshape(B, T, H, -1)
+
+
+class RandomFourierFeatures(RandomFeatures):
+    """xi(x) = sqrt(2 / R) [cos(w.x), sin(w.x)] of R / 2 vectors (paper eq. 5): xi(x).xi(y) estimates a Gaussian kernel."""
+
+    def forward(self, x: Tensor, heads: Part | None = None, *, query: bool = False) -> Tensor:
+        angles = self.projected(x, heads)
+        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * (2 / x.shape[-1]) ** 0.5).to(x.dtype)
+
+
+class PositiveRandomFeatures(RandomFeatures):
+    """xi(x) = exp(w.x - |x|^2 / (2 sqrt(R))) / sqrt(R) of R orthogonal vectors (FAVOR+, Choromanski et al., 2021).
+
+    xi(q).xi(k) estimates exp(q.k / sqrt(R)), without bias over the draws. A query's features are divided by the largest of
+    them, which cancels in paper eq. 4. A key's keep their scale, for a factor of its own would be a weight. They cannot grow
+    with the key: their exponent is at most sqrt(R) |w|^2 / 2, about 32 for R = 64. Near overflow it is cut off.
+    """
+
+    def forward(self, x: Tensor, heads: Part | None = None, *, query: bool = False) -> Tensor:
+        R, exponent = x.shape[-1], self.projected(x, heads)
+        if query:
+            exponent = exponent - exponent.detach().amax(dim=-1, keepdim=True)
+        else:
+            exponent = exponent - widened(x).square().sum(-1, keepdim=True) / (2 * R**0.5)
+            exponent = exponent.clamp(max=0.7 * math.log(torch.finfo(x.dtype).max))  # 62 in bfloat16 and float32
+        return (exponent.exp() * R**-0.5).to(x.dtype)
+
+
+def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
+    """By its name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes."""
+    if name == "rff":
+        return RandomFourierFeatures(n_kv_heads, head_dim // 2, head_dim)
+    if name == "favor":
+        return PositiveRandomFeatures(n_kv_heads, head_dim, head_dim)
+    return None if name == "silu" else PointwiseFeatures(name)
 
 
 class InputNorm(nn.Module):

@@ -27,9 +27,14 @@ class Head(Linear):
     to the loss of those that are of its part of the vocabulary. Sums over the ranks are the loss and the gradients.
 
     FSDP2 gathers the weight around calls of this module, so the loss must be computed inside of one.
+
+    Attributes:
+        scores: a list to which each call with labels appends `token_scores`, [2, tokens], where no gradients are recorded;
+            None: not computed.
     """
 
     heads: Part | None = None
+    scores: list[Tensor] | None = None
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size)
@@ -39,7 +44,7 @@ class Head(Linear):
         hidden = gather_tokens(hidden, self.heads)
         if labels is None:
             return super().forward(hidden)
-        return summed_cross_entropy(hidden, local(self.weight), labels, self.piece_loss, self.heads)
+        return summed_cross_entropy(hidden, local(self.weight), labels, self.piece_loss, self.heads, self.scores)
 
     def compile_loss(self, backend: str) -> None:
         """Everything between the matrix products as one compiled function."""
@@ -73,8 +78,31 @@ def piece_loss(
     return loss, by_logits.masked_fill_(ignored, 0).to(logits.dtype)
 
 
+def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None) -> Tensor:
+    """Of each token its cross-entropy, and 1 where its label is not the argmax, else 0: [2, n] float32 of logits [n, V].
+
+    Tokens without a label have zeros. Labels and vocabulary as in `piece_loss`; a token's scores are on the rank that has its
+    label, zeros on the others. Of several largest logits the first is the argmax.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    first = 0 if vocabulary is None else vocabulary.rank * logits.shape[1]
+    largest = wide.argmax(dim=1, keepdim=True)
+    found = torch.stack([wide.logsumexp(dim=1), wide.gather(1, largest)[:, 0], (largest[:, 0] + first).to(wide.dtype)])
+    if vocabulary is not None:
+        log_z, value, index = gather_shards(found, vocabulary.size, vocabulary.group).unbind(dim=1)  # each [size, n]
+        winner = value.argmax(dim=0, keepdim=True)
+        found = torch.stack([log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]])
+    loss, wrong = found[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0], found[2] != labels + first
+    return torch.stack([loss, wrong.to(loss.dtype)]).masked_fill(labels < 0, 0)
+
+
 def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, piece_loss: PieceLoss = piece_loss, vocabulary: Part | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    piece_loss: PieceLoss = piece_loss,
+    vocabulary: Part | None = None,
+    scores: list[Tensor] | None = None,
 ) -> Tensor:
     """Sum over all tokens of -log softmax(hidden weight^T)[label]: a float32 scalar, float64 for float64.
 
@@ -89,6 +117,7 @@ def summed_cross_entropy(
         piece_loss: the function of that name, or a compiled one.
         vocabulary: which part of it weight is, [V / size, E], where several ranks have the parts: the sum is over the tokens
             whose label is of this part. The gradients are this part's of the whole sum.
+        scores: a list that gets `token_scores` of all tokens, [2, N], where no gradients are recorded.
     Raises: ValueError for labels of another shape.
     """
     if labels.shape != hidden.shape[:-1]:
@@ -101,7 +130,7 @@ def summed_cross_entropy(
     given = hidden, weight, labels, piece_loss, vocabulary
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _SummedCrossEntropy.apply(*given)
-    return _by_pieces(*given, (False, False))[0]
+    return _by_pieces(*given, (False, False), scores)[0]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -130,6 +159,7 @@ def _by_pieces(
     piece_loss: PieceLoss,
     vocabulary: Part | None,
     needed: tuple[bool, bool],
+    scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, its gradients by hidden [N, E] and by weight [V, E] where `needed`)."""
     dtype = autocast_dtype(hidden) or hidden.dtype
@@ -141,11 +171,14 @@ def _by_pieces(
     for begin in range(0, len(hidden), n):
         piece = slice(begin, begin + n)
         x = hidden[piece].to(dtype)
-        piece_sum, by_logits = piece_loss(x @ W.t(), labels[piece], any(needed), vocabulary)
+        logits = x @ W.t()
+        if scores is not None:
+            scores.append(token_scores(logits, labels[piece], vocabulary))
+        piece_sum, by_logits = piece_loss(logits, labels[piece], any(needed), vocabulary)
         loss = loss + piece_sum
         if by_hidden is not None and by_logits is not None:
             by_hidden[piece] = by_logits @ W
         if by_weight is not None and by_logits is not None:
             by_weight += by_logits.t() @ x
-        del by_logits  # the next piece needs the room
+        del logits, by_logits  # the next piece needs the room
     return loss, by_hidden, by_weight

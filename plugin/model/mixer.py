@@ -11,7 +11,7 @@ from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, l
 from .config import Execution, MixerConfig, ModelConfig
 from .initialize import initialize
 from .interface import Mixer
-from .layers import InputNorm, Linear, RandomFourierFeatures, ShortConv, widened
+from .layers import InputNorm, Linear, ShortConv, feature_map, widened
 from .shard import Part, before, own
 from .ssm import Dynamics, SSMDynamics, fold
 from .state import MixerState, ModelState
@@ -20,6 +20,7 @@ from .state import MixerState, ModelState
 #         M basis functions, W convolution width, E channels.
 
 CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
+MAX_GAIN = 16.0  # of the normalised readout: how much larger than the token's own value it may be
 
 
 class InterdomainMixer(Mixer):
@@ -48,11 +49,11 @@ class InterdomainMixer(Mixer):
         if not mixer.dual_input:
             self.v_conv = ShortConv(kv_dim, mixer.conv_width)
 
-        rff = mixer.feature_map == "rff"
-        self.feature_map = RandomFourierFeatures(self.n_kv_heads, self.head_dim) if rff else None
-        # Random Fourier features keep their scale, which estimates a kernel: no input norm (paper, recurrent projection).
-        self.k_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
-        self.v_norm = None if rff else InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps)
+        self.feature_map = feature_map(mixer.feature_map, self.n_kv_heads, self.head_dim)
+        # These features keep scale and sign, for they estimate a kernel: no input norm (paper, recurrent projection).
+        norm = self.feature_map is None
+        self.k_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
+        self.v_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
 
         self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout)
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
@@ -84,8 +85,6 @@ class InterdomainMixer(Mixer):
             o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, documents)
             if state is not None:
                 state.advance(conv, final)
-        if self.config.normalize:
-            o = _divided(o).to(o.dtype)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
@@ -111,7 +110,7 @@ class InterdomainMixer(Mixer):
             backend=self.execution.features,
         )
         if mapped and self.feature_map is not None:
-            y = self.feature_map(y, self.heads)
+            y = self.feature_map(y, self.heads, query=name == "q")
         return _with_ones(y) if name == "v" and self.config.normalize else y
 
     def _scan(
@@ -133,7 +132,8 @@ class InterdomainMixer(Mixer):
         if not self.config.query_readout:
             return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
         q, k, v = (features[name] for name in "qkv")
-        return interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
+        o, final = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
+        return divided(o, v) if self.config.normalize else o, final
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
@@ -209,12 +209,13 @@ class InterdomainMixer(Mixer):
         )
         q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
         if self.feature_map is not None:
-            q = self.feature_map(q) if self.config.query_readout else q
+            q = self.feature_map(q, query=True) if self.config.query_readout else q
             k = self.feature_map(k) if self.config.dual_input else k
         if self.config.normalize:
             v = _with_ones(v)
         if self.config.query_readout:
-            return interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+            o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+            return divided(o, v) if self.config.normalize else o
         return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
 
     def _convolutions(self) -> dict[str, ShortConv]:
@@ -252,8 +253,8 @@ class InterdomainMixer(Mixer):
         D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
         out_dim = dim if m.query_readout else 2 * dim
         linear = dim * (m.query_readout * dim + 2 * G * R + out_dim * (1 + m.output_gate))
-        if m.feature_map == "rff":  # R / 2 frequencies of width R, per head of query and key features
-            linear += (H * m.query_readout + G * m.dual_input) * R * R // 2
+        vectors = {"rff": R // 2, "favor": R}.get(m.feature_map, 0)  # of width R, per head of query and key features
+        linear += (H * m.query_readout + G * m.dual_input) * R * vectors
         conv = m.conv_width * (m.query_readout * dim + G * R * (1 if m.dual_input else 2))
         if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
             return {"linear": linear, "conv": conv, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
@@ -286,8 +287,17 @@ def _with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
 
 
-def _divided(o: Tensor, eps: float = 1e-6) -> Tensor:
-    """Numerator over the Nadaraya-Watson denominator, the last channel of o, which is kept away from zero."""
+def divided(o: Tensor, v: Tensor) -> Tensor:
+    """Numerator over the Nadaraya-Watson denominator, the last channel of o [B, T, H, D + 1] -> [B, T, H, D], of o's dtype.
+
+    A kernel average lies between its values, but an estimate of one need not: its denominator can vanish. Where the quotient
+    would be larger than MAX_GAIN times the token's own value v [B, T, G, D + 1], both as means of |x| over D, the denominator
+    is as large as makes it just that, with its sign. The scales of v, of the features and of C cancel; no state is needed.
+    """
     numerator, denominator = widened(o[..., :-1]), widened(o[..., -1:])
+    allowed = MAX_GAIN * widened(v[..., :-1]).abs().mean(-1, keepdim=True)
+    allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
     sign = torch.where(denominator < 0, -1.0, 1.0)
-    return numerator / (sign * denominator.abs().clamp_min(eps))
+    # Not with a quotient as the floor: a value of zeros gives an output of zeros.
+    below = torch.maximum(denominator.abs() * allowed, numerator.abs().mean(-1, keepdim=True))
+    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(o.dtype)

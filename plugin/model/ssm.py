@@ -16,6 +16,8 @@ from interdomain.scan import tables
 
 # Shapes: H heads, M basis functions.
 
+BINDS = 0.01  # a mode is at the bound on the decay if the bound takes more than this share of its decay
+
 
 class Dynamics(NamedTuple):
     """The parameters of H heads: log_dt [H]; log_A_real, A_imag [H, M]; C [H, M, M, 2], [H, M, 2] or None; c for the linear
@@ -60,6 +62,18 @@ class SSMDynamics(KeptInFloat32):
         # view FSDP2 warns.
         parameters = (getattr(self, name) for name in Dynamics._fields)
         return Dynamics(*(None if p is None else p.clone() for p in parameters))
+
+    @torch.no_grad()
+    def decay(self) -> tuple[Tensor, Tensor]:
+        """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `tables.decay_exponent`), bool [H, M]."""
+        dt = self.log_dt.exp()
+        log_abs = tables.decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
+        return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * self.log_A_real.exp()
+
+    @torch.no_grad()
+    def c_rms(self) -> Tensor:
+        """Root mean square of |C_mn|, what `mixer.c_scale` sets at the start; 1 without C."""
+        return self.log_dt.new_ones(()) if self.C is None else self.C.square().sum(-1).mean().sqrt()
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:

@@ -140,10 +140,11 @@ class SelfDescribingCheckpoints(CheckpointManager):
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
 
-    def note_validation(self, step: int, loss: float, perplexity: float) -> None:
+    def note_validation(self, step: int, loss: float, perplexity: float, accuracy: float | None) -> None:
         """Write a step's validation beside its checkpoint, where it has one."""
         if self.enable and dist.get_rank() == 0 and self._folder_of(step).is_dir():
             result = {"step": step, "loss": loss, "perplexity": perplexity}
+            result |= {} if accuracy is None else {"accuracy": accuracy}
             write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
 
     def lacks_validation(self, step: int) -> bool:

@@ -1,7 +1,7 @@
 """Batches of packed windows of prepared corpora, for TorchTitan."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
 
 from .data_folders import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
-from .host import BaseDataLoader, logger
+from .host import IGNORE_INDEX, BaseDataLoader, logger
 from .plan import RunPlan
 from .schema import JobConfig
 
-# ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens
+# ({"input": [B, T], ...}, labels [B, T]), int64; labels are the inputs' next tokens, or IGNORE_INDEX where only answers count
 Batch = tuple[dict[str, Tensor], Tensor]
 # What a fingerprint is made of, and the settings that change it.
 CAUSES = {
@@ -25,6 +25,18 @@ CAUSES = {
     "seq_len": "training.seq_len",
     "order": "debug.seed",
 }
+
+
+def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool) -> Batch:
+    """These samples. Raises: ValueError for a damaged shard."""
+    windows = torch.from_numpy(dataset.read_batch(indices))
+    inputs, labels = {"input": windows[:, :-1].contiguous()}, windows[:, 1:].contiguous()
+    if positions:
+        inputs["positions"] = torch.stack([torch.from_numpy(dataset.positions(g)) for g in indices])
+    for row, g in zip(labels, indices, strict=True):
+        if (counted := dataset.counted(g)) is not None:
+            row[~torch.from_numpy(counted)] = IGNORE_INDEX
+    return inputs, labels
 
 
 class PackedLoader(BaseDataLoader):
@@ -61,14 +73,9 @@ class PackedLoader(BaseDataLoader):
         for start in range(first + self.rank * self.local_batch, 2**63, self.local_batch * self.ranks):
             indices = range(start, start + self.local_batch)
             try:
-                windows = torch.from_numpy(self.dataset.read_batch(indices))
+                yield read_batch(self.dataset, indices, self.positions)
             except ValueError as e:  # ids outside the vocabulary: a damaged shard
                 yield e
-                continue
-            inputs = {"input": windows[:, :-1].contiguous()}
-            if self.positions:
-                inputs["positions"] = torch.stack([torch.from_numpy(self.dataset.positions(g)) for g in indices])
-            yield inputs, windows[:, 1:].contiguous()
 
     def __iter__(self) -> Iterator[Batch]:
         node = IterableWrapper(self._read(self.consumed))

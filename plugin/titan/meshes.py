@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from interdomain.model.shard import Part
+from interdomain.model.shard import Part, gather_shards
 
 from .device import device_here
 from .host import ParallelDims
@@ -37,6 +37,12 @@ class Meshes(NamedTuple):
             if mesh.size() > 1:
                 dist.all_reduce(loss, group=mesh.get_group())
         return loss
+
+    def whole_sequences(self, x: Tensor) -> Tensor:
+        """From numbers of this rank's tokens, [..., T / context], those of all, [..., T], summed as `whole`. Collective."""
+        if self.context is not None:
+            x = gather_shards(x, self.context.size, self.context.group).movedim(0, -2).flatten(-2)
+        return self.whole(x)
 
 
 def build_meshes(dims: ParallelDims) -> Meshes:

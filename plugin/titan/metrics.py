@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interdomain.model import Transformer
-from interdomain.scan.tables import decay_exponent
 
 from .gradients import norms
 from .host import LoggerContainer, MetricsProcessor, ParallelDims, logger
@@ -67,6 +66,12 @@ class InterdomainMetrics(MetricsProcessor):
         super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
         logger.info("validation perplexity: %.3f", perplexity(loss))
+        found = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
+        if (accuracy := found.pop("accuracy", None)) is not None:
+            logger.info("validation accuracy: %.4f", accuracy)
+        if found:
+            by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in found.items())
+            logger.info("validation loss by position: %s", by_position)
 
     def _mixer_is_due(self, step: int) -> bool:
         """Whether a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
@@ -104,7 +109,8 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
 
 @torch.no_grad()
 def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
-    """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta.
+    """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta, the
+    share of modes at the bound on the decay, and the root mean square of |C|.
 
     The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
     """
@@ -112,17 +118,18 @@ def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
         *(f"timescale_tokens_{which}" for which in ("min", "median", "max")),
         "one_minus_abs_lambda_min",
         "dt_median",
+        "share_at_decay_bound",
+        "c_rms",
     ]
     device = next(parts[0].parameters()).device
     signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
         ssm: Any = getattr(layer.attention, "ssm", None)
         if hasattr(ssm, "log_A_real"):
-            dt = ssm.log_dt.exp()  # [H]
-            real = decay_exponent(dt, ssm.log_A_real, ssm.A_imag)[..., 0]  # [H, M], log|Lambda|
-            timescale = -1 / real
+            real, bound = ssm.decay()  # [H, M] each
+            timescale, dt = -1 / real, ssm.log_dt.exp()
             values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(real.max()), dt.quantile(0.5)
-            signs[int(i)] = torch.stack(values)
+            signs[int(i)] = torch.stack([*values, bound.float().mean(), ssm.c_rms()])
     if meshes.pipeline.size() > 1:
         dist.all_reduce(signs, group=meshes.pipeline.get_group())
     by_layer = {f"mixer/layer_{i:02d}": row for i, row in enumerate(signs.tolist()) if any(row)}

@@ -29,14 +29,15 @@ class Passes:
 
     together = 1
 
-    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device) -> None:
-        self.parts, self.plan, self.meshes, self.device = parts, plan, meshes, device
+    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
+        """targets: the labels of a step that count, on all ranks together; the same number in every step."""
+        self.parts, self.plan, self.meshes, self.device, self.targets = parts, plan, meshes, device, targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         """This rank's share of the summed loss. Collective.
 
         batches: all micro-batches of a step; without `backward` `together` ones.
-        backward: also add up the gradients of the mean loss per token of the step.
+        backward: also add up the gradients of the mean loss per label of the step that counts.
         """
         (model,), losses = self.parts, []
         for i, batch in enumerate(batches):
@@ -45,7 +46,7 @@ class Passes:
                 model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
             loss = model(inputs.pop("input"), **inputs, labels=labels)
             if backward:
-                self._mean(loss).backward()
+                (loss / self.targets).backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
@@ -59,10 +60,6 @@ class Passes:
 
         return {name: share(x) for name, x in inputs.items()}, share(labels)
 
-    def _mean(self, loss: Tensor) -> Tensor:
-        """Training's labels are all valid, so the number of tokens is the plan's, on every rank."""
-        return loss / self.plan.tokens_per_step
-
 
 class Pipeline(Passes):
     """Through this rank's stages and the other ranks', by one of PyTorch's schedules.
@@ -71,9 +68,11 @@ class Pipeline(Passes):
     the summed loss itself, in its head.
     """
 
-    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, schedule: str) -> None:
+    def __init__(
+        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int, schedule: str
+    ) -> None:
         """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
-        super().__init__(parts, plan, meshes, device)
+        super().__init__(parts, plan, meshes, device, targets)
         self.together, self.losses = plan.accumulation, []
         numbers, last = stages_of(plan, meshes.pipeline.get_local_rank()), len(plan.stages) - 1
         self.first, self.last = 0 in numbers, last in numbers
@@ -104,7 +103,7 @@ class Pipeline(Passes):
 
     def _note(self, loss: Tensor, labels: Tensor) -> Tensor:
         self.losses.append(loss.detach())
-        return self._mean(loss)
+        return loss / self.targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
         mine = [self._own(batch) for batch in batches]

@@ -85,6 +85,14 @@ class RunPlan:
         return self.steps * self.tokens_per_step
 
     @property
+    def state(self) -> tuple[int, int]:
+        """Numbers of the state of all layers: (per sequence, per sequence and token)."""
+        sizes = [0, 0]
+        for layer in self.config.layers:
+            sizes[mixer_class(layer.mixer).state_grows(layer)] += state_size(layer)
+        return sizes[0], sizes[1]
+
+    @property
     def cell(self) -> Cell:
         return cell_of(self.config, self.size)
 

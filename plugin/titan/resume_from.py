@@ -146,7 +146,7 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
         for mixers in zip(*(m.mixers for m in models), strict=True):
             pairs += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in MIXER_SETTINGS]
     else:
-        pairs += [("mixer.layers", *(cell_of(m, "").condition for m in models))]
+        pairs += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
     if batch:
         pairs += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
     entries = point.index.state_dict_metadata.items()

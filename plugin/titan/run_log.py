@@ -6,6 +6,9 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from interdomain.environment import environment
+
+from .device import device_here
 from .host import BaseLogger, logger
 from .plan import RunPlan
 
@@ -21,6 +24,8 @@ CHARTS = {
     "Learning": {
         "Loss: training, validation": ["loss_metrics/global_avg_loss", "validation_metrics/loss"],
         "Loss: mean and worst rank": ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss"],
+        "Validation loss by position in the window": [r"validation_position/\d+-\d+"],
+        "Validation: answers that are right (corpora that have answers)": ["validation_metrics/accuracy"],
         "Gradient norm, before clipping": ["grad_norm"],
         "Gradient norm of the SSM group": ["grad_norm/ssm"],
         "Learning rates": [r"lr/\w+"],
@@ -38,6 +43,8 @@ CHARTS = {
         "Median timescale (tokens)": [r"mixer/layer_\d+/timescale_tokens_median"],
         "Smallest 1 - |Lambda|": [r"mixer/layer_\d+/one_minus_abs_lambda_min"],
         "Median Delta": [r"mixer/layer_\d+/dt_median"],
+        "Share of modes at the bound on the decay": [r"mixer/layer_\d+/share_at_decay_bound"],
+        "Root mean square of |C|": [r"mixer/layer_\d+/c_rms"],
     },
 }
 
@@ -64,6 +71,7 @@ class RunLog(BaseLogger):
             "plan": plan.describe(),
             "hyperparameters": json.dumps(hyperparameters(plan, job_config)),
             "configuration": json.dumps(job_config.to_dict(), indent=2, default=str),
+            "environment": json.dumps(environment(device_here())),
         }
         for tag, text in texts.items():
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
@@ -92,6 +100,7 @@ def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
         **{name: x for mixer in mixers for name in start if (x := getattr(mixer, name)) is not None},
         **{name: getattr(plan, name) for name in of_the_plan},
         "parameters": plan.n_params,
+        "state": plan.state,
         "recompute": plan.execution.recompute,
         "ranks": plan.world_size,
         "lr": optimizer.lr,

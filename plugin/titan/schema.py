@@ -109,8 +109,9 @@ class Mixer:
     n_basis: int | None = None  # M, basis functions per head. Unset: as the size says (64).
     readout: str | None = None  # complex, real or hermitian: how complex U and Gamma become real.
     c_form: str | None = None  # full, diagonal or identity.
-    feature_map: str | None = None  # silu or rff.
-    normalize: bool | None = None  # Divide by the Nadaraya-Watson denominator (eta).
+    feature_map: str | None = None  # silu, rff, or the positive elu, softplus and favor (docs/kernel-view.md).
+    #: Divide by the Nadaraya-Watson denominator (eta); favor needs it.
+    normalize: bool | None = None
     output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
     n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
     #: Of gla, mamba2, deltanet and gated-deltanet: heads of the state. Unset: those with which it is as large as interdomain

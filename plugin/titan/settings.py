@@ -4,6 +4,7 @@ import argparse
 import difflib
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -43,13 +44,8 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     """
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--job.config_file", "--job.config-file", dest="path")
-    job, path = JobConfig(), file.parse_known_args(arguments)[0].path
-    for setting, value in _pairs(_read(path)) if path else ():
-        if setting in KINDS:
-            _set(job, setting, value)
-        else:
-            _refuse_unknown(setting, value)
-    refuse_wrong_values(job)
+    path = file.parse_known_args(arguments)[0].path
+    job = job_config_of(read_toml(path) if path else {})
     given = {flag[2:].partition("=")[0].replace("-", "_") for flag in arguments}
     for steps, tokens in IN_TOKENS.items():
         if steps in given:
@@ -63,7 +59,20 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     )
 
 
-def _read(file: str) -> dict[str, Any]:
+def job_config_of(table: dict[str, Any]) -> JobConfig:
+    """The job configuration of what a TOML file says, by section. Raises: ValueError."""
+    job = JobConfig()
+    for setting, value in pairs(table):
+        if setting in KINDS:
+            _set(job, setting, value)
+        else:
+            _refuse_unknown(setting, value)
+    refuse_wrong_values(job)
+    return job
+
+
+def read_toml(file: str | Path) -> dict[str, Any]:
+    """Raises: ValueError for a file that is no TOML, FileNotFoundError."""
     try:
         with open(file, "rb") as f:
             return tomllib.load(f)
@@ -74,11 +83,11 @@ def _read(file: str) -> dict[str, Any]:
         ) from e
 
 
-def _pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(setting, value) of everything in a TOML table."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _pairs(value, f"{prefix}{key}.")
+            yield from pairs(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 

@@ -111,7 +111,8 @@ class InterdomainTrainer(Trainer):
         tokenizer, self.dataloader = open_data(config, plan, rank)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
-        run = self.model_parts, plan, self.meshes, self.device
+        self.targets = plan.global_batch * self.dataloader.dataset.targets
+        run = self.model_parts, plan, self.meshes, self.device, self.targets
         schedule = config.parallelism.pipeline_parallel_schedule
         self.passes = Pipeline(*run, schedule) if plan.pipeline > 1 else Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
@@ -157,7 +158,7 @@ class InterdomainTrainer(Trainer):
         """
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
-        loss = self.passes.run(batches, backward=True) / self.plan.tokens_per_step  # this rank's share
+        loss = self.passes.run(batches, backward=True) / self.targets  # this rank's share
         parameters = [p for part in self.model_parts for p in part.parameters()]
         reduce_shares(parameters, self.meshes)
         norm = clip(parameters, self.job_config.training.max_norm, self.meshes)

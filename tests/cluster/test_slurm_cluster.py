@@ -48,7 +48,8 @@ class Job:
             (r"(#SBATCH --time)=.*", rf"\1={minutes}"),
             (r"(#SBATCH --signal=USR1)@.*", r"\1@60"),
             (r"(#SBATCH --output)=.*", rf"\1={self.log}"),
-            (r"1.3B.toml (.*)", rf"debug.toml \1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}"),
+            (r"1.3B.toml", "debug.toml"),
+            (r"(launch.sh .*)", rf"\1 {FLAGS} --training.steps {steps} --job.dump_folder {self.run}"),
         ):
             script, found = re.subn(pattern, replacement, script)
             assert found == 1, pattern

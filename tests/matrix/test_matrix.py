@@ -27,6 +27,7 @@ FEATURES = {
     "softmax": {"mixer__condition": "softmax"},
     "s4d": {"mixer__condition": "s4d"},
     "single-query, grouped": {"mixer__condition": "single-query", "mixer__n_kv_heads": 2, "mixer__output_gate": True},
+    "hybrid": {"mixer__softmax_every": 2, "mixer__window": 16},
     "rff": {"mixer__feature_map": "rff"},
     "documents": {"data__reset_state_at_documents": True},
     "accumulated": {"training__local_batch_size": 1, "validation__local_batch_size": 1},

@@ -54,6 +54,7 @@ CASES = {
     "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
     "gate, s4d": ("s4d", dict(output_gate=True)),
     "rff, no sequence": ("single-query", dict(feature_map="rff", normalize=True, c_form="diagonal")),
+    "favor, kv2": ("interdomain", dict(feature_map="favor", normalize=True, n_kv_heads=2)),
     "hermitian": ("interdomain", dict(readout="hermitian")),
     "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
     "hybrid": ("single-query", dict(softmax_every=2, window=7, n_kv_heads=2, c_form="diagonal")),

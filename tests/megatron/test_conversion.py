@@ -47,15 +47,17 @@ def test_a_run_becomes_a_folder(leg, computed, tmp_path, capsys):
     assert loss_of(load_model(tmp_path / "out")) == pytest.approx(wanted, rel=3e-3 if leg == "bf16" else 1e-5)
 
 
-def test_a_folder_goes_to_megatron_and_comes_back(computed, tmp_path, capsys):
+@pytest.mark.parametrize("case", ["gate, kv2, hermitian", "hybrid"])
+def test_a_folder_goes_to_megatron_and_comes_back(case, computed, tmp_path, capsys):
     """To the bit; what Megatron makes of such a checkpoint is in test_training: every leg starts from one."""
-    start, corpus = computed[0] / "start" / "gate, kv2, hermitian", computed[0] / "corpus"
+    start, corpus = computed[0] / "start" / case, computed[0] / "corpus"
     run(start, "--tokenizer", corpus, "--output", tmp_path / "folder")
     run(tmp_path / "folder", "--to-megatron", "--output", tmp_path / "start")
     assert f"start with Megatron's --load {tmp_path / 'start'}" in capsys.readouterr().out
     run(tmp_path / "start" / "release", "--tokenizer", corpus, "--output", tmp_path / "again")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("folder", "again"))
-    wanted = ranks.plain_model("gate, kv2, hermitian").state_dict()
+    assert read_config(tmp_path / "again")[0] == ranks.config_of(case)
+    wanted = ranks.plain_model(case).state_dict()
     assert {name.removeprefix(BASE) for name in first} == {*wanted}
     for name in first:
         assert torch.equal(first[name], wanted[name.removeprefix(BASE)])

@@ -1,5 +1,6 @@
 """Upstream's training script with our layer: its arguments, what is refused before it starts, and the script itself."""
 
+import json
 import os
 import re
 import subprocess
@@ -101,6 +102,16 @@ def test_refused_at_the_start(line, words, parse, capsys):
         parse(line)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_corpus_with_answers_is_refused(parse, capsys, tmp_path):
+    """Megatron's data sets would train on every token."""
+    marks = {"example_tokens": 256, "per_example": 32}
+    manifest = {"format": "interdomain-corpus", "format_version": 1, "vocab_size": 514, "answers": marks, "splits": {}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit):
+        parse(f"{GOOD} --data.corpus {tmp_path}")
+    assert "is a corpus whose loss is that of its answers" in capsys.readouterr().err
 
 
 def test_specs():

@@ -21,6 +21,9 @@ OPTIONS = {
     "hermitian": dict(readout="hermitian"),
     "rff": dict(feature_map="rff"),
     "normalize": dict(normalize=True),
+    "elu": dict(feature_map="elu", normalize=True),
+    "softplus": dict(feature_map="softplus"),
+    "favor": dict(feature_map="favor", normalize=True, n_kv_heads=2),
     "gate": dict(output_gate=True),
     "kv1": dict(n_kv_heads=1),
     "kv2": dict(n_kv_heads=2),
@@ -30,6 +33,7 @@ OPTIONS = {
     ),
     "hybrid": dict(softmax_every=2),
     "hybrid, window": dict(layers=["softmax", "interdomain-norope"], window=7, n_kv_heads=2),
+    "hybrid of recurrences": dict(layers=["dual-linear-norope", "interdomain"]),
     "window": dict(window=7),
 }
 
@@ -39,7 +43,7 @@ VARIANTS = [
     *((condition, "plain") for condition in CONDITIONS),
     *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window")),
     *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
-    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize")),
+    *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize"), ("single-query", "favor")),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
     ("gated-deltanet", "hybrid"),
 ]

@@ -60,6 +60,7 @@ REFUSED = [
     ("interdomain", dict(c_scale=1.0, c_form="identity"), "mixer.c_scale.*mixer.c_form = 'identity'"),
     ("interdomain", dict(linear_scale=1.0), "mixer.linear_scale.*query_readout = false"),
     ("interdomain", dict(dt_min=0.2), "mixer.dt_min.*0.2 and 0.1"),
+    ("interdomain", dict(feature_map="favor"), "mixer.feature_map = 'favor'.*mixer.normalize = true"),
     ("softmax", dict(output_gate=True), "mixer.output_gate = True.*softmax.*n_kv_heads"),
     ("interdomain", dict(window=4), "mixer.window = 4.*only softmax.*softmax_every"),
     ("interdomain", dict(window=0, softmax_every=2), "mixer.window must be at least 1: got 0"),

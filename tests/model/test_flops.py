@@ -87,6 +87,12 @@ def test_every_condition_has_its_own_count(condition):
     assert train_flops_per_token(config, 4096) == 3 * sum(flops.values())
     longer = forward_flops_per_token(config, 65_536)["mixer"]
     assert longer > 15 * flops["mixer"] if condition == "softmax" else longer == flops["mixer"]
+    if condition != "softmax":
+        hybrid, softmax = (
+            forward_flops_per_token(c, 4096)
+            for c in (build_config("125M", condition, softmax_every=3), build_config("125M", "softmax"))
+        )
+        assert all(hybrid[part] == (8 * flops[part] + 4 * softmax[part]) / 12 for part in ("linear", "conv", "mixer"))
     if condition == "interdomain":  # a shared state saves its updates only: 2M (R + D) per state head
         less = forward_flops_per_token(build_config("125M", condition, n_kv_heads=1), 4096)["mixer"]
         assert flops["mixer"] - less == 2 * 12 * 11 * 2 * 64 * 2 * 64

@@ -38,6 +38,17 @@ def test_every_parameter_and_buffer_has_a_rule(condition, option):
         model.init_weights()
 
 
+def test_a_hybrid_s_layers_start_as_their_models_do():
+    own = dict(dt_min=0.05, c_form="diagonal", n_kv_heads=2)
+    found = initialized(small_config("s4d", layers=["softmax", "single-query"], **own)).state_dict()
+    for layer, kind in enumerate(("softmax", "single-query")):
+        settings = own if layer else dict(n_kv_heads=2)
+        wanted = initialized(small_config(kind, **settings)).state_dict()
+        names = {name for name in found if name.startswith(f"layers.{layer}.")}
+        assert names == {name for name in wanted if name.startswith(f"layers.{layer}.")}
+        assert all(torch.equal(found[name], wanted[name]) for name in names)
+
+
 def test_a_value_depends_on_seed_and_name_alone():
     config = config_of("s4d", output_gate=True)
     values = initialized(config, 7).state_dict()

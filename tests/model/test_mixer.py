@@ -47,6 +47,14 @@ def fourier_features(x, frequencies):
     return torch.cat([torch.cos(angle), torch.sin(angle)], dim=-1) * math.sqrt(2 / x.shape[-1])
 
 
+def positive_features(x, frequencies, query):
+    """FAVOR+; a query's are relative to the largest of them."""
+    own = frequencies.repeat_interleave(x.shape[2] // frequencies.shape[0], dim=0)
+    R = x.shape[-1]
+    y = torch.exp(torch.einsum("bthr,hfr->bthf", x, own) - x.square().sum(-1, keepdim=True) / (2 * R**0.5)) / R**0.5
+    return y / y.max(-1, keepdim=True).values / R**0.5 if query else y
+
+
 def input_norm(x, norm, eps=1e-5):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight + norm.bias
 
@@ -56,14 +64,20 @@ def literal(mixer, x):
     m = mixer.config
     heads = lambda y: y.unflatten(-1, (-1, mixer.head_dim))  # noqa: E731
     turn = rotate if m.rope else lambda y: y
-    rff = m.feature_map == "rff"
-    xi = (lambda y: fourier_features(y, mixer.feature_map.frequencies)) if rff else silu_features
-    norm_k = (lambda y: y) if rff else lambda y: input_norm(y, mixer.k_norm)
-    norm_v = (lambda y: y) if rff else lambda y: input_norm(y, mixer.v_norm)
+    xi = {
+        "silu": lambda y, query: silu_features(y),
+        "rff": lambda y, query: fourier_features(y, mixer.feature_map.frequencies),
+        "elu": lambda y, query: (F.elu(y) + 1) / math.sqrt(y.shape[-1]),
+        "softplus": lambda y, query: torch.log1p(torch.exp(y)) / math.sqrt(y.shape[-1]),
+        "favor": lambda y, query: positive_features(y, mixer.feature_map.frequencies, query),
+    }[m.feature_map]
+    silu = m.feature_map == "silu"
+    norm_k = (lambda y: input_norm(y, mixer.k_norm)) if silu else lambda y: y
+    norm_v = (lambda y: input_norm(y, mixer.v_norm)) if silu else lambda y: y
 
     a = turn(heads(short_conv(x @ mixer.wk.weight.T, mixer.k_conv)))
     if m.dual_input:
-        k, v = norm_k(xi(a)), norm_v(heads(x @ mixer.wv.weight.T))
+        k, v = norm_k(xi(a, query=False)), norm_v(heads(x @ mixer.wv.weight.T))
     else:
         k, v = norm_k(a), norm_v(heads(short_conv(x @ mixer.wv.weight.T, mixer.v_conv)))
 
@@ -77,7 +91,7 @@ def literal(mixer, x):
         C = torch.eye(m.n_basis, dtype=A.dtype).expand(*A.shape, m.n_basis)
 
     if m.query_readout:
-        q = xi(turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv))))
+        q = xi(turn(heads(short_conv(x @ mixer.wq.weight.T, mixer.q_conv))), query=True)
         o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
     else:
         o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)

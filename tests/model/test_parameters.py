@@ -50,5 +50,7 @@ def test_switches():
     assert count("125M", "interdomain", c_form="diagonal") == whole - 12 * 12 * 2 * (M**2 - M)
     assert count("125M", "interdomain", c_form="identity") == whole - 12 * 12 * 2 * M**2
     assert count("125M", "interdomain", feature_map="rff") == whole - 12 * (2 * 64 + 2 * 768)
+    softmax, hybrid = count("125M", "softmax"), count("125M", "interdomain", softmax_every=3, window=512)
+    assert hybrid == softmax + 8 * (whole - softmax) // 12 == 134_979_424
     eleven_heads = 2 * 768 * 704 + 5 * 704 + 2 * 704 + 11 * (1 + 2 * M + 2 * M**2)
     assert count("125M", "interdomain", n_kv_heads=1) == whole - 12 * eleven_heads

@@ -31,10 +31,12 @@ CASES = {
     "s4d, gate": ("s4d", OPTIONS["gate"], None),
     "s4d-rope, packed": ("s4d-rope", {}, PACKED),
     "kv2, rff, normalize, gate, packed": ("interdomain", OPTIONS["all"], PACKED),
+    "favor, normalize": ("interdomain", OPTIONS["favor"], None),
     "kv2, gate": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"], None),
     "softmax": ("softmax", {}, None),
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
     "window": ("softmax", OPTIONS["window"], None),
+    "window of more than a shard, packed": ("softmax", dict(window=20), PACKED),
     "hybrid": ("interdomain", OPTIONS["hybrid"], None),
     "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }

@@ -212,8 +212,24 @@ def short(tmp_path_factory):
     return prepared(folder / "tiny", str(folder / "short.jsonl"))
 
 
+def synthetic(folder, kind, items, vocab):
+    """500 examples of 64 tokens of a recall task."""
+    numbers = {"length": 64, "items": items, "vocab": vocab, "examples": 500}
+    options = [f"--synthetic-{name}={n}" for name, n in numbers.items()]
+    given = ["--synthetic", kind, *options, "--validation-fraction", "0.1", "--output", str(folder)]
+    assert prepare_data.main(given) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Two keys and two values: half of the answers are soon right."""
+    return synthetic(tmp_path_factory.mktemp("pairs") / "tiny", "mqar", 2, 6)
+
+
 BFLOAT16 = {"training__precision": "bf16", "training__steps": 2}
 WITH_CHECKPOINTS, VALIDATED = {"checkpoint__enable": True}, {"validation__enable": True}
+ANSWERS = {**VALIDATED, "model__vocab_size": 8, "validation__tokens": 0}
 SHORT = {**VALIDATED, "training__steps": 3}
 COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
@@ -223,7 +239,7 @@ INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # 
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory, corpus, short, launch):
+def two(tmp_path_factory, corpus, short, pairs, launch):
     """On two ranks."""
     runs = Runs(2, tmp_path_factory.mktemp("two"), corpus, launch)
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, metrics__enable_tensorboard=True)
@@ -253,6 +269,11 @@ def two(tmp_path_factory, corpus, short, launch):
         )
     runs.add("gated-deltanet", mixer__condition="gated-deltanet", training__steps=4)
     runs.add("pipeline mamba2", **parallel(pipeline=2), mixer__condition="mamba2", training__steps=4)
+    answers = ANSWERS | {"data__corpus": pairs}
+    runs.add("answers", **answers, **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
+    runs.add("context answers", **answers, **parallel(context=2), data__reset_state_at_documents=True)
+    runs.add("tensor answers", **answers, **parallel(tensor=2), compile__enable=True, compile__backend="aot_eager")
+    runs.add("pipeline answers", **answers, **parallel(pipeline=2), **INTERLEAVED)
     for condition in ("softmax", "s4d"):
         runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
     hybrid = LAYERS | {"data__corpus": short}
@@ -278,7 +299,7 @@ def half(two, runs, name, of="interdomain", parts=("checkpoint/step-3", "tb")):
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory, corpus, short, launch, two):
+def one(tmp_path_factory, corpus, short, pairs, launch, two):
     """On one rank."""
     runs = Runs(1, tmp_path_factory.mktemp("one"), corpus, launch)
     runs.add("interdomain", **WITH_CHECKPOINTS, **VALIDATED, probes=["scan"])
@@ -292,6 +313,9 @@ def one(tmp_path_factory, corpus, short, launch, two):
     source = two.folder / "interdomain" / "checkpoint" / "step-3"
     runs.add("started", checkpoint__initial_load_path=source, training__steps=1, **WITH_CHECKPOINTS)
     runs.add("accumulated", training__local_batch_size=2, training__steps=4)
+    answers = ANSWERS | {"data__corpus": pairs}
+    runs.add("answers", **answers)
+    runs.add("answers accumulated", **answers, training__local_batch_size=2)
     for condition in ("softmax", "s4d", "gated-deltanet", "mamba2"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
     runs.add("layers", **LAYERS, data__corpus=short, probes=["gradients"])

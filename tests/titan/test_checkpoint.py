@@ -61,6 +61,10 @@ def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys)
     norope = build_config("debug", "interdomain-norope")  # the very same tensors
     for settings, said in (
         ({"model": build_config("debug", "softmax")}, "mixer.kind is interdomain there and softmax here"),
+        (
+            {"model": build_config("debug", softmax_every=2)},
+            "mixer.layers is interdomain there and interdomain, softmax_every 2 here",
+        ),
         ({"model": norope}, "mixer.rope is True there and False here"),
         ({"width": 8}, "weight is [7, 300] there and [8, 300] here"),
         ({"tokens_per_step": 1024}, "tokens_per_step is 512 there and 1024 here"),

@@ -54,7 +54,12 @@ def test_tensorboard_shows_the_run_and_the_mixers_life_signs(events):
         for step, value in curves[f"{kind}/perplexity"].items():
             assert value == pytest.approx(math.exp(losses[step]), rel=1e-4)
     for name in (f"mixer/layer_{layer:02d}" for layer in range(4)):
-        for sign in ("timescale_tokens_min", "timescale_tokens_max", "one_minus_abs_lambda_min", "dt_median"):
+        for sign in (
+            "timescale_tokens_min",
+            "timescale_tokens_max",
+            "one_minus_abs_lambda_min",
+            "share_at_decay_bound",
+        ):
             assert set(curves[f"{name}/{sign}"]) == {1, 2, 4, 6}  # mixer_freq 2
 
 

@@ -28,7 +28,25 @@ def test_life_signs_at_the_start():
         assert signs[f"{name}/timescale_tokens_max"] == pytest.approx(2 / dt.min().item(), rel=1e-5)
         assert signs[f"{name}/one_minus_abs_lambda_min"] == pytest.approx(1 - torch.exp(-dt.min() / 2).item(), rel=1e-3)
         assert signs[f"{name}/dt_median"] == pytest.approx(dt.quantile(0.5).item(), rel=1e-5)
+        assert signs[f"{name}/share_at_decay_bound"] == 0
+        assert signs[f"{name}/c_rms"] == pytest.approx(2**0.5 / 8, rel=0.1)  # drawn with sqrt(2) / M
     assert life_signs([Transformer(build_config("debug", "softmax", vocab_size=64))], alone) == {}
+
+
+def test_modes_that_are_pushed_against_the_bound_are_counted():
+    model = Transformer(build_config("debug", n_basis=8, vocab_size=64, c_form="identity"))
+    model.init_weights()
+    for layer, pushed in zip(model.layers.values(), (0, 2, 8, 8), strict=True):
+        ssm = layer.attention.ssm
+        # Delta |Re A| is 2 for these modes, and the bound makes 1 of it. Of 0.7 it takes less than 1 %.
+        wanted = torch.full_like(ssm.log_A_real, 0.7)
+        wanted[:, :pushed] = 2.0
+        with torch.no_grad():
+            ssm.log_A_real.copy_((wanted / ssm.log_dt.exp()[:, None]).log())
+    signs = life_signs([model], SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1)))
+    assert [signs[f"mixer/layer_{i:02d}/share_at_decay_bound"] for i in range(4)] == [0, 0.25, 1, 1]
+    assert signs["mixer/layer_03/timescale_tokens_min"] == pytest.approx(1, rel=1e-3)
+    assert signs["mixer/layer_03/c_rms"] == 1  # there is no C
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
-from interdomain.model import CONDITIONS, Execution
+from interdomain.model import CONDITIONS, Execution, build_config
 from interdomain.titan.plan import make_plan, model_config
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.topology import in_flight
@@ -208,6 +208,20 @@ def test_switches_stand_over_the_condition():
     config = model_config(parse(mixer__condition="s4d", mixer__rope=True, mixer__c_form="diagonal", mixer__n_basis=8))
     expected = {**CONDITIONS["s4d-rope"], "c_form": "diagonal", "n_basis": 8}
     assert dataclasses.asdict(config.mixer).items() >= expected.items()
+
+
+def test_a_hybrid_s_plan():
+    hybrid = make_plan(parse(mixer__condition="s4d", mixer__softmax_every=2, mixer__window=8, mixer__n_kv_heads=2), 1)
+    assert hybrid.config == build_config(
+        "debug", "s4d", softmax_every=2, window=8, n_kv_heads=2, vocab_size=512, max_seq_len=64
+    )
+    said = hybrid.describe()
+    assert "s4d, softmax_every 2, n_kv_heads 2, window 8 (" in said
+    assert "16,384 numbers per layer and sequence (2 x s4d)" in said
+    assert "1,024 numbers per layer and sequence (2 x softmax, n_kv_heads 2, window 8)" in said
+    assert "scan  chunkwise (plain PyTorch on cpu)\n" in said
+    config = model_config(parse(mixer__layers="softmax"))
+    assert config.mixer.kind == "softmax"
 
 
 def test_how_a_mixer_is_computed_is_no_part_of_the_model():

@@ -1,5 +1,7 @@
 """The same run on every topology: same start, same batches, same losses and gradient norms, same validation."""
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +46,30 @@ def test_every_topology_trains_as_one_rank(one, topology, request):
     assert name in ("replicated", "accumulated") or {1, 3} <= here.keys()
     for step in here.keys() & there.keys():
         assert here[step]["loss"] == pytest.approx(there[step]["loss"], rel=TOLERANCE)
+
+
+RECALL = (
+    "one answers accumulated",
+    "two answers",
+    *(f"two {axis} answers" for axis in ("context", "tensor", "pipeline")),
+)
+
+
+@pytest.mark.parametrize("topology", RECALL)
+def test_answers_train_and_validate_as_on_one_rank(one, topology, request):
+    """The loss of the answers alone, accuracy and loss by position. On one rank: tests/titan/test_validation.py."""
+    fixture, name = topology.split(maxsplit=1)
+    ours, theirs = request.getfixturevalue(fixture).seen(name), one.seen("answers")
+    assert_same_run(ours["log"], theirs["log"])
+    assert list(ours["validation"]) == [1, 3, 6]
+    for step, reference in theirs["validation"].items():
+        tags = [tag for tag in reference if re.match("loss|validation_position|validation_metrics/accuracy", tag)]
+        here, there = ({tag: seen[tag] for tag in tags} for seen in (ours["validation"][step], reference))
+        assert len(tags) == 6
+        accuracy = [scalars.pop("validation_metrics/accuracy") for scalars in (here, there)]
+        assert accuracy[0] == pytest.approx(accuracy[1], abs=0.011)  # one answer of those of 47 windows
+        assert here == pytest.approx(there, rel=TOLERANCE)
+    assert 0.3 < accuracy[1] < 0.7
 
 
 AXES = ("context", "tensor", "pipeline")

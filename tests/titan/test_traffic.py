@@ -14,6 +14,7 @@ CASES = {
     **{axis: parallel(**{axis: 2}) for axis in ("shards", "replicas", "context", "tensor", "pipeline")},
     "context, long": parallel(context=2) | LONG,
     "context, softmax, long": parallel(context=2) | LONG | {"mixer__condition": "softmax"},
+    "context, hybrid": parallel(context=2) | {"mixer__softmax_every": 2, "mixer__window": 16},
     "context, full": parallel(context=2) | {"activation_checkpoint__mode": "full"},
     "tensor, selective": parallel(tensor=2) | {"activation_checkpoint__mode": "selective"},
     "tensor, bf16": parallel(tensor=2) | {"training__precision": "bf16"},

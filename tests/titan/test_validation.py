@@ -1,19 +1,21 @@
 """The validator in one process, against the plainest computation of the same number."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model import Transformer, build_config
+from interdomain.model import Transformer, build_config, loss
+from interdomain.model.loss import Head
 from interdomain.titan.data_folders import open_dataset
 from interdomain.titan.passes import Passes
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.validate import FixedValidator
 
-from .conftest import flags
+from .conftest import flags, synthetic
 
 WINDOWS = 16  # of 64 tokens: validation.tokens = 1,000, rounded up
 
@@ -29,20 +31,21 @@ class Recorder:
     ntokens_since_last_log, parallel_dims = 0, SimpleNamespace(get_optional_mesh=lambda name: None)
 
     def __init__(self):
-        self.losses = []
+        self.losses, self.scalars = [], []
 
-    def log_validation(self, loss, step):
+    def log_validation(self, loss, step, scalars):
         self.losses.append(loss)
+        self.scalars.append(scalars)
 
 
 def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
-    alone = SimpleNamespace(context=None, whole=lambda loss: loss)
+    alone = SimpleNamespace(context=None, whole=lambda loss: loss, whole_sequences=lambda scores: scores)
     return FixedValidator(
         job_config=job,
         rank=rank,
         ranks=ranks,
-        passes=Passes([model], None, alone, torch.device("cpu")),
+        passes=Passes([model], None, alone, torch.device("cpu"), 1),
         metrics=Recorder(),
         checkpoints=SimpleNamespace(note_validation=lambda *seen: None),
     )
@@ -113,5 +116,67 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, mis
     validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
-    assert noted == [(step, loss, pytest.approx(math.exp(loss))) for loss in validating.metrics.losses]
+    assert noted == [(step, loss, pytest.approx(math.exp(loss)), None) for loss in validating.metrics.losses]
     assert len(noted) == validated
+
+
+class Guessing(torch.nn.Module):
+    """A model that knows the next token two times in three, and else takes one of these words for it."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.output, self.draw = words, Head(words, words), random.Random(0)
+        torch.nn.init.eye_(self.output.weight)
+        self.seen = []
+
+    def forward(self, tokens, labels):
+        following = tokens.roll(-1, dims=1).tolist()
+        guessed = [
+            [t if self.draw.random() < 0.67 else self.draw.randrange(self.words) for t in row] for row in following
+        ]
+        logits = torch.rand(*tokens.shape, self.words) + 2 * F.one_hot(torch.tensor(guessed), self.words)
+        self.seen += zip(logits, labels, strict=True)
+        return self.output(logits, labels)
+
+
+def by_hand(seen):
+    """[(position, loss) of every label], [whether each answer is right] from the logits of all tokens, one after the other."""
+    losses, right = [], []
+    for logits, labels in seen:
+        run = None
+        for t, label in enumerate(labels.tolist()):
+            if label == -100:
+                run = None
+                continue
+            losses.append((t, -logits[t].double().log_softmax(-1)[label].item()))
+            if run is None:
+                right.append(run := [])
+            run.append(logits[t].argmax().item() == label)
+    return losses, [all(run) for run in right]
+
+
+@pytest.mark.parametrize("kind", ["phonebook", None])
+def test_loss_by_position_and_accuracy(kind, corpus, tmp_path, monkeypatch):
+    """Answers of four tokens; a corpus without answers. By pieces that cut both windows and answers."""
+    monkeypatch.setattr(loss, "piece_tokens", lambda vocab_size: 49)
+    source = synthetic(tmp_path / "book", kind, 4, 20) if kind else corpus
+    model = Guessing(20 if kind else 512)
+    validating = validator(source, model)
+    validating.validate([model], 1)
+    losses, right = by_hand(model.seen)
+    (found,), expected = validating.metrics.scalars, {}
+    accuracy = found.pop("validation_metrics/accuracy", None)
+    for first in (0, 1, 2, 4, 8, 16, 32):
+        last = max(0, 2 * first - 1)
+        if values := [value for t, value in losses if first <= t <= last]:
+            expected[f"validation_position/{first:04d}-{last:04d}"] = pytest.approx(sum(values) / len(values), rel=1e-6)
+    assert found == expected
+    assert validating.metrics.losses == [pytest.approx(sum(value for _, value in losses) / len(losses), rel=1e-6)]
+    assert len(losses) == WINDOWS * (16 if kind else 64)
+    assert model.output.scores is None
+    if kind:
+        assert len(right) == WINDOWS * 4
+        assert accuracy == sum(right) / len(right)
+        assert 0.05 < accuracy < 0.5
+    else:
+        assert accuracy is None

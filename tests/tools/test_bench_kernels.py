@@ -7,6 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from interdomain import environment
 from interdomain.model import SIZES, Transformer, build_config
 from interdomain.model.flops import forward_flops_per_token
 from interdomain.tools import (
@@ -77,7 +78,7 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
         _bench.Report("kernels", report.folder, CPU, {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("INTERDOMAIN_COMMIT", "abc")
-    assert _bench.commit() == "abc"
+    assert environment.commit() == "abc"
 
 
 @pytest.mark.parametrize(

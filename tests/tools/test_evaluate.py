@@ -15,7 +15,7 @@ import torch
 from interdomain.data import load_tokenizer
 from interdomain.model import cell_of
 from interdomain.model.pretrained import load_model, load_pretrained
-from interdomain.tools import _perplexity, _task_table, convert, evaluate
+from interdomain.tools import _length, _perplexity, _task_table, convert, evaluate
 from interdomain.tools._perplexity import measure, read_spans
 
 from ..common import small_tokenizer
@@ -227,6 +227,91 @@ def test_the_table_has_folders_and_paper_side_by_side():
     cells = {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
     head, *rows = _task_table.table({"a": half}, cells)
     assert (head[2:], rows[1][2:]) == (["a", "paper's 1.3B s4d"], ["10.00 ± 1.00", "71"])
+
+
+# The paper's study of length, with local files in the place of the hub's data sets
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Data sets with the real ones' columns: each text twice, as LongBench has one for every question about it."""
+    for name, source in _length.CORPORA.items():
+        (tmp_path / "hub" / name).mkdir(parents=True)
+        rows = [{source.field: f"{name} {i}: {text}", "other": i} for i, text in enumerate(TEXTS) for _ in "ab"]
+        (tmp_path / "hub" / name / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    local = {name: _length.Source(f"{tmp_path / 'hub' / name}::train", x.field) for name, x in _length.CORPORA.items()}
+    monkeypatch.setattr(_length, "CORPORA", local)
+    return tmp_path
+
+
+def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, tokenizer, hub, capsys, monkeypatch):
+    data, out = hub / "data", hub / "out"
+    request = ("--perplexity", "paper", "--corpora", data)
+    run(folders[0], *request, expect=2)
+    assert f"--fetch --perplexity paper --corpora {data}" in error(capsys)
+    monkeypatch.setattr(_length, "CORPUS_BYTES", sum(len(text.encode()) for text in TEXTS[:2]))
+    run(*request, "--fetch")
+    rows = [json.loads(line)["text"] for line in (data / "QMSum.jsonl").read_text().splitlines()]
+    assert rows == [f"QMSum {i}: {text}" for i, text in enumerate(TEXTS[:2])]  # the first, each once
+    record = json.loads((data / "sources.json").read_text())
+    assert record["QMSum"]["documents"] == 2
+    assert record["QMSum"]["bytes"] == sum(len(row.encode()) for row in rows)
+    shutil.rmtree(hub / "hub")
+    run(*request, "--fetch")  # they are there
+    run(*folders, *request, "--output", out, "--lengths", 120, 60)
+    contents = json.loads((out / "evaluation.json").read_text())
+    assert contents["corpora"] == record
+    assert (contents["options"]["packed"], contents["options"]["perplexity"]) == (True, ["paper"])
+    found = {(row["folder"], row["corpus"], row["length"]): row["perplexity"] for row in contents["perplexity"]}
+    assert len(found) == 2 * 6 * 2
+    model, name = load_model(folders[0]), str(folders[0])
+    spans = read_spans(str(data / "Qasper.jsonl"), tokenizer, 120, packed=True)
+    wanted = direct(model, spans, 120, tokenizer.eos_id).mean().exp().item()
+    assert found[name, "Qasper", 120] == pytest.approx(wanted, rel=1e-5)
+    mean = sum(found[name, corpus, 60] for corpus in _length.IN_MEAN) / 5
+    (line,) = (x for x in (out / "evaluation.md").read_text().splitlines() if x.startswith("| mean of 5 | 60 "))
+    assert f" {mean:.2f} |" in line
+    (data / "PG19.jsonl").write_text("{}")
+    run(folders[0], *request, expect=2)
+    assert "PG19.jsonl is not as it was fetched" in error(capsys)
+
+
+def test_a_data_set_that_cannot_be_had_leaves_nothing(hub, corpus, capsys):
+    shutil.rmtree(hub / "hub" / "QMSum")
+    run("--perplexity", "paper", "--corpora", hub / "data", "--fetch", expect=2)
+    assert "QMSum" in error(capsys)
+    assert not (hub / "data").exists()
+    run("--perplexity", corpus, "--fetch", expect=2)
+    assert "--fetch fetches" in error(capsys)
+    run("--perplexity", "paper", corpus, "--fetch", expect=2)
+    assert "stands alone" in error(capsys)
+
+
+def test_the_paper_s_figures_of_length():
+    """Its means are those of its rows, and stand beside a folder that is exactly one of its cells, at its lengths."""
+    for condition in _length.CONDITIONS:
+        for i, mean in enumerate(_length.PAPER[_length.MEAN][condition]):
+            rows = [_length.PAPER[corpus][condition][i] for corpus in _length.IN_MEAN]
+            assert sum(rows) / 5 == pytest.approx(mean, abs=0.00501)
+    found = [
+        {
+            "folder": "a",
+            "corpus": corpus,
+            "length": length,
+            "perplexity": 10.0 + (corpus == "NarrativeQA"),
+            "bits per byte": 1,
+        }
+        for corpus in _length.CORPORA
+        for length in (4096, 5000)
+    ]
+    head, *rows = evaluate.perplexity_table(found, ["a"], {"s4d", "softmax, n_kv_heads 4"})
+    assert head == ["corpus", "length", "a, perplexity", "a, bits per byte", "paper's 1.3B s4d"]
+    assert rows[0] == ["PG19", "4,096", "10.00", "1.0000", "19.96"]
+    assert rows[-2:] == [
+        ["mean of 5", "4,096", "10.00", "1.0000", "27.24"],
+        ["mean of 5", "5,000", "10.00", "1.0000", "-"],
+    ]
+    assert evaluate.parse([]).lengths == [4096, 8192, 14336]
 
 
 # lm-evaluation-harness itself, with tasks on local files, against our own model by hand

@@ -114,7 +114,9 @@ def test_what_srun_s_end_means(monkeypatch, signals, status, meaning):
 )
 def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monkeypatch, code, answer, ours, requeued):
     script = (_slurm.SITES / "requeue.sbatch").read_text()
-    config, site = re.search(r"^./launch.sh (\S+) --site (\S+)$", script, re.MULTILINE).groups()
+    config, site = re.search(
+        r'^config=\${1:-(\S+)}\n./launch.sh "\$config" --site (\S+)$', script, re.MULTILINE
+    ).groups()
     assert (REPOSITORY / config).is_file()
     _slurm.read_site(site)
     for name, does in {"launch.sh": f"exit {code}", "scontrol": f"echo $@ >> asked\n{answer}"}.items():

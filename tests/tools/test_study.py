@@ -1,9 +1,12 @@
 """study: the table of a study's runs, from what the plugin writes into their TensorBoard folders."""
 
+import itertools
 import json
 import math
+import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog
 from interdomain.titan.settings import read_job_config
-from interdomain.tools import study
+from interdomain.tools import _study, _study_tables, study
 
 from ..common import REPOSITORY
 
@@ -48,70 +51,169 @@ def write(tmp_path):
     return write
 
 
+def shown(folder, *runs):
+    """{condition: cell} as `study show --output` wrote them, and what it printed."""
+    assert study.main(["show", *runs, "--output", str(folder)]) == 0
+    return json.loads((folder / "study.json").read_text())["cells"], (folder / "study.md").read_text()
+
+
 def test_the_table_of_the_study(write, tmp_path, capsys):
     runs = [write(condition, condition, losses) for condition, losses in LOSSES.items()]
     runs.append(write("large", "interdomain", {1: 10.4, 300: 2.5}, size="350M"))
     runs.append(write("ablated", "interdomain", {1: 4.0}, "--mixer.c_form", "identity", "--mixer.n_basis", "32"))
-    assert study.main([*runs, "--output", str(tmp_path / "out")]) == 0
-    rows = json.loads((tmp_path / "out" / "study.json").read_text())["rows"]
-    assert [(row["size"], row["condition"]) for row in rows] == [
+    cells, text = shown(tmp_path / "out", *runs)
+    assert [(cell["group"], cell["condition"]) for cell in cells] == [
         *(("125M", condition) for condition in ("interdomain", "softmax", "s4d-rope")),
         ("125M", "interdomain, n_basis 32, c_form identity"),
         ("350M", "interdomain"),
     ]
-    ours, softmax, other, ablated, large = rows
-    assert ablated["paper: perplexity"] is None  # not the paper's cell
-    assert (ours["best step"], ours["best loss"], softmax["best step"], softmax["vs softmax"]) == (2500, 2.75, 4769, 0)
-    assert ours["vs softmax"] == pytest.approx(math.exp(2.75 - 2.9) - 1)
+    ours, softmax, other, ablated, large = cells
+    assert ablated["paper"] is None  # not the paper's cell
+    assert (ours["loss"], softmax["vs_softmax"]) == ([2.75, None], 0)
+    assert ours["vs_softmax"] == pytest.approx(math.exp(2.75 - 2.9) - 1)
     # The paper's figures: 6ND at 125M is its scaling figure's, and vs Softmax its mechanism cube's.
-    assert ours["6ND"] == pytest.approx(2.031e18, rel=1e-3)
-    assert (ours["paper: perplexity"], round(100 * ours["paper: vs softmax"], 2)) == (16.48, -1.02)
-    assert round(100 * other["paper: vs softmax"], 1) == 18.7  # it has 18.79, from losses with more digits
-    assert other["perplexity"] == pytest.approx(2 * math.exp(2.5))  # what is not finite is no best
-    assert large["vs softmax"] is None
-    assert large["of planned"] < 0.05
-    said, text = capsys.readouterr().out, (tmp_path / "out" / "study.md").read_text()
-    assert said.startswith(text)
-    assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,500,329,472 | 100.0% |" in text
+    assert ours["compute"] == pytest.approx(2.031e18, rel=1e-3)
+    assert (ours["paper"], round(100 * ours["paper_vs_softmax"], 2)) == (16.48, -1.02)
+    assert round(100 * other["paper_vs_softmax"], 1) == 18.7  # it has 18.79, from losses with more digits
+    assert other["perplexity"][0] == pytest.approx(2 * math.exp(2.5))  # what is not finite is no best
+    assert large["vs_softmax"] is None
+    assert large["of_planned"] < 0.05
+    assert capsys.readouterr().out.startswith(text)
+    assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 | 100.0% |" in text
     assert "differs" not in text
-    _, small, _ = study.panels([study.read_run(Path(run)) for run in runs])  # the last validation is in the plot
+    _, small, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
     assert small.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]]
-    assert "study.png" in {path.name for path in (tmp_path / "out").iterdir()} or "without a figure" in said
 
 
-def test_an_extended_run_is_measured_by_its_last_plan(write):
+def test_an_extended_run_is_measured_by_its_last_plan(write, tmp_path):
     write("run", "interdomain", {1: 10.5, 4769: 2.8})
     time.sleep(1)  # TensorBoard names a start's file by the second
     run = write("run", "interdomain", {7154: 2.7}, "--training.tokens", "5_000_000_000", first=4770)
-    assert study.read_run(Path(run)).row["of planned"] == pytest.approx(0.75, abs=1e-3)
+    assert shown(tmp_path / "out", run)[0][0]["of_planned"] == pytest.approx(0.75, abs=1e-3)
 
 
-def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, capsys):
+def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_path):
     losses = {"1": 2.0, "2": 2.1, "3": 2.3}
-    runs = [write(f"s{seed}", "interdomain", {1: loss}, "--debug.seed", seed) for seed, loss in losses.items()]
-    runs.append(write("fast", "interdomain", {1: 1.9}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
-    assert study.main(runs) == 0
-    assert "| 125M | interdomain | 0.003 | 1, 2, 3 | 8.51 | 1.33 |" in capsys.readouterr().out
-    (repeated,) = study.repetitions([study.read_run(Path(run)) for run in runs])
-    perplexities = [math.exp(loss) for loss in losses.values()]
-    assert repeated["mean perplexity"] == pytest.approx(statistics.mean(perplexities))
-    assert repeated["deviation"] == pytest.approx(statistics.stdev(perplexities))
+    runs = [
+        write(f"s{seed}", "interdomain", {1: 4.0, 4769: loss}, "--debug.seed", seed) for seed, loss in losses.items()
+    ]
+    runs.append(write("fast", "interdomain", {1: 4.0}, "--debug.seed", "1", "--optimizer.lr", "6e-3"))
+    (repeated, fast), text = shown(tmp_path / "out", *runs)
+    assert "| 125M | interdomain | 0.003 | 1, 2, 3 |" in text
+    assert "| 8.51 ± 1.33 |" in text
+    assert (repeated["seeds"], fast["seeds"]) == ([1, 2, 3], [1])
+    assert repeated["loss"] == pytest.approx([statistics.mean(losses.values()), statistics.stdev(losses.values())])
+    ours, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))[0].curves
+    assert (ours.y[0], ours.error[0]) == pytest.approx((math.exp(4.0), 0))
+    assert ours.error[1] == pytest.approx(
+        math.exp(statistics.mean(losses.values())) * statistics.stdev(losses.values())
+    )
 
 
 def test_runs_that_were_not_validated_on_the_same_text(write, capsys):
     whole = write("whole", "interdomain", LOSSES["interdomain"])
-    assert study.main([whole, write("other", "softmax", {1: 10.0}, "--validation.tokens", "4096")]) == 0
+    assert study.main(["show", whole, write("other", "softmax", {1: 10.0}, "--validation.tokens", "4096")]) == 0
     assert "- 125M: validation.tokens differs (" in capsys.readouterr().out
 
 
-def test_what_is_refused(write, tmp_path, capsys):
+STUDY = """
+config = "train_configs/debug.toml"
+output = "{folder}/out"
+[all]
+training.steps = 40
+[sizes.debug]
+model.flavor = "debug"
+[sizes.short]
+tokens_per_parameter = 2
+[conditions.softmax]
+mixer.condition = "softmax"
+[conditions."s4d, own scale"]
+mixer.condition = "s4d"
+mixer.linear_scale = 1
+[[runs]]
+seeds = [1, 2]
+[[runs]]
+sizes = ["debug"]
+conditions = ["softmax"]
+"""
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch):
+    """described(text) -> its path, with the folder that the text names."""
+    monkeypatch.chdir(REPOSITORY)
+    numbers = itertools.count()
+
+    def described(text=STUDY):
+        path = tmp_path / f"mine{next(numbers) or ''}.toml"
+        path.write_text(text.replace("{folder}", str(tmp_path)))
+        return path
+
+    return described
+
+
+def test_the_runs_of_a_study(described, capsys):
+    runs = {run.name: run for run in _study.read_study(described()).runs}
+    assert [*runs] == [
+        *(f"{size}/{condition}/seed-1" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
+        *(f"{size}/{condition}/seed-2" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
+        "debug/softmax/seed-42",
+    ]
+    first, short = runs["debug/softmax/seed-1"].plan, runs["short/s4d-own-scale/seed-2"].plan
+    assert (first.steps, first.seed, short.seed) == (40, 1, 2)  # steps of the study win over the file's tokens
+    assert 0 <= short.tokens - 2 * short.n_params < short.tokens_per_step
+    assert short.config.mixer.linear_scale == 1
+    file = runs["debug/softmax/seed-1"].write_config()  # what ./launch.sh reads is what was planned
+    assert replace(make_plan(read_job_config(["--job.config_file", str(file)]), 1), computed=first.computed) == first
+    assert study.main(["plan", str(described()), "--only", "*/seed-42"]) == 0
+    assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
+
+
+def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
+    """Those that are not in the queue, each by its own file and name."""
+    (tmp_path / "bin").mkdir()
+    scripts = {"squeue": "echo mine/debug/softmax/seed-42", "sbatch": f'echo "$@" >> {tmp_path}/asked; echo job 7'}
+    for name, script in scripts.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    command = ["run", str(described()), "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
+    assert study.main(command) == 0
+    folder = tmp_path / "out/debug/softmax"
+    assert (tmp_path / "asked").read_text().splitlines() == [
+        f"--job-name=mine/debug/softmax/seed-{seed} --nodes=2 site.sbatch {folder}/seed-{seed}/run.toml"
+        for seed in (1, 2)
+    ]
+    assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
+
+
+def test_what_is_refused(write, described, tmp_path, capsys):
     with SummaryWriter(str(tmp_path / "other" / "tb")) as writer:
         writer.add_scalar("loss", 1.0, 1)
     for argv, words in (
-        (["no such run", "--output", str(tmp_path)], "exists and is not empty"),
-        ([str(tmp_path / "other")], "holds no run of this project's plugin"),
-        ([str(tmp_path / "nowhere")], "nowhere holds no TensorBoard events. Give a run's folder"),
-        ([write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable = true"),
+        (["show", "no such run", "--output", str(tmp_path)], "exists and is not empty"),
+        (["show", str(tmp_path / "other")], "holds no run of this project's plugin"),
+        (["show", str(tmp_path / "nowhere")], "nowhere holds no TensorBoard events. Give a run's folder"),
+        (
+            ["show", write("never", "softmax", {1: math.nan})],
+            "was never validated: train with validation.enable = true",
+        ),
+        (["show", str(described())], "no run is finished. Train them: python -m interdomain.tools.study run"),
+        (["plan", str(described()), "--only", "x"], "--only x fits none of the runs, such as debug/softmax/seed-1"),
+        (["plan", str(described("sizes.debug.model.flavor = 'debug'"))], "names no conditions: add a table"),
+        (["plan", str(described(STUDY + "sizse = 1"))], "[[runs]] has no sizse; allowed: sizes, conditions"),
+        (
+            ["plan", str(described(STUDY.replace('ns = ["softmax"]', 'ns = ["sofmax"]')))],
+            "names conditions sofmax; the file",
+        ),
+        (
+            ["plan", str(described(STUDY.replace("linear_scale", "linaer_scale")))],
+            "no setting mixer.linaer_scale. Near",
+        ),
+        (
+            ["run", str(described(STUDY.replace("linear_scale = 1", "normalize = true")))],
+            "own-scale/seed-1: mixer.normalize = True is not possible",
+        ),
     ):
         assert study.main(argv) == 2
         assert words in capsys.readouterr().err

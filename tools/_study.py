@@ -1,0 +1,232 @@
+"""What a study is: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record kept of each.
+
+    config = "train_configs/debug.toml"    # settings that all runs share
+    output = "outputs/studies/small"       # of the runs' folders
+    results = "benchmarks/studies/small"   # of the records; without it output/records
+    ranks = 1                              # processes of a run; without it as ./launch.sh chooses
+
+    [all]                                  # over the settings of `config`
+    training.tokens = 2_000_000
+    [sizes.debug]                          # each a name and its settings, over those above; may have a `config` of its own
+    [conditions.softmax]
+    mixer.condition = "softmax"
+    [settings.text]                        # optional: a third axis, such as corpora or learning rates
+    data.corpus = "data/stdlib"
+
+    [[runs]]                               # a product of names; what is left out means all
+    conditions = ["softmax"]
+    seeds = [1, 2, 3]
+
+A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
+A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
+"""
+
+import itertools
+import json
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from interdomain.folders import write_whole
+from interdomain.model import count_parameters, meta_model
+from interdomain.model.distributed_checkpoint import finished_steps
+from interdomain.titan.plan import RunPlan, make_plan, model_config
+from interdomain.titan.settings import IN_TOKENS, job_config_of, pairs, read_toml
+
+from ._curves import EVENTS, configuration_of, curves_of, environment_of, events_folder, hyperparameters_of, read_events
+
+AXES = ("sizes", "conditions", "settings")
+TOP = ("config", "output", "results", "ranks", "all", *AXES, "runs")
+VALIDATION = "validation_metrics/loss"
+KEPT = re.compile(
+    r"validation_metrics/|validation_position/|loss_metrics/global_avg_loss$|n_tokens_seen$"
+)  # tags of a record
+CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study. labels: its size, condition and setting, by axis; settings: the sections of its TOML file."""
+
+    labels: dict[str, str]
+    seed: int
+    name: str
+    settings: dict[str, Any]
+    record: Path
+    ranks: int | None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings["job"]["dump_folder"])
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """Raises: ValueError for settings that no run can have, with the run's name."""
+        try:
+            return make_plan(job_config_of(self.settings), self.ranks or 1, on_gpus=True)
+        except ValueError as e:
+            raise ValueError(f"{self.name}: {e}") from e
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether its record is there; one is written if the run has come to its end. Raises: ValueError."""
+        if not self.record.is_file():
+            found = any((self.folder / "tb").glob(EVENTS)) and record_of(self.folder)
+            if not found or str(self.plan.steps) not in found["curves"].get(VALIDATION, {}):
+                return False
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(
+                self.record, dumped({"run": self.labels | {"seed": self.seed}, "settings": self.settings, **found})
+            )
+        there, here = (dict(pairs(x)) for x in (json.loads(self.record.read_text())["settings"], self.settings))
+        changed = [f"{n} {there.get(n)} there, {here.get(n)} here" for n in there | here if there.get(n) != here.get(n)]
+        if changed := [words for words in changed if not words.startswith("job.")]:
+            raise ValueError(
+                f"{self.record} is of other settings than the study's now: {'; '.join(changed)}. Set them back, or remove the "
+                f"record and {self.folder} to train that run again, or give the study another output and results."
+            )
+        return True
+
+    @property
+    def step(self) -> int:
+        """The last step that a checkpoint is of; 0: none."""
+        return max(finished_steps(self.folder / "checkpoint"), default=0)
+
+    def write_config(self) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / CONFIG
+        write_whole(path, toml(self.settings).encode())
+        return path
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    runs: list[StudyRun]
+
+    def missing(self) -> list[StudyRun]:
+        return [run for run in self.runs if not run.is_finished]
+
+
+def read_study(path: Path) -> Study:
+    """The runs of a study's file, seed by seed. Raises: ValueError for a file that describes none, FileNotFoundError."""
+    table = read_toml(path)
+    if unknown := [key for key in table if key not in TOP]:
+        raise ValueError(f"{path}: there is no {', '.join(unknown)} in a study; allowed: {', '.join(TOP)}.")
+    for axis in ("sizes", "conditions"):
+        if not table.get(axis):
+            raise ValueError(f"{path} names no {axis}: add a table [{axis}.NAME] with that one's settings.")
+    output = Path(table.get("output", f"outputs/studies/{path.stem}"))
+    results = Path(table.get("results", output / "records"))
+    runs: dict[str, StudyRun] = {}
+    for grid in table.get("runs", [{}]):
+        names = [_named(path, table, grid, axis) for axis in AXES]
+        seeds = grid.get("seeds", [42])
+        if unknown := [key for key in grid if key not in (*AXES, "seeds")]:
+            raise ValueError(f"{path}: [[runs]] has no {', '.join(unknown)}; allowed: {', '.join(AXES)}, seeds.")
+        for seed, *labels in itertools.product(seeds, *names):
+            named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
+            name = "/".join([*map(_file_name, named.values()), f"seed-{seed}"])
+            try:
+                settings = _settings(table, named)
+            except ValueError as e:
+                raise ValueError(f"{name}: {e}") from e
+            settings.setdefault("debug", {})["seed"] = seed
+            settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
+            labels = {axis.removesuffix("s"): label for axis, label in named.items()}
+            runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
+    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed))
+
+
+def _named(path: Path, table: dict, grid: dict, axis: str) -> list:
+    there = table.get(axis, {})
+    names = grid.get(axis, list(there) or [None])
+    if unknown := [name for name in names if name is not None and name not in there]:
+        raise ValueError(f"{path}: [[runs]] names {axis} {', '.join(unknown)}; the file has {', '.join(there)}.")
+    return names
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "-", label).strip("-")
+
+
+def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
+    """The sections of a run's file: each table's over those before it."""
+    layers = [
+        {"config": table.get("config")},
+        table.get("all", {}),
+        *(table[axis][name] for axis, name in named.items()),
+    ]
+    settings: dict[str, Any] = {}
+    per_parameter = None
+    for layer in layers:
+        layer = dict(layer)
+        if file := layer.pop("config", None):
+            _put(settings, read_toml(file))
+        per_parameter = layer.pop("tokens_per_parameter", per_parameter)
+        _put(settings, layer)
+    if per_parameter is not None:
+        parameters = count_parameters(meta_model(model_config(job_config_of(settings))))
+        settings.setdefault("training", {})["tokens"] = round(per_parameter * parameters)
+    return settings
+
+
+def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Put a table's settings over others. Steps replace tokens that an earlier table said, as on the command line."""
+    given = dict(pairs(layer))
+    for name, value in given.items():
+        section, _, key = name.partition(".")
+        if not key:
+            raise ValueError(f"{name} = {value!r} is no setting: write section.name, as training.tokens.")
+        settings.setdefault(section, {})[key] = deepcopy(value)
+    for steps, tokens in IN_TOKENS.items():
+        if steps in given and tokens not in given:
+            section, key = tokens.split(".")
+            settings[section].pop(key, None)
+
+
+def toml(settings: dict[str, Any]) -> str:
+    """A TOML file of sections with strings, numbers, switches and lists, which TOML writes as JSON does."""
+    sections = [
+        "\n".join(
+            [f"[{section}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())]
+        )
+        for section, values in settings.items()
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """What a run's TensorBoard events say: facts, configuration, environment, and curves of `KEPT` by step.
+
+    Raises: FileNotFoundError, ValueError for a folder that holds no run of the plugin.
+    """
+    events = read_events(events_folder(folder))
+    curves, facts = curves_of(events), hyperparameters_of(events)
+    if not facts or "n_tokens_seen" not in curves:
+        raise ValueError(
+            f"{folder} holds no run of this project's plugin: its TensorBoard events do not say what it is."
+        )
+    kept = {
+        tag: {str(step): x for step, x in curve.items()} for tag, curve in sorted(curves.items()) if KEPT.match(tag)
+    }
+    return {
+        "facts": facts,
+        "configuration": configuration_of(events),
+        "environment": environment_of(events),
+        "curves": kept,
+    }
+
+
+def dumped(record: dict[str, Any]) -> bytes:
+    """A record as JSON, a curve to a line; figures in seven digits, as float32 has them."""
+    curves = {
+        tag: {s: float(f"{x:.7g}") if isinstance(x, float) else x for s, x in curve.items()}
+        for tag, curve in record["curves"].items()
+    }
+    lines = [f"  {json.dumps(tag)}: {json.dumps(curve)}" for tag, curve in curves.items()]
+    head = json.dumps({k: v for k, v in record.items() if k != "curves"}, indent=1)
+    return (head[:-2] + ',\n "curves": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
