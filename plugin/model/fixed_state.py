@@ -58,6 +58,7 @@ class FixedStateMixer(Mixer):
         self.widths = keys, keys, values
         self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
         self.conv = ShortConv(sum(self.widths), config.mixer.conv_width, self.conv_bias) if self.convolved else None
+        self.ssm: StepSize | None = None
         self._make_gates(dim)
         self.wb = Linear(dim, H) if self.delta else None
         self.wg = Linear(dim, values) if self.gated else None
@@ -124,7 +125,7 @@ class FixedStateMixer(Mixer):
     @staticmethod
     def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
         """Of each, what `StepSize` returns."""
-        return [mixer.ssm() if hasattr(mixer, "ssm") else () for mixer in mixers]
+        return [() if mixer.ssm is None else mixer.ssm() for mixer in mixers]
 
     @staticmethod
     def packing(

@@ -6,6 +6,7 @@ torch.compile traces no kernels of that package, and activation checkpointing kn
 inputs are saved: the backward pass computes the forward once more. None of this has run on a GPU yet.
 """
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -78,16 +79,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, docume
 
 def _function(per_channel: bool | None, delta: bool) -> Any:
     """The package's function; q, k, v come first, then decay and beta as far as there are any."""
+    name = "gla" if per_channel else "simple_gla"
     if delta:
-        if per_channel is None:
-            from fla.ops.delta_rule import chunk_delta_rule as function
-        else:
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as function
-    elif per_channel:
-        from fla.ops.gla import chunk_gla as function
-    else:
-        from fla.ops.simple_gla import chunk_simple_gla as function
-    return function
+        name = "delta_rule" if per_channel is None else "gated_delta_rule"
+    return getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
 
 
 @torch.library.custom_op("interdomain::fla_recurrence_backward", mutates_args=())
@@ -97,9 +92,9 @@ def recurrence_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta and state, as far as there are any."""
     given = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
-    autograd: Any = torch._C.DispatchKey.AutogradFunctionality  # which is off within an op
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(autograd, False):
-        out = _run(*given, documents)  # pyright: ignore[reportArgumentType]
+    without: Any = torch._C._SetExcludeDispatchKeyGuard  # within an op, autograd is off
+    with torch.enable_grad(), without(torch._C.DispatchKey.AutogradFunctionality, False):
+        out = _run(*given, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
     wanted = [x for x in given if x is not None]
     found = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
     return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(wanted, found, strict=True)]

@@ -124,7 +124,7 @@ def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
     device = next(parts[0].parameters()).device
     signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
     for i, layer in (item for part in parts for item in part.layers.items()):
-        ssm = getattr(layer.attention, "ssm", None)
+        ssm: Any = getattr(layer.attention, "ssm", None)
         if hasattr(ssm, "log_A_real"):
             real, bound = ssm.decay()  # [H, M] each
             timescale, dt = -1 / real, ssm.log_dt.exp()

@@ -267,6 +267,8 @@ def two(tmp_path_factory, corpus, short, pairs, launch):
         runs.add(
             f"{axis} compiled", **shared, **COMPILED, compile__backend="aot_eager", training__steps=4, probes=["scan"]
         )
+    runs.add("gated-deltanet", mixer__condition="gated-deltanet", training__steps=4)
+    runs.add("pipeline mamba2", **parallel(pipeline=2), mixer__condition="mamba2", training__steps=4)
     answers = ANSWERS | {"data__corpus": pairs}
     runs.add("answers", **answers, **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
     runs.add("context answers", **answers, **parallel(context=2), data__reset_state_at_documents=True)
@@ -314,7 +316,7 @@ def one(tmp_path_factory, corpus, short, pairs, launch, two):
     answers = ANSWERS | {"data__corpus": pairs}
     runs.add("answers", **answers)
     runs.add("answers accumulated", **answers, training__local_batch_size=2)
-    for condition in ("softmax", "s4d"):
+    for condition in ("softmax", "s4d", "gated-deltanet", "mamba2"):
         runs.add(condition, mixer__condition=condition, training__steps=4)
     runs.add("layers", **LAYERS, data__corpus=short, probes=["gradients"])
     runs.add("bfloat16", **BFLOAT16, probes=["scan"])

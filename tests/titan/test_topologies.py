@@ -154,9 +154,12 @@ def test_a_hybrid_with_windows_and_documents_has_the_whole_gradients(one, two, n
         assert (gradients[parameter] - gradient).norm() < 1e-5 * gradient.norm(), parameter
 
 
-@pytest.mark.parametrize("name", ["softmax", "s4d", "context softmax", "context s4d", *HYBRID])
+OTHERS = ["softmax", "s4d", "context softmax", "context s4d", "gated-deltanet", "pipeline mamba2"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *HYBRID])
 def test_other_conditions_agree_on_two_ranks(one, two, name):
     condition = name.split()[-1]
     assert_same_run(two.seen(name)["log"], one.seen(condition)["log"])
     # Other models than the interdomain one: the switch reaches the model.
-    assert two.seen(condition)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
+    assert two.seen(name)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
