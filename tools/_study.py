@@ -41,9 +41,10 @@ from ._curves import EVENTS, configuration_of, curves_of, environment_of, events
 AXES = ("sizes", "conditions", "settings")
 TOP = ("config", "output", "results", "ranks", "all", *AXES, "runs")
 VALIDATION = "validation_metrics/loss"
+# Tags of a record.
 KEPT = re.compile(
-    r"validation_metrics/|validation_position/|loss_metrics/global_avg_loss$|n_tokens_seen$"
-)  # tags of a record
+    r"(validation_metrics/(loss|accuracy)|validation_position/.*|loss_metrics/global_avg_loss|n_tokens_seen)$"
+)
 CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
 
 
