@@ -19,7 +19,6 @@ from .scan_interdomain import (
     Padding,
     ShortConv,
     features,
-    last_inputs,
     residual_linear,
     take,
     wide,
@@ -200,3 +199,12 @@ def scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
         before = torch.cat((b1, b2 + b1[..., -1:, :]), dim=-2).flatten(-3, -2)
         after, h = torch.cat((a1 + b2[..., -1:, :], a2), dim=-2).flatten(-3, -2), 2 * h
     return joined.squeeze(-3)
+
+
+def last_inputs(x: Tensor, past: Tensor | None, padding: Padding | None, n: int) -> Tensor:
+    """The last n = W - 1 inputs of the convolutions, [B, n, E], of x [B, T, E] and what was before."""
+    T = x.shape[1]
+    x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past.to(x.dtype), x), dim=1)
+    if padding is None:
+        return x[:, T:]
+    return take(x, padding.lengths[:, None] + torch.arange(n, device=x.device))

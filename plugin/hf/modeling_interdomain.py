@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
-from .fixed_state_interdomain import FixedStateMixer, StepSize
+from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
 from .scan_interdomain import (
     FeatureMap,
     InputNorm,
@@ -22,7 +22,6 @@ from .scan_interdomain import (
     SSMDynamics,
     divided,
     features,
-    last_inputs,
     residual_linear,
     scan,
     step,

@@ -444,12 +444,3 @@ class Padding(NamedTuple):
 def take(x: Tensor, index: Tensor) -> Tensor:
     """x [B, T, ...] at positions index [B, J] of each row: [B, J, ...]."""
     return x.gather(1, index.view(*index.shape, *(1,) * (x.ndim - 2)).expand(*index.shape, *x.shape[2:]))
-
-
-def last_inputs(x: Tensor, past: Tensor | None, padding: Padding | None, n: int) -> Tensor:
-    """The last n = W - 1 inputs of the convolutions, [B, n, E], of x [B, T, E] and what was before."""
-    T = x.shape[1]
-    x = F.pad(x, (0, 0, n, 0)) if past is None else torch.cat((past.to(x.dtype), x), dim=1)
-    if padding is None:
-        return x[:, T:]
-    return take(x, padding.lengths[:, None] + torch.arange(n, device=x.device))

@@ -178,10 +178,12 @@ class FixedStateMixer(Mixer):
 
     @classmethod
     def kept(cls, config: ModelConfig) -> dict[str, int]:
-        """With flash-linear-attention's kernels: inputs of the convolution and of SiLU, of the recurrence, of the norm, of the
-        gate and of the last product; in plain PyTorch more, mostly the states between chunks."""
-        keys, values, gates = cls._widths(config)
-        token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 2 * cls.gated) * values + 2 * gates
+        """With flash-linear-attention's kernels: what convolution, SiLU and recurrence are given; what the norm, the gate (its
+        SiLU, the product) and the last matrix are; float32 copies of normalised queries and keys, and of a gate per channel. In
+        plain PyTorch more, mostly the states between chunks."""
+        keys, values, _ = cls._widths(config)
+        token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 3 * cls.gated) * values
+        token += 8 * keys * cls.delta + 6 * keys * (not cls.convolved)
         return {"token": token, "scores": 0, "tables": 0}
 
     @staticmethod

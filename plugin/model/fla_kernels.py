@@ -18,6 +18,7 @@ from interdomain.scan.library import log_once, tag_caches
 
 # Shapes: B batch, T time, H heads, K key width, V value width.
 
+INSTALLED = importlib.util.find_spec("fla") is not None  # here: torch.compile traces `chosen`
 PLAIN = ("chunkwise-torch", "reference")  # settings of the scan's backend that ask for plain PyTorch
 
 
@@ -28,8 +29,8 @@ def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tup
     elif device is not None and device.type != "cuda":
         problem = f"the input is on {device.type}"
     elif dtype not in (torch.bfloat16, torch.float16):
-        problem = f"the input is {str(dtype).removeprefix('torch.')}, and those kernels have half precision only"
-    elif device is not None and importlib.util.find_spec("fla") is None:
+        problem = f"the input is {dtype}, and those kernels have half precision only"
+    elif device is not None and not INSTALLED:
         problem = "flash-linear-attention is not installed"
     else:
         return True, "flash-linear-attention (kernels)"
@@ -49,7 +50,7 @@ def recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence.recurrence` with as many heads of q and k as of v."""
+    """`recurrence.recurrence` with a state."""
     return _run(q, k, v, log_decay, beta, state, documents)
 
 
@@ -60,7 +61,7 @@ def _(q, k, v, log_decay, beta, state, documents):
 
 def _run(q: Tensor, k: Tensor, v: Tensor, log_decay, beta, state: Tensor, documents) -> tuple[Tensor, Tensor]:
     options: dict[str, Any] = dict(scale=1.0, initial_state=state, output_final_state=True)
-    B, tensors = len(v), [q.to(v.dtype), k.to(v.dtype), v]
+    B, tensors = len(v), [*(x.to(v.dtype).expand(-1, -1, v.shape[2], -1) for x in (q, k)), v]
     tensors += [] if log_decay is None else [log_decay.float()]
     tensors += [] if beta is None else [beta.to(v.dtype)]
     last = slice(None)

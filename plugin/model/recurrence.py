@@ -50,7 +50,6 @@ def recurrence(
         initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=dtype)
     with torch.autocast(v.device.type, enabled=False):
         if T > 1 and fla_kernels.chosen(v.device, v.dtype, backend)[0]:
-            q, k = (x.expand(-1, -1, H, -1).contiguous() for x in (q, k))
             return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
         decay = v.new_zeros(B, T, 1, dtype=dtype) if log_decay is None else log_decay.to(dtype)
         decay = decay[..., None] if decay.ndim == 3 else decay

@@ -1,6 +1,5 @@
 """The baselines with a fixed state against their papers' recurrences, written per token in float64."""
 
-import importlib
 import sys
 import types
 
@@ -267,4 +266,10 @@ def test_when_the_package_computes():
     assert not fla_kernels.chosen(None, half, "reference")[0]
     assert not fla_kernels.chosen(None, torch.float32, "auto")[0]
     assert not fla_kernels.chosen(here, half, "auto")[0]
-    assert fla_kernels.chosen(there, half, "auto")[0] == (importlib.util.find_spec("fla") is not None)
+    assert fla_kernels.chosen(there, half, "auto")[0] == fla_kernels.INSTALLED
+    # Traced, too.
+    traced = torch.compile(
+        lambda x, dtype: x + fla_kernels.chosen(there, dtype, "auto")[0], fullgraph=True, backend="eager"
+    )
+    assert traced(torch.zeros(()), torch.float32) == 0
+    assert traced(torch.zeros(()), half) == fla_kernels.INSTALLED
