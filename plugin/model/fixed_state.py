@@ -79,7 +79,9 @@ class FixedStateMixer(Mixer):
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """The norm of each head's output [B, T, H, V], times SiLU of the gate [B, T, H V]: [B, T, H V]."""
-        o = self.norm(o).flatten(2)
+        o = self.norm(o.to(self.norm.weight.dtype)).flatten(
+            2
+        )  # PyTorch's norm is one kernel where both are of one dtype
         return o if gate is None else o * F.silu(gate)
 
     def forward(
@@ -268,7 +270,7 @@ class Mamba2Mixer(FixedStateMixer):
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return self.norm(o.flatten(2) * F.silu(gate))
+        return self.norm((o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype))
 
     @staticmethod
     def _gate_rows(H: int, K: int) -> int:
