@@ -57,7 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--synthetic-items", type=int, metavar="P", help="to remember in an example: pairs, tokens, entries"
     )
     made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
-    made.add_argument("--synthetic-examples", type=int, default=20_000, metavar="N", help="of both splits: %(default)s")
+    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help="of both splits: %(default)s")
     made.add_argument("--synthetic-seed", type=int, default=0, metavar="SEED", help="other examples for another one")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")

@@ -1,4 +1,4 @@
-"""Recall tasks that a small model learns in minutes: `MQAR(length=128, items=16, vocab=66).examples("train", 0)`.
+"""Recall tasks that a small model learns in minutes: `MQAR(length=64, items=8, vocab=34).examples("train", 0)`.
 
 An example is one document of `length` tokens, the last of which is EOS, so that windows of that length are examples. All of a
 task's examples have the same number of answer tokens. Which they are is a function of task and split alone, on every machine.
@@ -96,7 +96,7 @@ class MQAR(Task):
     the same. Validation examples are one list.
     """
 
-    defaults: ClassVar = dict(length=128, items=16, vocab=66)
+    defaults: ClassVar = dict(length=64, items=8, vocab=34)
 
     @property
     def answers(self) -> int:

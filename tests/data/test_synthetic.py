@@ -126,8 +126,8 @@ def test_mqar_has_lists_of_equal_length(corpus):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--synthetic mqar --synthetic-items 128", "give 62 items or fewer, or 260 tokens"),
-        ("--synthetic mqar --synthetic-vocab 33", "give 34 words or more"),
+        ("--synthetic mqar --synthetic-items 128", "give 30 items or fewer, or 260 tokens"),
+        ("--synthetic mqar --synthetic-vocab 17", "give 18 words or more"),
         ("--synthetic mqar --synthetic-items 0", "at least 1"),
         ("--synthetic mqar --synthetic-length 127", "the length is even"),
         ("--synthetic selective-copying --synthetic-length 33", "give 15 items or fewer, or 34 tokens"),
