@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities.
 Position: of the last validation. 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
+
+
+Value = tuple[float, float | None]  # mean over seeds and standard deviation; None of one seed
 
 
 @dataclass(frozen=True)
@@ -96,22 +99,22 @@ class Cell:
     group: tuple[str, ...]
     runs: list[Run]
 
-    def mean(self, values: Iterable[float]) -> tuple[float, float | None]:
+    def mean(self, values: Iterable[float]) -> Value:
         """(mean, sample deviation; None of one run)."""
         values = list(values)
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
     @property
-    def perplexity(self) -> tuple[float, float | None]:
+    def perplexity(self) -> Value:
         return self.mean(run.perplexity for run in self.runs)
 
-    def curve(self, tag: str) -> dict[int, tuple[float, float | None]]:
+    def curve(self, tag: str) -> dict[int, Value]:
         """Mean and deviation by tokens, where all runs have the tag."""
         curves = [run.curves.get(tag, {}) for run in self.runs]
         shared = set(curves[0]).intersection(*curves[1:])
         return {tokens: self.mean(curve[tokens] for curve in curves) for tokens in sorted(shared)}
 
-    def last(self, tag: str) -> tuple[float, float | None] | None:
+    def last(self, tag: str) -> Value | None:
         values = [[*curve.values()][-1] for run in self.runs if (curve := run.curves.get(tag))]
         return self.mean(values) if values else None
 
@@ -235,25 +238,27 @@ def panels(runs: list[Run]) -> list[Panel]:
             curves.append(_curve(label, [float(f"{_compute(cell) / 1e18:.3g}") for cell in cells], points))
         drawn.append(Panel("all sizes", curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", True, True))
     for group, cells in groups.items():
-        title = " ".join(group)
-        by_tokens = {cell: cell.curve(VALIDATION) for cell in cells}
-        curves = [
-            _curve(_label(cell, cells), [n / 1e6 for n in curve], [_perplexity(x) for x in curve.values()])
-            for cell, curve in zip(cells, by_tokens.values(), strict=True)
-        ]
-        drawn.append(Panel(title, curves, "tokens (millions)", "validation perplexity", log_y=True))
-        tags = [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]
-        if tags:
-            middles = [
-                math.sqrt((int(a) + 1) * (int(b) + 1)) for a, b in (POSITION.match(tag).groups() for tag in tags)
-            ]
-            curves = [_curve(_label(c, cells), middles, [c.last(tag) for tag in tags]) for c in cells]
-            drawn.append(Panel(title, curves, "position in the context (tokens)", "validation loss", log_x=True))
+        title, tokens = " ".join(group), "tokens (millions)"
+        drawn.append(
+            Panel(title, _by_tokens(cells, VALIDATION, _perplexity), tokens, "validation perplexity", log_y=True)
+        )
+        if tags := [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]:
+            ends = [int(tag.rpartition("-")[2]) + 1 for tag in tags]
+            curves = [_curve(_label(c, cells), ends, [c.last(tag) for tag in tags]) for c in cells]
+            drawn.append(Panel(title, curves, "position in the context, up to", "validation loss", log_x=True))
         if any(cell.last(ACCURACY) for cell in cells):
-            accuracies = {cell: cell.curve(ACCURACY) for cell in cells}
-            curves = [_curve(_label(c, cells), [n / 1e6 for n in a], [*a.values()]) for c, a in accuracies.items()]
-            drawn.append(Panel(title, curves, "tokens (millions)", "accuracy"))
+            drawn.append(Panel(title, _by_tokens(cells, ACCURACY), tokens, "accuracy"))
     return drawn
+
+
+def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value] = lambda value: value) -> list[Curve]:
+    """Without the first validation, of the untrained model, where there are others."""
+    curves = []
+    for cell in cells:
+        points = [*cell.curve(tag).items()]
+        points = points[1:] or points
+        curves.append(_curve(_label(cell, cells), [n / 1e6 for n, _ in points], [shown(x) for _, x in points]))
+    return curves
 
 
 def _compute(cell: Cell) -> float:
@@ -266,12 +271,12 @@ def _label(cell: Cell, cells: list[Cell]) -> str:
     return cell.label if len(twins) == 1 else f"{cell.label}, lr {cell.runs[0].facts['lr']:g}"
 
 
-def _perplexity(loss: tuple[float, float | None]) -> tuple[float, float | None]:
+def _perplexity(loss: Value) -> Value:
     """Of mean and deviation of a loss; the deviation to first order."""
     mean, deviation = loss
     return math.exp(mean), None if deviation is None else math.exp(mean) * deviation
 
 
-def _curve(label: str, x: list[float], y: list[tuple[float, float | None] | None]) -> Curve:
+def _curve(label: str, x: list[float], y: list[Value | None]) -> Curve:
     errors = [value and value[1] for value in y]
     return Curve(label, x, [value and value[0] for value in y], errors if any(errors) else None)
