@@ -164,7 +164,7 @@ def trained(steps: int, **settings) -> list[float]:
     """[the loss in nats per byte over the last tenth of the steps]; where the mixer is normalised, before it (rarer sign, held)
     at the start and after training."""
     sizes = dict(dim=64, n_layers=2, n_heads=4, head_dim=16, vocab_size=256, max_seq_len=LENGTH)
-    model = Transformer(ModelConfig(**sizes, mixer=MixerConfig(n_basis=16, **settings)))
+    model = Transformer(ModelConfig(**sizes, mixers=(MixerConfig(n_basis=16, **settings),)))
     model.init_weights(0)
     library = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))

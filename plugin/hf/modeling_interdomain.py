@@ -282,7 +282,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         recorded = ()
-        for kind, layer in zip(self.kinds, self.layers, strict=True):
+        for kind, layer in zip(self.kinds, self.layers, strict=False):
             recorded += (hidden,)
             hidden = layer(hidden, *prepared[kind], past_key_values=cache)
         hidden = self.norm(hidden)

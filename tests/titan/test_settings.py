@@ -38,7 +38,7 @@ REFUSED = {
         "8B",
     ),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
-    "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no such switch"),
+    "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no switches but"),
     "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "got 3"),
     "layers of a hybrid": ({"mixer__softmax_every": 9}, "mixer.softmax_every = 9", "from 2 to n_layers = 4"),
     "unknown layers": ({"mixer__layers": "s4"}, "mixer.layers must be of softmax, interdomain,", "got ['s4']"),
