@@ -36,7 +36,16 @@ from interdomain.model.distributed_checkpoint import finished_steps
 from interdomain.titan.plan import RunPlan, make_plan, model_config
 from interdomain.titan.settings import IN_TOKENS, job_config_of, pairs, read_toml
 
-from ._curves import EVENTS, configuration_of, curves_of, environment_of, events_folder, hyperparameters_of, read_events
+from ._curves import (
+    EVENTS,
+    FOLDER,
+    configuration_of,
+    curves_of,
+    environment_of,
+    events_folder,
+    hyperparameters_of,
+    read_events,
+)
 
 AXES = ("sizes", "conditions", "settings")
 TOP = ("config", "output", "results", "ranks", "all", *AXES, "runs")
@@ -67,7 +76,11 @@ class StudyRun:
     def plan(self) -> RunPlan:
         """Raises: ValueError for settings that no run can have, with the run's name."""
         try:
-            return make_plan(job_config_of(self.settings), self.ranks or 1, on_gpus=True)
+            job = job_config_of(self.settings)
+            if not (job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard):
+                needed = "validation.enable, checkpoint.enable and metrics.enable_tensorboard"
+                raise ValueError(f"a study compares validation losses and continues its runs: set {needed} to true.")
+            return make_plan(job, self.ranks or 1, on_gpus=True)
         except ValueError as e:
             raise ValueError(f"{self.name}: {e}") from e
 
@@ -75,7 +88,7 @@ class StudyRun:
     def is_finished(self) -> bool:
         """Whether its record is there; one is written if the run has come to its end. Raises: ValueError."""
         if not self.record.is_file():
-            found = any((self.folder / "tb").glob(EVENTS)) and record_of(self.folder)
+            found = any((self.folder / FOLDER).glob(EVENTS)) and record_of(self.folder)
             if not found or str(self.plan.steps) not in found["curves"].get(VALIDATION, {}):
                 return False
             self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -223,11 +236,11 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 def dumped(record: dict[str, Any]) -> bytes:
-    """A record as JSON, a curve to a line; figures in seven digits, as float32 has them."""
+    """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
     curves = {
         tag: {s: float(f"{x:.7g}") if isinstance(x, float) else x for s, x in curve.items()}
         for tag, curve in record["curves"].items()
     }
+    facts = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in record.items() if k != "curves"]
     lines = [f"  {json.dumps(tag)}: {json.dumps(curve)}" for tag, curve in curves.items()]
-    head = json.dumps({k: v for k, v in record.items() if k != "curves"}, indent=1)
-    return (head[:-2] + ',\n "curves": {\n' + ",\n".join(lines) + "\n }\n}\n").encode()
+    return "\n".join(["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(lines), " }", "}", ""]).encode()

@@ -15,6 +15,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from interdomain.folders import require_empty
 
 from . import _study_tables
@@ -95,6 +97,10 @@ def main(argv=None) -> int:
         study = chosen(args)
         for run in study.runs:  # refuses before anything is trained
             run.plan  # noqa: B018
+        if 0 < (gpus := torch.cuda.device_count()) < args.jobs:
+            raise ValueError(
+                f"--jobs {args.jobs} on {gpus} GPU(s): each run needs one of its own. Give {gpus} or fewer."
+            )
         if args.sbatch:
             submit(study.missing(), study.name, shlex.split(args.sbatch))
             return 0

@@ -109,11 +109,10 @@ def test_the_bits_of_the_random_numbers_are_the_publisheds():
     assert np.abs(np.bincount(draws, minlength=7) / 100_000 - 1 / 7).max() < 0.005
 
 
+@pytest.mark.parametrize("corpus", ["mqar"], indirect=True)
 def test_mqar_has_lists_of_equal_length(corpus):
     """Where keys that were not seen before come, in training all numbers of lists, in validation one."""
-    kind, folder = corpus
-    if kind != "mqar":
-        pytest.skip("of mqar")
+    _, folder = corpus
     found = {"train": set(), "validation": set()}
     for split, layouts in found.items():
         for ids in documents(folder, split):
