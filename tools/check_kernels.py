@@ -211,7 +211,7 @@ def main(argv=None) -> int:
     if device.type == "cpu":
         report.note("On a CPU every backend is plain PyTorch, at tiny sizes; the Triton kernels are checked on a GPU.")
     elif code == 1:
-        report.note("A compiler may be at fault, above all on Hopper: benchmarks/README.md says what to try.")
+        report.note("A compiler may be at fault, above all on Hopper: docs/benchmarks.md says what to try.")
     report.finish(STATUS[code], f"{results.count('PASS')} of {len(results)} cases passed")
     return code
 

@@ -8,7 +8,7 @@ This package imports torch and triton, nothing else; `interdomain.features`, plu
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
 functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated.
-Derivation, notation, backends and tolerances: kernels/README.md.
+Derivation, notation, backends and tolerances: docs/kernels.md.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Chunkwise form in plain PyTorch, forward and backward written out (derivation in kernels/README.md).
+"""Chunkwise form in plain PyTorch, forward and backward written out (derivation in docs/kernels.md).
 
 Shapes: B batch, T time, N chunks, L chunk length, H state heads, G query heads per state head, Hq = G H,
 R key features, D value width, P = R + D channels, M basis functions.

@@ -3,7 +3,7 @@
 Shapes: H heads, M basis functions, J exponents. Complex numbers are real pairs [..., 2]: optimisers, FSDP and inductor
 handle those everywhere, complex dtypes only in places. All of it is differentiable by autograd and cheap: it runs once
 per step, for the heads of all layers, not once per token. Inputs fp32 or fp64; outputs in the same dtype. Derivation in
-kernels/README.md.
+docs/kernels.md.
 """
 
 import math

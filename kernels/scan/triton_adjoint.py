@@ -1,5 +1,5 @@
 """Pass 3 of the chunkwise scan and the gradient of the decay, in one Triton kernel. Notation as in triton_passes.py;
-derivation in kernels/README.md."""
+derivation in docs/kernels.md."""
 # Triton compiles these functions: their types are not what Python sees.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 

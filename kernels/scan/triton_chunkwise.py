@@ -1,7 +1,7 @@
 """`chunkwise` on CUDA: the passes of triton_passes.py put together, forward and backward, for both readouts.
 
 Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, R key features, D value width,
-P = R + D channels, M basis functions, L chunk length, S segments. Derivation: kernels/README.md.
+P = R + D channels, M basis functions, L chunk length, S segments. Derivation: docs/kernels.md.
 
     forward    a = contract(q, k)     o  = expand(a, v; W), or b~ = mix(a; W), o = expand(b~, v)
     backward   c = contract(do, v)    b~, e~, dW = mix_backward(a, c; W)

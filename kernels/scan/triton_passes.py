@@ -5,7 +5,7 @@ Shapes: B batch, T time, H state heads, G query heads per state head, Hq = G H, 
 P channels of a state row, M basis functions, L chunk length, S segments of time that run side by side.
 
 One program walks the chunks of one segment with its state on chip, in fp32; no state of a token ever reaches memory.
-Programs are numbered along one grid axis (the others end at 65,535). Notation and derivation: kernels/README.md.
+Programs are numbered along one grid axis (the others end at 65,535). Notation and derivation: docs/kernels.md.
 
     name      numbers                                                                shape
     p_t       T_j = Lambda^(r-j) as (Re | Im)                                        [H, L, 2M]       operand dtype

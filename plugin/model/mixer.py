@@ -247,7 +247,7 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """The core by the chunkwise passes of kernels/README.md."""
+        """The core by the chunkwise passes of docs/kernels.md."""
         m, dim = config.mixer, config.dim
         H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
         D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)

@@ -131,7 +131,7 @@ class Mixer:
     dt_min: float | None = None  # Delta starts log-uniform between dt_min and dt_max. Unset: 0.001.
     dt_max: float | None = None  # Unset: 0.1.
     a_init: str | None = None  # How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
-    #: How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (kernels/README.md).
+    #: How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (docs/kernels.md).
     #: All compute the same function.
     backend: ScanBackend = "auto"
     #: Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,

@@ -1,4 +1,4 @@
-"""backend="fft": FFT convolution in plain PyTorch, on every device; the paper's FFT path (derivation in kernels/README.md).
+"""backend="fft": FFT convolution in plain PyTorch, on every device; the paper's FFT path (derivation in docs/kernels.md).
 
 Shapes: B batch, T time, N points of a transform, H state heads, G query heads per state head, R key features, D value
 width, P = R + D channels, M basis functions.
