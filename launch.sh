@@ -88,7 +88,7 @@ if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
   if [ -z "$python" ]; then
-    make_environment train,dev
+    make_environment train,dev,docs
     export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}
   fi
   # Two workers (tests/conftest.py says how the tests spread).
