@@ -133,6 +133,8 @@ def test_mqar_has_lists_of_equal_length(corpus):
         ("--synthetic selective-copying --synthetic-vocab 5", "give 6 words or more"),
         ("--synthetic phonebook --synthetic-items 51", "give 50 items or fewer, or 261 tokens"),
         ("--synthetic phonebook --synthetic-vocab 44", "give 45 words or more"),
+        ("--synthetic mqar --tokenizer t.model --input=stdlib", "leave out --input, --tokenizer"),
+        ("--synthetic-length 64", "used with --synthetic only"),
         ("--synthetic mqar --synthetic-examples 20 --validation-fraction 0.01", "fall into train train-answers alone"),
     ],
 )

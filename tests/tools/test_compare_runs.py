@@ -107,7 +107,7 @@ def test_what_is_refused(write, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     for argv, said in {
         (a,): "one run only",
-        (a, far): "no step is logged in both",
+        (a, far): "no logged step in common",
         (a, str(tmp_path / "empty")): "no TensorBoard events",
         (a, str(tmp_path / "bad.json")): "no stored curve",
         (a, a, "--tolerance", "nan"): "--tolerance",
