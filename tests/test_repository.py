@@ -277,7 +277,7 @@ COMMANDS = {f"interdomain.tools.{file.stem}": name for name, file in main.TOOLS.
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_s_first_line_can_be_pasted(tool):
-    """Its docstring opens with it, has more such lines, and argparse, which ends the process at an unknown option, accepts all."""
+    """Its docstring opens with it. argparse, which ends the process at an unknown option, accepts it and the other examples."""
     first, blank, *rest = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
     assert first.startswith(f"python -m {tool} ")
     assert blank == ""

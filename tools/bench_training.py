@@ -176,7 +176,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     if args.device != "auto":
-        raise ValueError(f"--device must be auto here: got {args.device}. To choose a GPU, set CUDA_VISIBLE_DEVICES.")
+        raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
     _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     args.trace, args.log_freq = args.trace and device.type == "cuda", 5 if device.type == "cuda" else 1

@@ -70,7 +70,7 @@ class Checkpoint:
             found = list(self.index[name].size) if name in self.index else "missing"
             if found != list(tensor.shape):
                 raise ValueError(
-                    f"{folder}: {name} is {found}, its record describes {list(tensor.shape)}. Take another step."
+                    f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
                 )
         self.tokenizer = pretrained.load_checked_tokenizer(folder, self.config, self.record)
 
@@ -86,12 +86,12 @@ def open_checkpoint(args):
     if folder is None:
         if args.tokenizer:
             raise ValueError(
-                f"--tokenizer: {args.source} is no checkpoint of Megatron-Core, and has its own. Leave it out."
+                f"--tokenizer is for checkpoints of Megatron-Core. {args.source} has its own tokenizer: leave it out."
             )
         return Checkpoint(checkpoints.latest_checkpoint(args.source))
     if not args.tokenizer:
         raise ValueError(
-            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Name its corpus: --tokenizer."
+            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's with --tokenizer."
         )
     checkpoint = MegatronCheckpoint(folder)
     checkpoint.tokenizer = load_tokenizer(args.tokenizer)

@@ -61,7 +61,9 @@ def prompts_of(args) -> list[str]:
 
 def run(args) -> int:
     if args.max_tokens < 1 or args.prefill_chunk < 1:
-        raise ValueError("--max-tokens and --prefill-chunk must be at least 1.")
+        raise ValueError(
+            f"--max-tokens and --prefill-chunk must be at least 1: got {args.max_tokens}, {args.prefill_chunk}."
+        )
     sampling, device = Sampling(args.temperature, args.top_k, args.top_p), choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))

@@ -61,8 +61,8 @@ def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]
     ids = [tokenizer.eos_id, *tokenizer.encode(text)]
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(
-            f"the text has {len(ids):,} tokens with the end-of-text token before it; there must be at least 2 and at most "
-            f"--max-tokens {args.max_tokens:,}. A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
+            f"the text has {len(ids):,} tokens, the end-of-text token before it included. Allowed are 2 to {args.max_tokens:,} "
+            f"(--max-tokens). A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
         )
     decoder = StreamDecoder(tokenizer)
     return ids, ["⊢", *(visible(decoder.push(token)).replace("\n", "⏎") or "·" for token in ids[1:])]

@@ -128,7 +128,7 @@ def test_mqar_has_lists_of_equal_length(corpus):
         ("--synthetic mqar --synthetic-items 128", "give 30 items or fewer, or 260 tokens"),
         ("--synthetic mqar --synthetic-vocab 17", "give 18 words or more"),
         ("--synthetic mqar --synthetic-items 0", "at least 1"),
-        ("--synthetic mqar --synthetic-length 127", "the length is even"),
+        ("--synthetic mqar --synthetic-length 127", "the length must be even"),
         ("--synthetic selective-copying --synthetic-length 33", "give 15 items or fewer, or 34 tokens"),
         ("--synthetic selective-copying --synthetic-vocab 5", "give 6 words or more"),
         ("--synthetic phonebook --synthetic-items 51", "give 50 items or fewer, or 261 tokens"),
