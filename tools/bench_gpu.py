@@ -2,9 +2,9 @@
 
 Check and measure everything on this machine's GPU.
 
-The parts run one after the other, the most important first, each in a process with a share of the time: the correctness check,
-the kernels, training, a profile, memory checks, the GPU tests, inference. summary.md is written after every part.
-benchmarks/gpu.sh runs this. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+The parts run one after the other, the most important first, each in a process with a share of the time: the correctness
+check, the kernels, training, a profile, memory checks, the GPU tests, inference. summary.md is written after every
+part. benchmarks/gpu.sh runs this. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
     python -m interdomain.tools.bench_gpu --time-limit 1200 --output benchmarks/results/long
 

@@ -2,9 +2,9 @@
 
 Time decoding and the reading of prompts, as the paper does.
 
-A decode step of the whole model is timed over batch size and prefix length, for interdomain and softmax, with and without CUDA
-graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are random, which changes
-no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+A decode step of the whole model is timed over batch size and prefix length, for interdomain and softmax, with and
+without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are
+random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
     python -m interdomain.tools.bench_inference --quick --sizes 125M --output benchmarks/results/quick
 

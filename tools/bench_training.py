@@ -2,9 +2,10 @@
 
 Time training steps by condition, size and sequence length.
 
-Each case is a short run of TorchTitan with this plugin, on random tokens, on one GPU. Cases differ in condition, torch.compile
-and activation checkpointing. The table has tokens per second, memory, utilisation and loss, from the run's own log. A case that
-fails says why, and the others go on. Without a GPU it trains a tiny model on the CPU, and the results say so.
+Each case is a short run of TorchTitan with this plugin, on random tokens, on one GPU. Cases differ in condition,
+torch.compile and activation checkpointing. The table has tokens per second, memory, utilisation and loss, from the
+run's own log. A case that fails says why, and the others go on. Without a GPU it trains a tiny model on the CPU, and
+the results say so.
 
     python -m interdomain.tools.bench_training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
     python -m interdomain.tools.bench_training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager

@@ -2,14 +2,14 @@
 
 Compare the kernels' results with float64 on this machine.
 
-The scan, the one-token step and whole layers run on the GPU. Outputs, states and gradients are compared with float64 on the
-same inputs, by relative RMS error. Many cases run twice and must agree in every bit. Run this before you believe a benchmark.
-Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+The scan, the one-token step and whole layers run on the GPU. Outputs, states and gradients are compared with float64 on
+the same inputs, by relative RMS error. Many cases run twice and must agree in every bit. Run this before you believe a
+benchmark. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
     python -m interdomain.tools.check_kernels --groups layer step --device cpu --output benchmarks/results/layer
 
-Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a wrong
-option; 3 no case failed, but one has more than the allowed error
+Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a
+wrong option; 3 no case failed, but one has more than the allowed error
 
 Documentation: docs/benchmarks.md; the allowed errors: docs/errors.md
 """

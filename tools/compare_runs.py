@@ -1,9 +1,9 @@
 """python -m interdomain.tools.compare_runs outputs/125M outputs/125M-again
 
-Compare two training runs step by step and show the first difference.
+Compare two training runs step by step.
 
-Loss, gradient norm and validation loss are compared. A run is its folder, or a file that --save-curve wrote. The restarts of
-a run count as one run.
+The first step that differs is shown. Loss, gradient norm and validation loss are compared. A run is its folder, or a
+file that --save-curve wrote. The restarts of a run count as one run.
 
     python -m interdomain.tools.compare_runs outputs/debug --save-curve outputs/debug-curve.json
     python -m interdomain.tools.compare_runs outputs/debug outputs/debug-curve.json --tolerance 1e-3 --common

@@ -2,9 +2,9 @@
 
 Convert a checkpoint into a standalone folder, or back.
 
-A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code that transformers runs.
-Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is read back and
-compared with the source: every value, and the logits of a forward pass.
+A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code that transformers
+runs. Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is
+read back and compared with the source: every value, and the logits of a forward pass.
 
     python -m interdomain.tools.convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
     python -m interdomain.tools.convert exports/debug --to-checkpoint --output outputs/start

@@ -1,10 +1,11 @@
 """python -m interdomain.tools.evaluate exports/softmax exports/interdomain --tasks paper
 
-Evaluate standalone folders side by side, on tasks and by perplexity.
+Evaluate standalone folders on tasks and by perplexity.
 
-Tasks are those of lm-evaluation-harness (default: the paper's). --perplexity measures perplexity against context length.
-evaluation.json and evaluation.md are written after every folder, with machine and versions. With matplotlib, perplexity is
-drawn too. Tasks and the paper's corpora come from the Hugging Face hub: use --fetch once where there is a network.
+Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default: the paper's).
+--perplexity measures perplexity against context length. evaluation.json and evaluation.md are written after every
+folder, with machine and versions. With matplotlib, perplexity is drawn too. Tasks and the paper's corpora come from the
+Hugging Face hub: use --fetch once where there is a network.
 
     python -m interdomain.tools.evaluate --fetch --tasks paper --perplexity paper
     python -m interdomain.tools.evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4

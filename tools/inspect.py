@@ -1,10 +1,10 @@
 """python -m interdomain.tools.inspect exports/debug --text "def main(argv): return main(argv)" --output outputs/inspect
 
-Show what a trained model attends to and what its recurrences learned.
+Show attention maps, and what the recurrences learned.
 
-For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies. Every
-recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout. Written are
-inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
+For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies.
+Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
+Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
 
     python -m interdomain.tools.inspect exports/debug --text-file README.md --max-tokens 9000 --layers 0
 

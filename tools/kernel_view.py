@@ -2,9 +2,9 @@
 
 Measure the kernel approximation behind the layer, on a CPU.
 
-The first table says how near equation 9 of the paper comes to equation 4, by basis, number of basis functions and input. The
-second says which signs the denominators of small models have, before and after training. Tables are printed. With matplotlib,
-the first is drawn.
+The first table says how near equation 9 of the paper comes to equation 4, by basis, number of basis functions and
+input. The second says which signs the denominators of small models have, before and after training. Tables are printed.
+With matplotlib, the first is drawn.
 
     python -m interdomain.tools.kernel_view --tokens 64 --steps 0 --output outputs/kernel-view
 

@@ -2,16 +2,17 @@
 
 Check a training run and start it.
 
-./launch.sh makes an environment and calls this. CONFIG.toml holds the settings; without it, train_configs/debug.toml is used.
-SETTINGS are any that --flags lists; they win over the file. The run uses every GPU of this machine, or the CPU with two ranks.
-Inside a SLURM allocation (sbatch, salloc) it uses every GPU of every node. To continue a run that stopped, repeat its command.
+./launch.sh makes an environment and calls this. CONFIG.toml holds the settings; without it, train_configs/debug.toml is
+used. SETTINGS are any that --flags lists; they win over the file. The run uses every GPU of this machine, or the CPU
+with two ranks. Inside a SLURM allocation (sbatch, salloc) it uses every GPU of every node. To continue a run that
+stopped, repeat its command.
 
     ./launch.sh
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
 
-Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 stopped by Ctrl-C; others are
-torchrun's
+Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 stopped by Ctrl-C;
+others are torchrun's
 
 Documentation: docs/running.md; for SLURM docs/clusters.md
 """

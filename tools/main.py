@@ -1,6 +1,7 @@
 """python -m interdomain.tools.main convert outputs/debug --output exports/debug
 
-Run any of the commands. Once the project is installed, `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE ...`.
+Run any of the commands. Once the project is installed, `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE
+...`.
 """
 
 import ast

@@ -1,10 +1,10 @@
 """python -m interdomain.tools.prepare_data --input stdlib --output data/stdlib
 
-Turn text into a prepared corpus, or make a corpus of a recall task.
+Turn text, or a made-up recall task, into a prepared corpus.
 
-A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a training and a validation split, with the tokenizer
-and a manifest of checksums. The same input gives the same bytes, with any number of worker processes. If the command is killed,
-run it again: it continues where it stopped.
+A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a training and a validation split, with the
+tokenizer and a manifest of checksums. The same input gives the same bytes, with any number of worker processes. If the
+command is killed, run it again: it continues where it stopped.
 
     python -m interdomain.tools.prepare_data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
     python -m interdomain.tools.prepare_data --synthetic mqar --output data/mqar
