@@ -297,7 +297,10 @@ def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
             with pytest.raises(SystemExit) as ended:
                 call([*argv, "--help"])
             assert not ended.value.code
-            assert capsys.readouterr().out.startswith("usage: "), name
+            shown = capsys.readouterr().out
+            assert shown.startswith("usage: "), name
+            (page,) = re.findall(r"^Documentation: (docs/[\w-]+\.md)", shown, re.MULTILINE)
+            assert (REPOSITORY / page).is_file(), name
 
 
 def test_the_list_of_commands_imports_nothing_heavy(tmp_path):

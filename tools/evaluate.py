@@ -50,7 +50,7 @@ def parse(argv) -> argparse.Namespace:
     what = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
     p.add_argument("--limit", type=int, metavar="N", help=what)
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
-    tasks = p.add_argument_group("tasks (need the extra eval: pip install 'interdomain[eval]')")
+    tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
     suites = f"suites ({', '.join(_task_table.SUITES)}) or names of lm-evaluation-harness"
     what = f"{suites} (default: paper, or none with --perplexity)"
     tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=what)
