@@ -5,9 +5,16 @@ from interdomain import InterdomainAttention
 layer = InterdomainAttention(dim=512, n_heads=8)  # a layer of your own model
 y = layer(x)                                      # [B, T, 512] -> [B, T, 512]
 
-Packages, none of which imports one that is named after it: scan and features, the kernels, on torch alone; folders, environment
-and data, files, machines and corpora; model; hf, for transformers; titan, training, the only one that knows TorchTitan; tools,
-command lines.
+Packages. Each imports only packages above it:
+
+    scan, features             the kernels, on torch and triton alone
+    folders, environment       safe writing of files; the record of a machine
+    data                       corpora, tokenizers, samples
+    model                      the model in plain PyTorch, generation, files of a model
+    hf                         the model in transformers
+    titan                      training; the only package that imports TorchTitan
+    megatron                   the model under Megatron-Core
+    tools                      the commands
 """
 
 from typing import TYPE_CHECKING

@@ -277,14 +277,15 @@ COMMANDS = {f"interdomain.tools.{file.stem}": name for name, file in main.TOOLS.
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_s_first_line_can_be_pasted(tool):
-    """Its docstring opens with it, and argparse, which ends the process where an option is unknown, accepts it."""
-    first, blank, *_ = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
+    """Its docstring opens with it. argparse, which ends the process at an unknown option, accepts it and the other examples."""
+    first, blank, *rest = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
     assert first.startswith(f"python -m {tool} ")
     assert blank == ""
-    module, line = importlib.import_module(tool), shlex.split(first)[3:]
-    if module is main:
-        module, *line = importlib.import_module(f"interdomain.tools.{main.TOOLS[line[0]].stem}"), *line[1:]
-    module.parse(line)
+    for example in (first, *(line for line in rest if line.startswith("    ") and tool in line)):
+        module, line = importlib.import_module(tool), shlex.split(example.partition(f"-m {tool} ")[2])
+        if module is main:
+            module, *line = importlib.import_module(f"interdomain.tools.{main.TOOLS[line[0]].stem}"), *line[1:]
+        module.parse(line)
 
 
 def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
@@ -296,7 +297,10 @@ def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
             with pytest.raises(SystemExit) as ended:
                 call([*argv, "--help"])
             assert not ended.value.code
-            assert capsys.readouterr().out.startswith("usage: "), name
+            shown = capsys.readouterr().out
+            assert shown.startswith("usage: "), name
+            (page,) = re.findall(r"^Documentation: (docs/[\w-]+\.md)", shown, re.MULTILINE)
+            assert (REPOSITORY / page).is_file(), name
 
 
 def test_the_list_of_commands_imports_nothing_heavy(tmp_path):

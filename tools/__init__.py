@@ -1,4 +1,6 @@
-"""The commands: each module without an underscore is one (`main.py` lists them), the others are shared between some of them.
+"""The commands. A module without a leading underscore is a command (`interdomain --help` lists them); the others are
+shared code.
 
-They may import every other package of the project; none imports them. What needs a library of an extra imports it when it runs.
+They may import every other package of the project, and no package imports them. Optional libraries are imported when
+needed.
 """

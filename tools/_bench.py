@@ -27,11 +27,17 @@ RESULTS = Path("benchmarks/results/today")
 NOT_RUN = _apart.LATE
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--device, --output and --time-limit, the same in every part."""
-    _cli.add_device(parser)
-    parser.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
-    parser.add_argument("--time-limit", type=float, default=600, metavar="S", help="start nothing after S seconds")
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
+
+
+def add_arguments(parser: argparse.ArgumentParser, device: str = _cli.DEVICE) -> None:
+    """--output, --time-limit and --device, the same in every part."""
+    add_output(parser)
+    parser.add_argument(
+        "--time-limit", type=float, default=600, metavar="S", help="start nothing after so many seconds"
+    )
+    _cli.add_device(parser, device)
 
 
 def choose_device(name: str) -> torch.device:
@@ -47,7 +53,7 @@ def choose_device(name: str) -> torch.device:
 def choose(what: str, wanted: list[str] | None, allowed: Collection[str]) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
     if unknown := [name for name in wanted or () if name not in allowed]:
-        raise ValueError(f"{what} {', '.join(unknown)}: unknown; allowed: {', '.join(allowed)}.")
+        raise ValueError(f"{what}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}.")
     return list(wanted or allowed)
 
 
@@ -95,7 +101,7 @@ class Report:
         self.folder = folder
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
-            raise FileExistsError(f"{self.json} is there, and results are never overwritten. Give another --output.")
+            raise FileExistsError(f"{self.json} exists, and results are never overwritten. Give another --output.")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.started, self.printed, check = time.monotonic(), None, self.folder / "check.json"
         self.contents = {

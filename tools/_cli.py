@@ -6,22 +6,60 @@ import os
 import re
 import signal
 import sys
+import textwrap
+
+OUTPUT = "folder to write; it must be new or empty"
+RESULTS = "folder to write; existing results are never overwritten"
+DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
+STANDALONE = "standalone folder (made by interdomain.tools.convert)"
 
 
-def argument_parser(doc: str) -> argparse.ArgumentParser:
-    """A tool's parser. doc: its module's docstring, which is a line to paste and then a paragraph on what the tool does."""
-    line, description, *_ = doc.split("\n\n")
+class Help(argparse.HelpFormatter):
+    """Keeps paragraphs and the lines of examples, and adds its default to the text of an option."""
+
+    def _fill_text(self, text, width, indent):
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(p if "\n  " in p else "\n".join(self._split_lines(p, width)) for p in paragraphs)
+
+    def _split_lines(self, text, width):
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _get_help_string(self, action):
+        text, default = action.help, action.default
+        if default is not None and default not in ([], argparse.SUPPRESS) and not isinstance(default, bool):
+            text += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
+        return text.replace("%", "%%")
+
+
+def argument_parser(doc: str, usage: str = "") -> argparse.ArgumentParser:
+    """A tool's parser. doc: its module's docstring; usage: what the command needs, before [OPTIONS].
+
+    The docstring has a line to paste, a sentence on what the tool does, more paragraphs, then indented lines to paste, and what
+    stands below the options.
+    """
+    line, *paragraphs = doc.strip().split("\n\n")
+    n = next(i for i, paragraph in enumerate(paragraphs) if paragraph.startswith("    "))
     name = " ".join(line.split()[:3])  # python -m interdomain.tools.NAME
     if sys.argv[0].startswith("interdomain "):  # tools.main puts `interdomain COMMAND` there
         name = sys.argv[0]
-    # No abbreviations: an option of an older version must not pass for the beginning of another.
-    return argparse.ArgumentParser(name, description=description, epilog=f"Example: {line}", allow_abbrev=False)
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="auto", help="auto (default: a GPU if there is one), cpu, cuda, or one of several: cuda:1"
+    return argparse.ArgumentParser(
+        name,
+        usage=" ".join([name, *usage.split(), "[OPTIONS]"]),
+        description="\n\n".join(paragraphs[:n]),
+        epilog="\n\n".join([f"examples:\n    {line}\n{paragraphs[n]}", *paragraphs[n + 1 :]]),
+        formatter_class=Help,
+        allow_abbrev=False,  # an option of an older version must not pass for the beginning of another
     )
+
+
+def add_device(parser, words: str = DEVICE) -> None:
+    parser.add_argument("--device", default="auto", metavar="NAME", help=words)
+
+
+def add_dtype(parser, dtypes) -> None:
+    """--dtype of a tool that reads a standalone folder."""
+    what = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
+    parser.add_argument("--dtype", choices=dtypes, help=what)
 
 
 def choose_device(name: str):
@@ -36,7 +74,7 @@ def choose_device(name: str):
     if name not in choices:
         raise ValueError(
             f"--device {name} cannot be used here: PyTorch sees {', '.join(choices[2:]) or 'no GPU(s)'}. Choose cpu, one of "
-            "these, or auto; for a GPU that is there, PyTorch must be a CUDA build that its driver fits."
+            "these, or auto. If this machine has a GPU, install a CUDA build of PyTorch that fits the driver."
         )
     device = torch.device(name)
     if device.index is not None:

@@ -64,7 +64,7 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
                 f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:
-            raise ValueError(f"{name} needs a package that is not here: {e} It comes with: {INSTALL}") from e
+            raise ValueError(f"{name} needs a package that is not installed ({e}). Install it: {INSTALL}") from e
         found = {kind: found[kind] | loaded.get(kind, {}) for kind in found}
     for task in found["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:

@@ -96,5 +96,5 @@ def read_record(folder: Path) -> dict[str, dict]:
     for name, row in record.items():
         file = folder / f"{name}.jsonl"
         if not file.is_file() or file_sha256(file) != row["sha256"]:
-            raise ValueError(f"{file} is not as it was fetched. Remove {folder} and fetch the corpora again.")
+            raise ValueError(f"{file} has changed since it was fetched. Remove {folder} and fetch the corpora again.")
     return record

@@ -90,7 +90,7 @@ def needles(length: int, tokenizer) -> list[dict]:
 
     made, room = [], bisect.bisect(range(1, length), False, key=lambda n: not fits([HAY] * n, "crystal-lighthouse"))
     if not room:
-        raise ValueError(f"no haystack fits {length:,} tokens of this tokenizer.")
+        raise ValueError(f"{length:,} tokens of this tokenizer are too few for a needle-in-a-haystack text.")
     for _ in range(SAMPLES):
         key = f"{draw.choice(KINDS.split())}-{draw.choice(THINGS.split())}"
         number = str(draw.randrange(10**6, 10**7))

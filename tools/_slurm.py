@@ -89,14 +89,14 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         return None
     if not job:
         raise ValueError(
-            f"--site {site}, but this is no SLURM allocation (SLURM_JOB_ID is not set). Run the same line by sbatch, or "
-            f"after salloc; to run on this machine alone, leave --site out or say --site {LOCAL}."
+            f"--site {site} needs a SLURM allocation, and this is none (SLURM_JOB_ID is not set). Run the same command under "
+            f"sbatch or after salloc. To run on this machine alone, leave --site out or give --site {LOCAL}."
         )
     if step < FIRST_SPECIAL_STEP:
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1":
             raise ValueError(
-                f"srun started this line {tasks} times. Leave srun out: ./launch.sh starts it, with one torchrun per node."
+                f"srun started this command {tasks} times. Leave srun out: ./launch.sh starts one torchrun per node."
             )
         return None  # in a shell of the user's (srun --pty)
     variables = read_site(site or "plain")

@@ -99,8 +99,8 @@ class StudyRun:
         changed = [f"{n} {there.get(n)} there, {here.get(n)} here" for n in there | here if there.get(n) != here.get(n)]
         if changed := [words for words in changed if not words.startswith("job.")]:
             raise ValueError(
-                f"{self.record} is of other settings than the study's now: {'; '.join(changed)}. Set them back, or remove the "
-                f"record and {self.folder} to train that run again, or give the study another output and results."
+                f"{self.record} was made with other settings: {'; '.join(changed)}. Restore them, or remove the record "
+                f"and {self.folder} to train the run again, or give the study another output and results."
             )
         return True
 
@@ -221,9 +221,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     events = read_events(events_folder(folder))
     curves, facts = curves_of(events), hyperparameters_of(events)
     if not facts or "n_tokens_seen" not in curves:
-        raise ValueError(
-            f"{folder} holds no run of this project's plugin: its TensorBoard events do not say what it is."
-        )
+        raise ValueError(f"{folder} holds no run of this project: its TensorBoard events have no record of the model.")
     kept = {
         tag: {str(step): x for step, x in curve.items()} for tag, curve in sorted(curves.items()) if KEPT.match(tag)
     }

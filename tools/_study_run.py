@@ -102,7 +102,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
         print(f"left on a signal (exit status {CONTINUE}): the same command continues the study.", file=sys.stderr)
         return CONTINUE
     for run in failed:
-        print(f"failed: {run.name}; its last words stand in {run.folder / LOG}", file=sys.stderr)
+        print(f"failed: {run.name}; its output is in {run.folder / LOG}", file=sys.stderr)
     return int(bool(failed))
 
 

@@ -1,7 +1,16 @@
 """python -m interdomain.tools.bench_gpu --output benchmarks/results/today
 
-Check and measure everything on a GPU, what tells most first, within a fixed time: what benchmarks/gpu.sh runs. Each part is a
-process with a share of the time; after it, summary.md has what is known so far. Without a GPU: tiny and labelled.
+Check and measure everything on this machine's GPU.
+
+The parts run one after the other, the most important first, each in a process with a share of the time: the correctness
+check, the kernels, training, a profile, memory checks, the GPU tests, inference. summary.md is written after every
+part. benchmarks/gpu.sh runs this. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+
+    python -m interdomain.tools.bench_gpu --time-limit 1200 --output benchmarks/results/long
+
+Exit status: 0 every part passed or was skipped; 1 a part failed; 2 the check could not run, or a wrong option
+
+Documentation: docs/benchmarks.md
 """
 
 import argparse
@@ -21,7 +30,7 @@ import torch
 from interdomain.environment import ROOT
 from interdomain.folders import write_whole
 
-from ._bench import RESULTS, Deadline, markdown_rows, page
+from ._bench import Deadline, add_output, markdown_rows, page
 from ._cli import argument_parser, user_errors
 
 SECONDS = 540.0
@@ -133,8 +142,8 @@ def run_all(out: Path, deadline: Deadline) -> int:
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    p.add_argument("--output", type=Path, default=RESULTS, help=f"folder of the results (default: {RESULTS})")
-    p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help=f"default {SECONDS:.0f}")
+    add_output(p)
+    p.add_argument("--time-limit", type=float, default=SECONDS, metavar="S", help="seconds that all parts may take")
     return p.parse_args(argv)
 
 
@@ -143,7 +152,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     out, deadline = args.output.absolute(), Deadline(args.time_limit)
     if (out / LOG).exists():
-        raise FileExistsError(f"{out / LOG} is there, and results are never overwritten. Give another --output.")
+        raise FileExistsError(f"{out / LOG} exists, and results are never overwritten. Give another --output.")
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and the part ends, too
     code = run_all(out, deadline)

@@ -1,11 +1,14 @@
 """python -m interdomain.tools.bench_inference --output benchmarks/results/today
 
-Time inference as in the paper's appendix: a decode step of the whole model over batch and prefix, interdomain and softmax,
-launched eagerly and in CUDA graphs, of the four sizes; peak memory and speed of reading a prompt; beside the paper's figures.
-Weights are random. Without a GPU: tiny and labelled.
+Time decoding and the reading of prompts, as the paper does.
 
-A step's time depends on shapes alone, so no prompt is read before it: interdomain's state is put at its prefix by its position,
-and softmax's cache holds random keys and values.
+A decode step of the whole model is timed over batch size and prefix length, for interdomain and softmax, with and
+without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are
+random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+
+    python -m interdomain.tools.bench_inference --quick --sizes 125M --output benchmarks/results/quick
+
+Documentation: docs/benchmarks.md
 """
 
 import argparse
@@ -163,9 +166,12 @@ def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument("--sizes", nargs="+", help=f"of {', '.join(SIZES)}; the first has all batches and the prompts")
-    p.add_argument("--steps", type=int, help="tokens in a timed call; default 32 (CPU: 2)")
-    p.add_argument("--quick", action="store_true", help="on a GPU, what fits into two minutes")
+    what = f"model sizes: {', '.join(SIZES)} (default: {' '.join(GPU['sizes'])}; on a CPU {' '.join(TINY['sizes'])}). "
+    what += "The first is measured at all batch sizes and with prompts"
+    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
+    what = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
+    p.add_argument("--steps", type=int, metavar="N", help=what)
+    p.add_argument("--quick", action="store_true", help="on a GPU: fewer prefixes and rounds, about two minutes")
     return p.parse_args(argv)
 
 

@@ -1,8 +1,14 @@
 """python -m interdomain.tools.bench_kernels --output benchmarks/results/today
 
-Time the mixer core alone, forward and backward: this package's backends, PyTorch's attention and others' kernels where they
-are installed, on the same q, k and v. Beside them stand the roofline of the GPU's datasheet, every kernel's time of ours, and a
-whole layer with projections and input features. Without a GPU: tiny and labelled.
+Time the scan alone, beside attention and other mixers.
+
+Forward and backward are timed on the same q, k and v: this package's backends, PyTorch's attention, and the kernels of
+other packages that are installed. The table also has the roofline of the GPU's datasheet, the time of each kernel, and
+a whole layer. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+
+    python -m interdomain.tools.bench_kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 --output benchmarks/results/1
+
+Documentation: docs/benchmarks.md
 """
 
 import argparse
@@ -53,7 +59,7 @@ CHUNK = 64  # tokens
 def parse_shape(text: str) -> Shape:
     """BxTxHxd. Raises: ValueError."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-        raise ValueError(f"--shapes {text}: expected BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}.")
+        raise ValueError(f"--shapes must be BATCHxTOKENSxHEADSxHEAD_DIM, such as {SHAPES[0]}: got {text}.")
     return Shape(*map(int, text.split("x")))
 
 
@@ -123,10 +129,14 @@ def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, round
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=f"default {' '.join(SHAPES)}")
-    p.add_argument("--mixers", nargs="+", help=f"of {', '.join(NAMES)}; default: all but {', '.join(SLOW)}")
-    p.add_argument("--rounds", type=int, help="timed calls of a candidate; default 20 (CPU: 3)")
-    p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
+    what = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
+    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=what)
+    what = f"what to time: {', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
+    p.add_argument("--mixers", nargs="+", metavar="NAME", help=what)
+    what = "timed calls of each mixer, at least 1 (default: 20; on a CPU 3)"
+    p.add_argument("--rounds", type=int, metavar="N", help=what)
+    what = "run every call once and time nothing, for a profiler or a sanitizer"
+    p.add_argument("--once", action="store_true", help=what)
     return p.parse_args(argv)
 
 

@@ -1,9 +1,16 @@
 """python -m interdomain.tools.bench_training --output benchmarks/results/today
 
-Time real training steps: TorchTitan with this plugin, started by torchrun as launch.sh does, on random tokens, by condition,
-with torch.compile and activation checkpointing on and off, over sizes and sequence lengths. Tokens per second, memory,
-utilisation and loss are the run's own, from its TensorBoard events. A case that fails says so and the others go on. Without a
-GPU: a tiny model, labelled.
+Time training steps by condition, size and sequence length.
+
+Each case is a short run of TorchTitan with this plugin, on random tokens, on one GPU. Cases differ in condition,
+torch.compile and activation checkpointing. The table has tokens per second, memory, utilisation and loss, from the
+run's own log. A case that fails says why, and the others go on. Without a GPU it trains a tiny model on the CPU, and
+the results say so.
+
+    python -m interdomain.tools.bench_training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
+    python -m interdomain.tools.bench_training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager
+
+Documentation: docs/benchmarks.md
 """
 
 import argparse
@@ -148,16 +155,20 @@ def add_kernels(report: _bench.Report, case: str, table: str, output: Path) -> N
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    _bench.add_arguments(p)
-    p.add_argument("--sizes", nargs="+", help="files of train_configs; default 1.3B (CPU: debug)")
-    p.add_argument("--seq-len", type=int, nargs="+", help="default 4096 (CPU: 64)")
-    p.add_argument("--tokens", type=int, help="per step, in at least one sequence; default 16384 (CPU: 128)")
-    p.add_argument("--steps", type=int, help="default 20 (CPU: 3)")
-    p.add_argument("--cases", nargs="+", metavar="CASE", help=f"{CASE}. Default: {' '.join(CASES)}")
-    trace = f"on a GPU, of the first size and length: the {TOP_KERNELS} kernels that take most time in {TRACED} steps"
-    p.add_argument("--trace", action="store_true", help=trace)
-    more = "last: the run's flags for every case, --mixer.backend fft"
-    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=more)
+    _bench.add_arguments(p, "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
+    what = "model sizes: names of files in train_configs (default: 1.3B; on a CPU debug)"
+    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
+    what = "sequence lengths in tokens, each at least 1 (default: 4096; on a CPU 64)"
+    p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help=what)
+    what = "tokens per step, in one sequence or more (default: 16384; on a CPU 128)"
+    p.add_argument("--tokens", type=int, metavar="N", help=what)
+    p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
+    what = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
+    p.add_argument("--cases", nargs="+", metavar="CASE", help=what)
+    what = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
+    p.add_argument("--trace", action="store_true", help=what)
+    what = "all that follows are settings of every case, as --train-flags --mixer.backend fft; must come last"
+    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=what)
     return p.parse_args(argv)
 
 
@@ -166,13 +177,13 @@ def main(argv=None) -> int:
     args = parse(argv)
     device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
     if args.device != "auto":
-        raise ValueError(f"--device {args.device}: the trainer takes the GPUs that it sees. Set CUDA_VISIBLE_DEVICES.")
+        raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
     _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     args.trace, args.log_freq = args.trace and device.type == "cuda", 5 if device.type == "cuda" else 1
     for case in args.cases:
         if tuple(case.split(":")) not in itertools.product(*CHOICES):
-            raise ValueError(f"--cases {case}: expected {CASE}. CONDITION is one of {', '.join(CONDITIONS)}.")
+            raise ValueError(f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}.")
     configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
     configs = {size: configs[size] for size in _bench.choose("--sizes", args.sizes, configs)}
     shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")

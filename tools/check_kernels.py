@@ -1,9 +1,17 @@
 """python -m interdomain.tools.check_kernels --output benchmarks/results/today
 
-Run the scan, the one-token step and whole layers on this machine's GPU (without one: on the CPU, tiny) and compare outputs,
-states and gradients with float64 on the same rounded inputs, by relative RMS error; many of them twice, for equal bits. Run it
-before believing any figure. Exit status 0: every case passed. 1: a case failed (an error of three times its bound or more, NaN,
-an exception, two runs that differ in a bit). 3: none failed, and an error is beyond its bound.
+Compare the kernels' results with float64 on this machine.
+
+The scan, the one-token step and whole layers run on the GPU. Outputs, states and gradients are compared with float64 on
+the same inputs, by relative RMS error. Many cases run twice and must agree in every bit. Run this before you believe a
+benchmark. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+
+    python -m interdomain.tools.check_kernels --groups layer step --device cpu --output benchmarks/results/layer
+
+Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a
+wrong option; 3 no case failed, but one has more than the allowed error
+
+Documentation: docs/benchmarks.md; the allowed errors: docs/errors.md
 """
 
 import argparse
@@ -183,7 +191,8 @@ def check_one(case: Case, emit: Emit, device: torch.device) -> None:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=f"of {', '.join(groups(True))} (default: all)")
+    what = f"groups of cases to run: {', '.join(groups(True))} (default: all)"
+    p.add_argument("--groups", nargs="+", metavar="NAME", help=what)
     return p.parse_args(argv)
 
 

@@ -1,8 +1,16 @@
 """python -m interdomain.tools.compare_runs outputs/125M outputs/125M-again
 
-Compare two runs step by step, and name the first that differs: exit status 0 if none does, 1 if one does or one run lacks what
-the other has. A run is its folder (read as one curve, whatever number of restarts wrote it) or a curve that --save-curve
-stored as JSON.
+Compare two training runs step by step.
+
+The first step that differs is shown. Loss, gradient norm and validation loss are compared. A run is its folder, or a
+file that --save-curve wrote. The restarts of a run count as one run.
+
+    python -m interdomain.tools.compare_runs outputs/debug --save-curve outputs/debug-curve.json
+    python -m interdomain.tools.compare_runs outputs/debug outputs/debug-curve.json --tolerance 1e-3 --common
+
+Exit status: 0 no difference; 1 a difference, or one run lacks what the other has; 2 a wrong option or file
+
+Documentation: docs/running.md
 """
 
 import argparse
@@ -47,7 +55,7 @@ def read_run(path: Path) -> Run:
             curves = {c: {int(step): x for step, x in curve.items()} for c, curve in stored["curves"].items()}
             run = Run(str(path), curves, stored["configuration"])
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{path} is no stored curve ({e}). --save-curve {path} writes one.") from e
+            raise ValueError(f"{path} is not a curve that --save-curve wrote ({e}).") from e
     else:
         events = read_events(events_folder(path))  # seconds, for a run of a month
         every, sections = curves_of(events), configuration_of(events)
@@ -55,7 +63,7 @@ def read_run(path: Path) -> Run:
         flat = {f"{section}.{name}": x for section, fields in sections.items() for name, x in fields.items()}
         run = Run(str(path), curves, flat)
     if not run.curves.get("loss"):
-        raise ValueError(f"{path} holds no loss: not one step was logged.")
+        raise ValueError(f"{path} holds no loss: no step was logged.")
     return run
 
 
@@ -116,17 +124,22 @@ def table(a: Run, b: Run, found: dict[int, dict[str, float]], first: int) -> str
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    p.add_argument("run_a", type=Path, metavar="RUN_A", help="a run's folder, or a stored curve (.json)")
+    p = argument_parser(__doc__, "RUN_A [RUN_B]")
+    p.add_argument(
+        "run_a", type=Path, metavar="RUN_A", help="folder of a run (job.dump_folder), or a stored curve (.json)"
+    )
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
-    p.add_argument("--tolerance", type=float, default=0.0, help="relative difference that counts as none (0)")
-    p.add_argument("--common", action="store_true", help="compare what both runs have, though one has more")
-    p.add_argument("--save-curve", type=Path, metavar="FILE.json", help="store RUN_A's curve")
+    what = "largest relative difference that counts as equal; 0: equal to the last bit"
+    p.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=what)
+    p.add_argument("--common", action="store_true", help="ignore steps and curves that only one run has")
+    p.add_argument("--save-curve", type=Path, metavar="FILE.json", help="store RUN_A's curves in this file")
     args = p.parse_args(argv)
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
     if args.run_b is None and args.save_curve is None:
-        raise ValueError("there is one run only: name a second one, or store its curve with --save-curve FILE.json.")
+        raise ValueError(
+            "only one run was given. Give a second one, or --save-curve FILE.json to store the curve of this one."
+        )
     return args
 
 
@@ -144,7 +157,7 @@ def main(argv=None) -> int:
     found = compare(a, b, args.tolerance)
     steps = [step for step, apart in found.items() if "loss" in apart]
     if not steps:
-        raise ValueError(f"no step is logged in both: {a.describe()}; {b.describe()}.")
+        raise ValueError(f"the two runs have no logged step in common: {a.describe()}; {b.describe()}.")
     alone = only_in_one(a, b)
     print("\n".join([f"A  {a.describe()}", f"B  {b.describe()}", settings_that_differ(a, b), *alone]))
     how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"

@@ -1,13 +1,15 @@
 """python -m interdomain.tools.convert outputs/debug --output exports/debug
 
-Turn a distributed checkpoint into a standalone folder (safetensors, config.json, tokenizer, model card, and the code that
-transformers' AutoModelForCausalLM runs), and back: with --to-checkpoint, a standalone folder becomes a checkpoint that training
-starts from (--checkpoint.initial_load_path), with --to-megatron one that Megatron starts from (--load). A checkpoint of
-Megatron-Core is recognised; it has no tokenizer: name the one of its corpus with --tokenizer.
+Convert a checkpoint into a standalone folder, or back.
 
-Only the model's tensors are read, shard by shard, whatever topology wrote them, and compared with their checksums; optimizer
-state is never touched. It is safe while training goes on. The result is read back and compared: every value, to the bit of its
-dtype, and the logits of a forward pass.
+A standalone folder holds weights (safetensors), config.json, a tokenizer, a model card and the code that transformers
+runs. Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is
+read back and compared with the source: every value, and the logits of a forward pass.
+
+    python -m interdomain.tools.convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
+    python -m interdomain.tools.convert exports/debug --to-checkpoint --output outputs/start
+
+Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """
 
 import json
@@ -26,7 +28,7 @@ from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pre
 from interdomain.model import distributed_checkpoint as checkpoints
 from interdomain.model.megatron_checkpoint import MegatronCheckpoint, find_checkpoint, write_checkpoint
 
-from ._cli import argument_parser, user_errors
+from ._cli import OUTPUT, argument_parser, user_errors
 from ._model_card import write_card
 
 CODE = Path(interdomain.__file__).parent / "hf"
@@ -38,16 +40,22 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 def parse(argv):
-    p = argument_parser(__doc__)
-    p.add_argument("source", type=Path, help="a checkpoint (step-N) or a run's folder (its newest whole step is taken)")
-    p.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
-    back = p.add_mutually_exclusive_group()
-    back.add_argument("--to-checkpoint", action="store_true", help="the other way: SOURCE is a standalone folder")
-    back.add_argument("--to-megatron", action="store_true", help="likewise, for Megatron-Core")
-    p.add_argument(
-        "--tokenizer", type=Path, help="file, or folder of a prepared corpus: for a checkpoint of Megatron-Core"
+    p = argument_parser(__doc__, "SOURCE --output DIR")
+    source = (
+        "checkpoint (step-N), or a run's folder: its newest complete checkpoint. With --to-...: a standalone folder"
     )
-    p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help="of weights; dynamics stay float32")
+    p.add_argument("source", type=Path, metavar="SOURCE", help=source)
+    p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
+    what = "data type to store the weights in; the recurrence's parameters stay float32"
+    p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help=what)
+    back = p.add_mutually_exclusive_group()
+    what = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
+    back.add_argument("--to-checkpoint", action="store_true", help=what)
+    back.add_argument("--to-megatron", action="store_true", help="write a checkpoint for Megatron-Core (--load DIR)")
+    what = (
+        "tokenizer file or folder of the prepared corpus; required for a checkpoint of Megatron-Core, refused otherwise"
+    )
+    p.add_argument("--tokenizer", type=Path, metavar="PATH", help=what)
     return p.parse_args(argv)
 
 
@@ -62,7 +70,7 @@ class Checkpoint:
             found = list(self.index[name].size) if name in self.index else "missing"
             if found != list(tensor.shape):
                 raise ValueError(
-                    f"{folder}: {name} is {found}, its record describes {list(tensor.shape)}. Take another step."
+                    f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
                 )
         self.tokenizer = pretrained.load_checked_tokenizer(folder, self.config, self.record)
 
@@ -78,12 +86,12 @@ def open_checkpoint(args):
     if folder is None:
         if args.tokenizer:
             raise ValueError(
-                f"--tokenizer: {args.source} is no checkpoint of Megatron-Core, and has its own. Leave it out."
+                f"--tokenizer is for checkpoints of Megatron-Core. {args.source} has its own tokenizer: leave it out."
             )
         return Checkpoint(checkpoints.latest_checkpoint(args.source))
     if not args.tokenizer:
         raise ValueError(
-            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Name its corpus: --tokenizer."
+            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's with --tokenizer."
         )
     checkpoint = MegatronCheckpoint(folder)
     checkpoint.tokenizer = load_tokenizer(args.tokenizer)

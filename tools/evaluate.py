@@ -1,11 +1,16 @@
 """python -m interdomain.tools.evaluate exports/softmax exports/interdomain --tasks paper
 
-Evaluate exported folders side by side: tasks of lm-evaluation-harness, through transformers (default: the paper's), and with
---perplexity text, perplexity against context length, through the project's own model and its state.
+Evaluate standalone folders on tasks and by perplexity.
 
---perplexity paper is the paper's study of length (docs/length.md). Results are written after every folder, evaluation.json and
-evaluation.md, with machine, versions and what the folders are; with matplotlib a plot of perplexity too. Data of tasks and the
-paper's corpora come from the Hugging Face hub: --fetch only fetches them, for a machine without a network.
+Several folders stand side by side in one table. Tasks are those of lm-evaluation-harness (default: the paper's).
+--perplexity measures perplexity against context length. evaluation.json and evaluation.md are written after every
+folder, with machine and versions. With matplotlib, perplexity is drawn too. Tasks and the paper's corpora come from the
+Hugging Face hub: use --fetch once where there is a network.
+
+    python -m interdomain.tools.evaluate --fetch --tasks paper --perplexity paper
+    python -m interdomain.tools.evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
+
+Documentation: docs/evaluation.md; for --perplexity docs/length.md
 """
 
 import argparse
@@ -25,7 +30,7 @@ from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 
 from . import _bench, _harness, _length, _perplexity, _task_table
-from ._cli import add_device, argument_parser, user_errors
+from ._cli import RESULTS, STANDALONE, add_device, add_dtype, argument_parser, user_errors
 from ._plots import Curve, Panel, draw
 from ._timing import release
 
@@ -35,32 +40,35 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="made by interdomain.tools.convert; first")
-    p.add_argument("--output", type=Path, help="folder of the results (default: outputs/evaluations/<time>)")
+    p = argument_parser(__doc__, "FOLDER [FOLDER ...]")
+    p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"{STANDALONE}; before all options")
+    p.add_argument("--output", type=Path, metavar="DIR", help=f"{RESULTS} (default: outputs/evaluations/TIME)")
     add_device(p)
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
-    p.add_argument("--batch-size", type=int, default=8, help="texts or windows at once (default %(default)s)")
-    p.add_argument("--limit", type=int, help="only the first so many samples of a task and spans of a corpus: a trial")
-    tasks = p.add_argument_group("lm-evaluation-harness")
-    suites = f"suites ({', '.join(_task_table.SUITES)}) or the harness's own names"
-    tasks.add_argument("--tasks", nargs="+", help=f"{suites}; default: paper, unless --perplexity is given")
-    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], help="folders with task files of yours")
-    tasks.add_argument("--max-length", type=int, help="tokens that a model sees (default: as the folders were trained)")
-    tasks.add_argument(
-        "--fetch", action="store_true", help="fetch the data of tasks and `paper`, and stop; needs no FOLDER"
-    )
+    add_dtype(p, DTYPES)
+    what = "texts or windows that are computed at once, at least 1"
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help=what)
+    what = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
+    p.add_argument("--limit", type=int, metavar="N", help=what)
+    p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
+    tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
+    suites = f"suites ({', '.join(_task_table.SUITES)}) or names of lm-evaluation-harness"
+    what = f"{suites} (default: paper, or none with --perplexity)"
+    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=what)
+    what = "folders with task files of your own, in the harness's format"
+    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=what)
+    what = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
+    tasks.add_argument("--max-length", type=int, metavar="N", help=what)
     text = p.add_argument_group("perplexity against context length")
-    corpora = ".txt, .jsonl or .parquet files (file, folder or quoted glob)"
-    text.add_argument(
-        "--perplexity", nargs="+", default=[], metavar="CORPUS", help=f"each a corpus: {corpora}; or: paper"
-    )
-    text.add_argument(
-        "--lengths", nargs="+", type=int, default=[*_length.LENGTHS], help="in tokens (default: the paper's)"
-    )
-    text.add_argument("--packed", action="store_true", help="join a corpus's documents, which may be shorter than that")
-    text.add_argument("--corpora", type=Path, default=Path("data/length"), help="of `paper` (default: %(default)s)")
-    text.add_argument("--text-field", default="text", help="column or field with the text (default %(default)s)")
+    what = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
+    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=what)
+    what = "context lengths in tokens, each at least 1"
+    text.add_argument("--lengths", nargs="+", type=int, default=[*_length.LENGTHS], metavar="N", help=what)
+    what = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
+    text.add_argument("--packed", action="store_true", help=what)
+    what = "where --fetch puts the corpora of `paper`"
+    text.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=what)
+    what = "column or JSON field that holds the text"
+    text.add_argument("--text-field", default="text", metavar="NAME", help=what)
     return p.parse_args(argv)
 
 
@@ -170,7 +178,7 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
 
 
 def fetch(args, names: list[str]) -> None:
-    """What --fetch is for. Raises: ValueError, FileNotFoundError for data that cannot be had."""
+    """Fetch the data of tasks and the paper's corpora. Raises: ValueError, FileNotFoundError for data that cannot be had."""
     if names:
         _harness.load_tasks(args.tasks, args.include_path)
     if _length.NAME in args.perplexity:
@@ -180,7 +188,7 @@ def fetch(args, names: list[str]) -> None:
             print(f"{name:<12} {row['documents']:>6,} documents, {row['bytes']:>11,} bytes of {row['dataset']}")
         names = [*names, f"the paper's corpora ({args.corpora})"]
     elif not names:
-        raise ValueError(f"--fetch fetches the data of --tasks and of --perplexity {_length.NAME}: name one of them.")
+        raise ValueError(f"--fetch has nothing to fetch. Add --tasks NAME ... or --perplexity {_length.NAME}.")
     print(f"the data of {', '.join(names)} are on this machine")
 
 
@@ -194,12 +202,14 @@ def main(argv=None) -> int:
         _harness.require_harness()
     paper = _length.NAME in args.perplexity
     if paper and len(args.perplexity) > 1:
-        raise ValueError(f"--perplexity {_length.NAME} stands alone: evaluate other corpora in a run of their own.")
+        raise ValueError(f"--perplexity {_length.NAME} stands alone. Evaluate other corpora with a second command.")
     if args.fetch:
         fetch(args, names)
         return 0
     if not args.folders:
-        raise ValueError("no folder was given: name one or more that interdomain.tools.convert made.")
+        raise ValueError(
+            "no folder was given. Name one or more standalone folders (interdomain.tools.convert makes them)."
+        )
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)

@@ -1,7 +1,14 @@
 """python -m interdomain.tools.generate exports/debug --prompt "def main(" --max-tokens 200
 
-Continue text with a standalone folder, through the recurrent state. Needs torch, safetensors and sentencepiece; no TorchTitan.
-One prompt streams as it is written; several are decoded together and printed at the end.
+Continue text with a standalone folder.
+
+The model reads the prompt in chunks and then writes token by token, from its state. One prompt is printed as it is
+written; several are decoded together and printed at the end. TorchTitan is not needed.
+
+    python -m interdomain.tools.generate exports/debug --prompt "import " --prompt "class " --temperature 0
+    head -c 2000 README.md | python -m interdomain.tools.generate exports/debug
+
+Documentation: docs/checkpoints.md
 """
 
 import sys
@@ -11,23 +18,30 @@ from interdomain.data import StreamDecoder
 from interdomain.model.generation import PREFILL_CHUNK, Sampling, generate
 from interdomain.model.pretrained import DTYPES, load_pretrained
 
-from ._cli import add_device, argument_parser, choose_device, user_errors, visible
+from ._cli import STANDALONE, add_device, add_dtype, argument_parser, choose_device, user_errors, visible
 
 
 def parse(argv):
-    p = argument_parser(__doc__)
-    p.add_argument("folder", help="standalone folder (made by interdomain.tools.convert)")
-    p.add_argument("--prompt", action="append", help="text to continue; may be repeated. Default: read standard input")
-    p.add_argument("--max-tokens", type=int, default=128, help="per prompt (default %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 for greedy (default %(default)s)")
-    p.add_argument("--top-k", type=int, default=0, help="keep the k most probable tokens; 0 keeps all")
-    p.add_argument("--top-p", type=float, default=0.95, help="keep the most probable up to this mass (%(default)s)")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--no-stop", action="store_true", help="write on after the end-of-text token")
-    add_device(p)
-    p.add_argument("--dtype", choices=DTYPES, help="default: as stored; the dynamics stay float32")
-    p.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, help="tokens of a prompt per pass")
-    p.add_argument("--no-graph", action="store_true", help="decode without a CUDA graph")
+    p = argument_parser(__doc__, "FOLDER")
+    p.add_argument("folder", metavar="FOLDER", help=STANDALONE)
+    what = "text to continue; may be given several times (default: read standard input)"
+    p.add_argument("--prompt", action="append", metavar="TEXT", help=what)
+    p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
+    p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")
+    sampling = p.add_argument_group("sampling")
+    what = "0 takes the most probable token; higher values give more varied text"
+    sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=what)
+    what = "sample from the N most probable tokens; 0: from all"
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help=what)
+    what = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
+    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=what)
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
+    how = p.add_argument_group("computation")
+    add_device(how)
+    add_dtype(how, DTYPES)
+    what = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
+    how.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=what)
+    how.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
     return p.parse_args(argv)
 
 
@@ -47,7 +61,9 @@ def prompts_of(args) -> list[str]:
 
 def run(args) -> int:
     if args.max_tokens < 1 or args.prefill_chunk < 1:
-        raise ValueError("--max-tokens and --prefill-chunk must be at least 1.")
+        raise ValueError(
+            f"--max-tokens and --prefill-chunk must be at least 1: got {args.max_tokens}, {args.prefill_chunk}."
+        )
     sampling, device = Sampling(args.temperature, args.top_k, args.top_p), choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))

@@ -1,10 +1,14 @@
 """python -m interdomain.tools.inspect exports/debug --text "def main(argv): return main(argv)" --output outputs/inspect
 
-Look into an exported folder: the attention map of every layer and head for a text (the implied one of the recurrence), and what
-its recurrences have learned: timescales, modes at the bound on the decay, the scale of the readout.
+Show attention maps, and what the recurrences learned.
 
-Writes inspect.json and inspect.md (numbers), maps.safetensors (maps), and with matplotlib pictures of the maps and of the
-timescales. docs/inspect.md says how to read them.
+For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies.
+Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
+Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
+
+    python -m interdomain.tools.inspect exports/debug --text-file README.md --max-tokens 9000 --layers 0
+
+Documentation: docs/inspect.md
 """
 
 import argparse
@@ -22,7 +26,7 @@ from interdomain.model.pretrained import load_pretrained
 from interdomain.model.ssm import BINDS, SSMDynamics
 
 from ._bench import markdown_rows
-from ._cli import add_device, argument_parser, choose_device, user_errors, visible
+from ._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
 from ._maps import Layer, by_head, read_layers
 from ._pictures import draw_kernels, draw_maps, draw_timescales
 
@@ -35,18 +39,19 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes of which the bo
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    p.add_argument("folder", type=Path, metavar="FOLDER", help="made by interdomain.tools.convert")
+    p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
+    p.add_argument("folder", type=Path, metavar="FOLDER", help=STANDALONE)
     text = p.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text")
-    text.add_argument("--text-file", type=Path, metavar="F")
-    p.add_argument("--output", type=Path, default=Path("outputs/inspect"), help="a new folder (default: %(default)s)")
-    p.add_argument("--layers", nargs="+", type=int, help="only these, from 0 (default: all)")
+    text.add_argument("--text", metavar="TEXT", help="the text to look at")
+    text.add_argument("--text-file", type=Path, metavar="FILE", help="the same, from a file in UTF-8")
+    p.add_argument("--output", type=Path, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
     p.add_argument(
-        "--max-tokens", type=int, default=256, help="refuse longer texts: maps are T x T (default %(default)s)"
+        "--layers", nargs="+", type=int, metavar="N", help="only these layers, counted from 0 (default: all)"
     )
-    p.add_argument("--dtype", choices=DTYPES, default="float64", help="to compute in (default %(default)s)")
+    what = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
+    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=what)
     add_device(p)
+    p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
     return p.parse_args(argv)
 
 
@@ -56,8 +61,8 @@ def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]
     ids = [tokenizer.eos_id, *tokenizer.encode(text)]
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(
-            f"the text has {len(ids):,} tokens with the end-of-text token before it; there must be at least 2 and at most "
-            f"--max-tokens {args.max_tokens:,}. A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
+            f"the text has {len(ids):,} tokens, the end-of-text token before it included. Allowed are 2 to {args.max_tokens:,} "
+            f"(--max-tokens). A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
         )
     decoder = StreamDecoder(tokenizer)
     return ids, ["⊢", *(visible(decoder.push(token)).replace("\n", "⏎") or "·" for token in ids[1:])]

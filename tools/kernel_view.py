@@ -1,7 +1,14 @@
 """python -m interdomain.tools.kernel_view --output outputs/kernel-view
 
-How near equation 9 of the paper comes to equation 4, by basis, number of basis functions and kind of input; and the signs of a
-small model's denominators, before and after training. docs/kernel-view.md explains both. Prints tables, writes a figure.
+Measure the kernel approximation behind the layer, on a CPU.
+
+The first table says how near equation 9 of the paper comes to equation 4, by basis, number of basis functions and
+input. The second says which signs the denominators of small models have, before and after training. Tables are printed.
+With matplotlib, the first is drawn.
+
+    python -m interdomain.tools.kernel_view --tokens 64 --steps 0 --output outputs/kernel-view
+
+Documentation: docs/kernel-view.md
 """
 
 import argparse
@@ -218,10 +225,11 @@ def denominator_table(steps: int) -> str:
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="folder for kernel-view.png")
-    parser.add_argument("--tokens", type=int, default=256, help="N (default: 256)")
-    parser.add_argument("--steps", type=int, default=200, help="of training each model; 0: no models (default: 200)")
+    parser = argument_parser(__doc__, "--output DIR")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write kernel-view.png to")
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of the first table, at least 2")
+    what = "training steps of each model of the second table; 0: leave that table out"
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help=what)
     args = parser.parse_args(argv)
     if args.tokens < 2 or args.steps < 0:
         raise ValueError(f"--tokens must be at least 2, --steps at least 0: got {args.tokens} and {args.steps}.")

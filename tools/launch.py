@@ -1,10 +1,20 @@
 """python -m interdomain.tools.launch train_configs/125M.toml --mixer.condition s4d --dry-run
 
-Check and describe a run and start it under torchrun: on every GPU of this machine, or on the CPU with two ranks over gloo;
-inside a SLURM allocation (sbatch, salloc) on every GPU of every node of it, by srun.
-Every other flag is a setting (--training.local_batch_size 4, --compile.enable, ...). `launch.sh` sets the environment up
-and calls this. A failed rank is started again by torchrun (--max-restarts), a lost node or a job at its time limit by the
-scheduler (tools/sites/requeue.sbatch, at exit status 75); nothing else starts a run again.
+Check a training run and start it.
+
+./launch.sh makes an environment and calls this. CONFIG.toml holds the settings; without it, train_configs/debug.toml is
+used. SETTINGS are any that --flags lists; they win over the file. The run uses every GPU of this machine, or the CPU
+with two ranks. Inside a SLURM allocation (sbatch, salloc) it uses every GPU of every node. To continue a run that
+stopped, repeat its command.
+
+    ./launch.sh
+    ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
+    ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
+
+Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 stopped by Ctrl-C;
+others are torchrun's
+
+Documentation: docs/running.md; for SLURM docs/clusters.md
 """
 
 import argparse
@@ -19,7 +29,7 @@ import torch
 from interdomain.model.distributed_checkpoint import finished_steps
 
 from . import _slurm, _torchrun
-from ._cli import user_errors
+from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, read_curves
 from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, python_here, torchrun_command
 
@@ -33,26 +43,27 @@ SEE_ALL = ("--samples_per_plugin", "scalars=100000")
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our own arguments, the flags of settings). The TOML file may stand anywhere."""
-    p = argparse.ArgumentParser(
-        prog="launch.sh",
-        usage="launch.sh [CONFIG.toml] [--dry-run] [--ranks N] [--site NAME] [--max-restarts N] [--flags] [SETTINGS]",
-        description="Train under TorchTitan on this machine, or on every node of the SLURM allocation that this stands in. "
-        f"CONFIG.toml: default {DEFAULT_CONFIG}. SETTINGS: --training.local_batch_size 4, ...; --flags lists them all.",
-        allow_abbrev=False,
+    p = argument_parser(__doc__)
+    p.prog, p.usage = "./launch.sh", "./launch.sh [CONFIG.toml] [OPTIONS] [SETTINGS]"
+    p.add_argument("--dry-run", action="store_true", help="check the settings, print what would run, and stop")
+    p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
+    what = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
+    p.add_argument("--ranks", type=int, metavar="N", help=what)
+    what = "restarts of failed ranks before the run ends"
+    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help=what)
+    what = (
+        f"the cluster: a file of tools/sites, or the path of a NAME.env; {_slurm.LOCAL}: this machine alone, inside an "
     )
-    p.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
-    p.add_argument("--flags", action="store_true", help="print every TOML field and flag, and stop")
-    p.add_argument("--ranks", type=int, help="processes on a machine (default: its GPUs, or 2 on the CPU)")
-    p.add_argument(
-        "--site", help="a cluster's variables (tools/sites; default plain, or INTERDOMAIN_SITE); local: no cluster"
-    )
-    p.add_argument("--max-restarts", type=int, default=3, help="how often torchrun restarts failed ranks (default 3)")
+    what += "allocation too (default: INTERDOMAIN_SITE, else plain)"
+    p.add_argument("--site", metavar="NAME", help=what)
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
-        raise ValueError(f"more than one configuration file: {', '.join(files)}. Override fields of one by flags.")
+        raise ValueError(
+            f"more than one configuration file: {', '.join(files)}. Give one, and change its settings by flags."
+        )
     args, flags = p.parse_known_args([a for a in argv if a not in files])
     if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
-        raise ValueError("give the configuration file by itself, without --job.config_file: ./launch.sh FILE.toml")
+        raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
     if args.ranks is not None and args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
     args.config = files[0] if files else DEFAULT_CONFIG
@@ -71,9 +82,9 @@ def refuse_idle_gpus() -> None:
     gpus = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if gpus and not torch.cuda.is_available() and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
         raise ValueError(
-            f"this machine has GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: is it a build for "
-            "CUDA, and the driver new enough for it? Install one that fits (INTERDOMAIN_PYTHON names an environment of "
-            "yours), or take the CPU with CUDA_VISIBLE_DEVICES=''."
+            f"this machine has GPUs ({', '.join(gpus)}), but PyTorch {torch.__version__} cannot use them. Install a CUDA build "
+            "of PyTorch that fits the driver (INTERDOMAIN_PYTHON can name an environment that has one). To run on the CPU, "
+            "set CUDA_VISIBLE_DEVICES=''."
         )
 
 
@@ -150,8 +161,8 @@ def main(argv=None) -> int:
     code = _slurm.run(command, nodes.environment) if nodes else _torchrun.run(command, _torchrun.environment(ranks))
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and (new := finished_steps(checkpoints).keys() - before):
         print(
-            f"\nthe run failed (exit status {code}) after it had saved step {max(new)}: leaving with exit status {CONTINUE}, "
-            "for the same command continues it, on another machine if this one is broken.",
+            f"\nthe run failed (exit status {code}) after it saved step {max(new)}. The same command continues it, on another "
+            f"machine if this one is broken (exit status {CONTINUE}).",
             file=sys.stderr,
         )
         return CONTINUE

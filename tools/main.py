@@ -1,6 +1,7 @@
 """python -m interdomain.tools.main convert outputs/debug --output exports/debug
 
-All tools behind one name: once the project is installed, `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE ...`.
+Run any of the commands. Once the project is installed, `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE
+...`.
 """
 
 import ast
@@ -17,14 +18,22 @@ del TOOLS["main"]
 
 
 def summary(tool: Path) -> str:
-    """What a tool does: the first clause of its docstring's second paragraph. The tool is not imported."""
+    """What a tool does: the first sentence of its docstring's second paragraph. The tool is not imported."""
     paragraph = ast.get_docstring(ast.parse(tool.read_text())).split("\n\n")[1]
-    return re.split(r"[.,:;](?: |$)| \(", " ".join(paragraph.split()))[0]
+    return re.split(r"\.(?: |$)", " ".join(paragraph.split()))[0]
 
 
 def usage() -> str:
-    lines = ["usage: interdomain COMMAND [OPTIONS]", "", "`interdomain COMMAND --help` lists a command's options.", ""]
-    return "\n".join([*lines, *(f"  {name:<19}{summary(file)}" for name, file in TOOLS.items())])
+    lines = [
+        "usage: interdomain COMMAND [OPTIONS]",
+        "",
+        "Prepare data, train, convert, generate, evaluate and measure.",
+        "",
+    ]
+    lines += [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]
+    return "\n".join(
+        [*lines, "", "`interdomain COMMAND --help` explains one command. docs/start.md shows a first run."]
+    )
 
 
 @user_errors

@@ -1,11 +1,16 @@
 """python -m interdomain.tools.prepare_data --input stdlib --output data/stdlib
 
-Turns text into a prepared corpus: shards of token ids in Megatron's .bin/.idx format, split into training and
-validation by document, with the tokenizer and a manifest of checksums. The same text gives the same bytes, with any
-number of worker processes. The folder appears under its name when everything in it is complete; a run that is killed
-leaves a hidden folder beside it, and the same command goes on from there.
+Turn text, or a made-up recall task, into a prepared corpus.
 
---synthetic makes a corpus of a recall task instead, of which the answers alone are trained on (interdomain.data.synthetic).
+A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a training and a validation split, with the
+tokenizer and a manifest of checksums. The same input gives the same bytes, with any number of worker processes. If the
+command is killed, run it again: it continues where it stopped.
+
+    python -m interdomain.tools.prepare_data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
+    python -m interdomain.tools.prepare_data --synthetic mqar --output data/mqar
+    python -m interdomain.tools.prepare_data --verify data/stdlib
+
+Documentation: docs/data.md; for --synthetic docs/recall.md
 """
 
 import argparse
@@ -27,44 +32,60 @@ from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
 
-from ._cli import argument_parser, user_errors
+from ._cli import OUTPUT, argument_parser, user_errors
 
 REQUEST = "request.json"  # in an unfinished folder: what was asked for
+OF_TEXT = ("--input", "--text-field", "--max-bytes", "--tokenizer", "--vocab-size", "--workers")  # not for --synthetic
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argument_parser(__doc__ or "")
-    what = f"stdlib; files, folders and globs of {READ}; hf:NAME[@REVISION][:CONFIG[:SPLIT]]"
-    parser.add_argument("--input", nargs="+", default=["stdlib"], help=what)
-    parser.add_argument("--text-field", default="text", help="of rows, default %(default)s")
-    parser.add_argument("--max-bytes", type=int, help="of the input's files to read, in whole pieces, default all")
-    tokenizer = parser.add_mutually_exclusive_group()
-    kinds = "a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder that holds one"
-    tokenizer.add_argument("--tokenizer", help=kinds)
-    tokenizer.add_argument("--vocab-size", type=int, default=2048, help="of one trained on the text: %(default)s")
-    parser.add_argument("--validation-fraction", type=float, default=0.02, help="of the documents, default %(default)s")
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, help="tokens after which a shard is full")
-    parser.add_argument("--workers", type=int, help="processes that encode, default one for every core that has work")
-    made = parser.add_argument_group(
-        "a recall task in place of --input (then text, tokenizer and workers are not asked)"
-    )
-    made.add_argument("--synthetic", choices=TASKS, help="which")
-    made.add_argument(
-        "--synthetic-length", type=int, metavar="T", help="tokens of an example; set training.seq_len to it"
-    )
-    made.add_argument(
-        "--synthetic-items", type=int, metavar="P", help="to remember in an example: pairs, tokens, entries"
-    )
-    made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
-    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help="of both splits: %(default)s")
-    made.add_argument("--synthetic-seed", type=int, default=0, metavar="SEED", help="other examples for another one")
+    parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--output", type=Path, help="the folder to make; it may not exist, or is empty")
-    task.add_argument("--verify", type=Path, metavar="CORPUS", help="read all of a corpus against its manifest")
+    task.add_argument("--output", type=Path, metavar="DIR", help=OUTPUT)
+    what = "write nothing: compare every byte of a prepared corpus with its manifest"
+    task.add_argument("--verify", type=Path, metavar="CORPUS", help=what)
+    what = "share of the documents in the validation split, at least 0 and below 1"
+    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=what)
+    what = "size of a shard in tokens; a larger corpus has several"
+    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=what)
+
+    text = parser.add_argument_group("a corpus of text")
+    what = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
+    what += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
+    text.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=what)
+    what = "column or JSON field that holds the text"
+    text.add_argument("--text-field", default="text", metavar="NAME", help=what)
+    what = "read at most so many bytes of the input files, in whole pieces (default: all)"
+    text.add_argument("--max-bytes", type=int, metavar="N", help=what)
+    tokenizer = text.add_mutually_exclusive_group()
+    kinds = "a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder that holds one"
+    tokenizer.add_argument("--tokenizer", metavar="PATH", help=f"use this tokenizer: {kinds}")
+    what = "without --tokenizer: train a tokenizer of so many tokens on the training split"
+    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=what)
+    what = "processes that encode (default: one for every core that has work)"
+    text.add_argument("--workers", type=int, metavar="N", help=what)
+
+    made = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
+    made.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
+    made.add_argument(
+        "--synthetic-length", type=int, metavar="T", help="tokens of an example; use it as training.seq_len"
+    )
+    what = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
+    made.add_argument("--synthetic-items", type=int, metavar="P", help=what)
+    made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
+    what = "examples of both splits together"
+    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=what)
+    made.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
+
     args = parser.parse_args(argv)
+    given = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    if args.synthetic and (unused := [option for option in OF_TEXT if option in given]):
+        raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(unused)}.")
+    if not args.synthetic and (unused := [word for word in given if word.startswith("--synthetic-")]):
+        raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
-        raise ValueError(f"--validation-fraction is {args.validation_fraction}, it must be at least 0 and below 1.")
+        raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
     return args
 
 
@@ -110,8 +131,8 @@ def check_request(work: Path, request: dict) -> None:
     names = [name for name in found | request if found.get(name) != request.get(name)]
     if differing := [f"{name}: {found.get(name)} there, {request.get(name)} asked for" for name in names]:
         raise ValueError(
-            f"{work} is of another request ({'; '.join(differing)}). Ask for that one to finish it, remove {work} to throw "
-            "it away, or give another --output."
+            f"{work} holds an unfinished corpus with other options ({'; '.join(differing)}). Repeat those options to finish "
+            f"it, remove {work} to start again, or give another --output."
         )
     write_whole(path, json.dumps(request).encode())
 
@@ -121,8 +142,8 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
     fraction = request["validation_fraction"]
     if "train" not in splits or (fraction and "validation" not in splits):
         raise ValueError(
-            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}, of text by a "
-            "hash of each). Give more, or another fraction; 0: no validation."
+            f"The documents fall into {' '.join(splits) or 'no split'} alone (--validation-fraction {fraction}). Give more "
+            "documents or examples, another fraction, or 0 for no validation split."
         )
     manifest = {
         "format": FORMAT,
@@ -198,9 +219,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(describe(args.verify, "verified", verify=True) if args.verify is not None else make(args))
     except ModuleNotFoundError as e:
-        raise ValueError(f"{e}, which this input or tokenizer needs: pip install 'interdomain[data]' brings it.") from e
+        raise ValueError(
+            f"{e}, which this input or tokenizer needs. Install the extra `data`: .venv/bin/python -m pip install "
+            "-c constraints.txt -e '.[data]'"
+        ) from e
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with what is not encoded yet", file=sys.stderr)
+        print("interrupted; the same command continues", file=sys.stderr)
         return 130
     return 0
 

@@ -1,10 +1,16 @@
 """python -m interdomain.tools.study run train_configs/studies/small.toml
 
-Train, continue and show a study: every run of a TOML file of sizes, conditions, settings and seeds (format: tools/_study.py).
+Train and compare the runs of a study.
 
-plan STUDY.toml prints the runs, what they cost and what is missing. run STUDY.toml trains what is missing; after any kill the
-same command goes on from the last checkpoints. show STUDY.toml prints the table of what is there, and with --output draws it;
-it takes folders of single runs (job.dump_folder) too, finished or not.
+A study is a TOML file of model sizes, conditions, settings and seeds. `plan` prints its runs and what they cost. `run`
+trains those that are not finished. If it is killed, the same command continues. `show` prints a table of the finished
+runs. `study COMMAND --help` lists a command's options.
+
+    python -m interdomain.tools.study plan train_configs/studies/small.toml
+    python -m interdomain.tools.study show train_configs/studies/small.toml --output outputs/small-study
+    python -m interdomain.tools.study run train_configs/studies/small.toml --only '*/seed-1' --jobs 2
+
+Documentation: docs/study.md
 """
 
 import argparse
@@ -21,29 +27,41 @@ from interdomain.folders import require_empty
 
 from . import _study_tables
 from ._bench import markdown_rows
-from ._cli import argument_parser, user_errors
+from ._cli import OUTPUT, Help, argument_parser, user_errors
 from ._plots import draw
 from ._study import Study, read_study, record_of
 from ._study_run import run_here, submit
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__)
-    commands = p.add_subparsers(dest="command", required=True, metavar="plan|run|show")
-    for name, what in (("plan", "print the runs and what is missing"), ("run", "train what is missing")):
-        of = commands.add_parser(name, help=what, allow_abbrev=False)
-        of.add_argument("study", type=Path, metavar="STUDY.toml")
-        of.add_argument("--only", default="*", metavar="PATTERN", help="runs whose name fits, such as '*/seed-1'")
-    run = commands.choices["run"]
-    where = run.add_mutually_exclusive_group()
-    where.add_argument(
-        "--jobs", type=int, default=1, help="runs at a time, each on its share of this machine's GPUs or cores"
+    p = argument_parser(__doc__, "plan|run|show")
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog)
+
+    def add(name: str, what: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
+        usage = f"%(prog)s {arguments} [OPTIONS]"
+        return commands.add_parser(
+            name, usage=usage, help=what, description=f"{what}.{more}", formatter_class=Help, allow_abbrev=False
+        )
+
+    plan = add("plan", "Print the runs, what they cost, and which are not finished", "STUDY.toml")
+    more = (
+        " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 stopped by a signal: run it again."
     )
-    what = "submit each run instead: the command that its TOML file is put behind, such as 'sbatch tools/sites/requeue.sbatch'"
+    run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
+    for command in (plan, run):
+        command.add_argument("study", type=Path, metavar="STUDY.toml", help="the study's file (format: docs/study.md)")
+        what = "only runs whose name matches, such as '*/seed-1'"
+        command.add_argument("--only", default="*", metavar="PATTERN", help=what)
+    where = run.add_mutually_exclusive_group()
+    what = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
+    where.add_argument("--jobs", type=int, default=1, metavar="N", help=what)
+    what = "submit each run to SLURM instead, by this command and the run's TOML file, as 'sbatch tools/sites/requeue.sbatch'"
     where.add_argument("--sbatch", metavar="COMMAND", help=what)
-    show = commands.add_parser("show", help="print the table of what is there", allow_abbrev=False)
-    show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help="a study, or folders of runs")
-    show.add_argument("--output", type=Path, metavar="DIR", help="a new folder for study.md, study.json and study.png")
+    show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
+    what = "a study's file, or the folder of a run (job.dump_folder), finished or not"
+    show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=what)
+    what = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
+    show.add_argument("--output", type=Path, metavar="DIR", help=what)
     args = p.parse_args(argv)
     if args.command == "run" and args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
@@ -54,7 +72,7 @@ def chosen(args: argparse.Namespace) -> Study:
     study = read_study(args.study)
     runs = [run for run in study.runs if fnmatch.fnmatch(run.name, args.only)]
     if not runs:
-        raise ValueError(f"--only {args.only} fits none of the runs, such as {study.runs[0].name}.")
+        raise ValueError(f"--only {args.only} matches no run. A run's name is like {study.runs[0].name}.")
     return Study(study.name, runs)
 
 
@@ -82,7 +100,7 @@ def shown(paths: list[Path]) -> list[_study_tables.Run]:
             continue
         done = [run for run in read_study(path).runs if run.is_finished]
         if not done:
-            raise ValueError(f"{path}: no run is finished. Train them: python -m interdomain.tools.study run {path}")
+            raise ValueError(f"{path}: no run is finished. Train with: python -m interdomain.tools.study run {path}")
         found += [_study_tables.Run.of(run.name, json.loads(run.record.read_text())) for run in done]
     return found
 
@@ -99,7 +117,7 @@ def main(argv=None) -> int:
             run.plan  # noqa: B018
         if 0 < (gpus := torch.cuda.device_count()) < args.jobs:
             raise ValueError(
-                f"--jobs {args.jobs} on {gpus} GPU(s): each run needs one of its own. Give {gpus} or fewer."
+                f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own. Give {gpus} or fewer."
             )
         if args.sbatch:
             submit(study.missing(), study.name, shlex.split(args.sbatch))

@@ -1,8 +1,8 @@
-"""Pretokenised text, packed to the context length, in an order that is a function of (seed, global index).
+"""Text as training samples: readers, tokenizers, tokenisation in processes, corpora, samples and mixtures.
 
-Here: readers of raw text, tokenizers, tokenising in processes, shards and corpora, samples and mixtures of them. Imports
-numpy, sentencepiece and interdomain.folders only, other libraries where a file needs them; never torch or TorchTitan.
-The training loader around it is in `interdomain.titan`. Public API: import from here only, but for tools.
+Text is tokenized once and packed to the context length. The order of the samples is a function of the seed and the
+sample's number. Imports numpy, sentencepiece and interdomain.folders; other libraries only where a file needs them;
+never TorchTitan. The training loader is in `interdomain.titan`. Public API: import from here only, except in tools.
 """
 
 from interdomain.data.corpus import TokenCorpus, read_manifest

@@ -139,8 +139,8 @@ class TokenCorpus:
                     differing.append(path)
         if differing:
             raise ValueError(
-                f"{differing[0]} is damaged or was exchanged: it differs from what the manifest of {folder} says. Copy the "
-                "folder again, or prepare the corpus again."
+                f"{differing[0]} is damaged or was replaced: it differs from the manifest of {folder}. Copy the folder "
+                "again, or prepare the corpus again."
             )
         return shards
 

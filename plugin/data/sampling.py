@@ -84,7 +84,7 @@ class PackedDataset:
         if answers is not None:
             if seq_len % answers.example_tokens:
                 raise ValueError(
-                    f"seq_len is {seq_len}, and the corpus has answers in examples of {answers.example_tokens} tokens each. "
+                    f"seq_len is {seq_len}, but the corpus is made of examples of {answers.example_tokens} tokens each. "
                     f"Set training.seq_len and validation.seq_len to {answers.example_tokens}, or a multiple."
                 )
             self.targets = seq_len // answers.example_tokens * answers.per_example
@@ -167,8 +167,8 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
     length = int(np.lcm.reduce([w.denominator for w in weights], dtype=object))
     if length > LONGEST_PATTERN:
         raise ValueError(
-            f"The weights of the mixture, {', '.join(map(str, weights))}, repeat only after {length:,} samples, "
-            f"{LONGEST_PATTERN:,} are allowed; give them with fewer digits."
+            f"The weights of the mixture, {', '.join(map(str, weights))}, have an order that repeats after {length:,} samples; "
+            f"at most {LONGEST_PATTERN:,} are allowed. Give weights with fewer digits."
         )
     pattern, given, ratios = np.empty(length, np.uint16), [0] * len(weights), [w.as_integer_ratio() for w in weights]
     for n in range(length):

@@ -58,7 +58,7 @@ class Task:
         least = min(self.length, self.items, self.vocab, self.seed + 1)
         if wrong := "each must be at least 1, and the seed at least 0" if least < 1 else self._wrong():
             raise ValueError(
-                f"--synthetic with {self.items} items in {self.length} tokens of {self.vocab} words: {wrong}."
+                f"--synthetic with {self.items} items in {self.length} tokens and a vocabulary of {self.vocab}: {wrong}."
             )
 
     @property
@@ -110,9 +110,9 @@ class MQAR(Task):
         if self.length % 2 or self.answers < 1:
             fits = self.length // 2 - 2
             least = 2 * self.items + 4
-            return f"the length is even and more than two tokens a pair; give {fits} items or fewer, or {least} tokens"
+            return f"the length must be even, with more than two tokens per pair; give {fits} items or fewer, or {least} tokens"
         if len(self.words()) < 2 * self.items:
-            return f"keys and values are distinct; give {2 * self.items + len(SPECIALS)} words or more"
+            return f"all keys and values are different; give {2 * self.items + len(SPECIALS)} words or more"
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
@@ -149,7 +149,7 @@ class SelectiveCopying(Task):
 
     def _wrong(self) -> str:
         if self.length < 2 * self.items + 2:
-            return f"a token takes two; give {(self.length - 2) // 2} items or fewer, or {2 * self.items + 2} tokens"
+            return f"an item takes two tokens; give {(self.length - 2) // 2} items or fewer, or {2 * self.items + 2} tokens"
         return "" if self.vocab > len(SPECIALS) + 3 else f"give {len(SPECIALS) + 4} words or more"
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:
@@ -187,7 +187,7 @@ class Phonebook(Task):
             fits, least = (self.length - 1) // each - 1, (self.items + 1) * each + 1
             return f"an entry and a lookup take {each} tokens each; give {fits} items or fewer, or {least} tokens"
         if len(self.words()) - 11 < self.items:
-            return f"names are distinct; give {self.items + 11 + len(SPECIALS)} words or more"
+            return f"all names are different; give {self.items + 11 + len(SPECIALS)} words or more"
         return ""
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:

@@ -1,7 +1,7 @@
-"""The model in transformers: importing this registers it, so that the Auto classes need no trust_remote_code.
+"""The model in transformers. Importing this package registers it: the Auto classes then need no trust_remote_code.
 
-The four files `*_interdomain.py` are copied into every exported folder as they are. They import torch and transformers, and
-the kernels of `interdomain.scan` and `interdomain.features` where these are installed; nothing else of this package.
+The four files `*_interdomain.py` are copied into every standalone folder. They import torch and transformers, and the
+kernels of `interdomain.scan` and `interdomain.features` if these are installed, nothing else of this project.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -1,9 +1,13 @@
 """The model in plain PyTorch.
 
-Configurations and their tables (`config`); the mixers (`mixer`, `softmax`, and `fixed_state` around `recurrence`) and what each
-answers for (`interface`); the decoder (`transformer`), states, generation, initial values, FLOPs. On disk: standalone folders
-(`pretrained`), training's checkpoints (`distributed_checkpoint`). May import interdomain.scan, features, data and folders; no
-TorchTitan.
+    config                     configurations; the tables of sizes and conditions
+    mixer, softmax             the mixers, with `fixed_state` and `recurrence` for gla, mamba2, deltanet and gated-deltanet
+    interface                  what every mixer provides
+    transformer                the decoder; `state`, `generation`, `initialize`, `flops` belong to it
+    pretrained                 standalone folders on the disk
+    distributed_checkpoint     checkpoints of training on the disk
+
+Imports interdomain.scan, features, data and folders; never TorchTitan.
 """
 
 # ruff: noqa: F401

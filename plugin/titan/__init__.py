@@ -1,9 +1,13 @@
 """Interdomain Attention trained with TorchTitan: `torchrun ... -m interdomain.titan.entry FILE.toml`.
 
-`schema` and `settings` read a configuration, `plan` refuses what cannot run before anything is built, and `trainer` builds the
-run and holds its training step. `parallelize`, `gradients`, `optimizer`, `dataloader`, `validate`, `metrics` are its parts;
-`checkpoint`, `resume_from`, `lock`, `preemption` and `guard` keep it from being lost. `host` alone imports
-TorchTitan. This package imports interdomain.model, .data, .scan and .features; only `tools` imports it.
+    schema, settings           read the settings
+    plan                       refuses settings that cannot run, before anything is built
+    trainer                    builds the run and has the training step
+    parallelize, gradients, optimizer, dataloader, validate, metrics     its parts
+    checkpoint, resume_from, lock, preemption, guard                     saving and resuming
+    host                       the only module that imports TorchTitan
+
+Imports interdomain.model, data, scan and features; only `tools` imports this package.
 """
 
 import sys

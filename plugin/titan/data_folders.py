@@ -27,8 +27,8 @@ def corpora_of(job_config: JobConfig) -> list[str]:
         _require_corpus(corpus)
     if (len(corpora) > 1 and len(data.weights) != len(corpora)) or len(corpora) == 1 < len(data.weights):
         raise ValueError(
-            f"data.corpus names {len(corpora)} corpora and data.weights {len(data.weights)} weights: a mixture needs one for "
-            "each, and a single corpus none."
+            f"data.corpus names {len(corpora)} corpora and data.weights {len(data.weights)} weights. Give one weight for each "
+            "corpus of a mixture, and none for a single corpus."
         )
     return corpora
 
@@ -39,8 +39,8 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
     prepared = [corpus for corpus in corpora_of(job_config) if os.path.isdir(corpus)]
     if not prepared and not data.tokenizer:
         raise ValueError(
-            f"data.corpus = {data.corpus!r} is bare shards and names no tokenizer. Set data.tokenizer to the "
-            "tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
+            f"data.corpus = {data.corpus!r} is shards without a manifest, and no tokenizer is set. Set data.tokenizer "
+            "to the tokenizer file that made the shards (a sentencepiece .model, a tokenizer.json, ...)."
         )
     tokenizer = cast(Tokenizer, load_tokenizer(data.tokenizer or prepared[0]))
     also = [data.validation_corpus] if os.path.isdir(data.validation_corpus) else []
@@ -57,7 +57,7 @@ def open_tokenizer(job_config: JobConfig) -> Tokenizer:
         check_vocab(tokenizer.vocab_size, model_config(job_config).vocab_size)
     except ValueError as e:
         raise ValueError(
-            f"{e} The setting is model.vocab_size; unset, model.flavor = {job_config.model.flavor} decides."
+            f"{e} The setting is model.vocab_size; 0 takes that of model.flavor = {job_config.model.flavor}."
         ) from e
     return tokenizer
 
@@ -74,8 +74,8 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
         bare = [corpus for corpus in corpora if not os.path.isdir(corpus)]
         if split == "validation" and bare:
             raise ValueError(
-                f"data.corpus = {bare[0]!r} is bare shards, which have no validation split. Set data.validation_corpus to "
-                "other shards, or validation.enable to false."
+                f"data.corpus = {bare[0]!r} is shards without a manifest and has no validation split. Set "
+                "data.validation_corpus to other shards, or validation.enable to false."
             )
     datasets = []
     for corpus in corpora:

@@ -107,11 +107,10 @@ class PackedLoader(BaseDataLoader):
             there, here = json.loads(state_dict["made_of"]), self.dataset.made_of
             causes = [setting for name, setting in CAUSES.items() if there.get(name) != here[name]]
             raise ValueError(
-                f"the checkpoint was made with other data, by {', '.join(causes) or 'another version'}: the samples that it "
-                "has seen cannot be told from those that it has not. Restore data.corpus, data.weights, "
-                "training.seq_len and debug.seed, or begin another run from it in the new data: --job.dump_folder, "
-                "--checkpoint.initial_load_path, --checkpoint.no-initial_load_model_only and "
-                "--checkpoint.exclude_from_loading dataloader."
+                f"the checkpoint was made with other data (changed: {', '.join(causes) or 'the version'}), so its position "
+                "in the data cannot be continued. Restore data.corpus, data.weights, training.seq_len and debug.seed. To "
+                "train on the new data, start another run from it: --job.dump_folder, --checkpoint.initial_load_path, "
+                "--checkpoint.no-initial_load_model_only and --checkpoint.exclude_from_loading dataloader."
             )
         self.consumed = state_dict["consumed_samples"]
 

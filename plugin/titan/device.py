@@ -58,8 +58,8 @@ def refuse_for_device(job_config: JobConfig) -> None:
         plain = mixer.features == "torch" and mixer.backend == "chunkwise-torch" and not job_config.compile.enable
         if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
             raise ValueError(
-                f"{problem}. Without them: --compile.no-enable --mixer.backend chunkwise-torch --mixer.features torch, which "
-                "is much slower."
+                f"{problem}. Without kernels, much slower: --compile.no-enable --mixer.backend chunkwise-torch "
+                "--mixer.features torch."
             )
         return
     impossible = {

@@ -62,8 +62,8 @@ class FolderLock:
                 return
         if found != first:
             raise ValueError(
-                f"{self.folder} is held by another run that is alive: {name}. Wait for its end, or give this one a folder of "
-                "its own with --job.dump_folder."
+                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run another folder "
+                "with --job.dump_folder."
             )
 
     def _has_ended(self, holder: dict) -> bool:
@@ -96,8 +96,8 @@ class FolderLock:
         """Raises: ValueError if another run has taken the folder over."""
         if self.lost:
             raise ValueError(
-                f"{self.folder} was taken over by another run ({NAME} says which): this one gave no sign of life for a minute, "
-                "or both began together. It ends here."
+                f"{self.folder} was taken over by another run ({NAME} names it), because this run did not respond for a minute "
+                "or both started together. This run ends here."
             )
 
     def release(self) -> None:
@@ -131,5 +131,5 @@ def require_shared(job_config, lock: FolderLock | None) -> None:
     if blind := {*filter(None, hosts)}:
         raise ValueError(
             f"{folder} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "
-            "Give one on a file system that they share."
+            "Choose a folder on a file system that all nodes share."
         )

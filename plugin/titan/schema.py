@@ -1,8 +1,8 @@
-"""The TOML's sections and fields, with TorchTitan's names and defaults where TorchTitan has the field.
+"""The sections and settings of a TOML file, with TorchTitan's names and defaults where TorchTitan has the setting.
 
-The comment at a field is the help text of its flag (`#:` above it, or `#` beside it). Its annotation says what can be checked
-of it alone: its type and its `Bound`. `settings.py` reads a file and flags into a `JobConfig` and checks each field in one
-loop; `plan.py` checks what several settings mean together.
+The comment at a setting (`#:` above it, or `#` beside it) is its text in `./launch.sh --flags`. The annotation says what one
+setting may be: its type and its `Bound`. `settings.py` reads a file and flags into a `JobConfig` and checks every setting.
+`plan.py` checks settings that depend on one another.
 """
 
 import math
@@ -32,6 +32,7 @@ Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
 NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
+Switch = Literal[True, False]  # a bool's flag would be --mixer.no-recompute, unlike that of a `bool | None`
 Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
@@ -41,8 +42,8 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 Schedule = Annotated[
     str,
     Bound(
-        f"one of {', '.join(SCHEDULES)} (schedules that split the backward pass, such as zero-bubble and DualPipe, go through "
-        "the graph of the dynamics twice, which is one for all layers of a stage)",
+        f"one of {', '.join(SCHEDULES)} (schedules that split the backward pass, such as zero-bubble and DualPipe, are not "
+        "supported: the dynamics of a stage's layers share one graph, which can be gone through only once)",
         SCHEDULES.__contains__,
     ),
 ]
@@ -50,214 +51,212 @@ Schedule = Annotated[
 
 @dataclass
 class Job:
-    """[job]: where a run writes, and what it says of itself."""
+    """[job]: the folder and the name of a run."""
 
     config_file: str | None = None  # The TOML file to read.
-    dump_folder: str = "./outputs"  # Folder of everything that the run writes.
-    description: str = "default job"  # What this run is, in your words; printed at the start.
+    dump_folder: str = "./outputs"  # Folder that the run writes everything to.
+    description: str = "default job"  # A description of the run; printed at the start.
 
 
 @dataclass
 class Profiling:
-    """[profiling]: traces by torch.profiler."""
+    """[profiling]: traces of torch.profiler."""
 
-    enable_profiling: bool = False  # Write traces.
-    save_traces_folder: str = "profile_traces"  # Folder of the traces, in the dump folder.
-    profile_freq: Count = 10  # Steps from one trace to the next.
-    profiler_active: Count = 1  # Steps that a trace shows.
-    profiler_warmup: CountOr0 = 3  # Steps that the profiler warms up for before them.
+    enable_profiling: bool = False  # Write traces of torch.profiler.
+    save_traces_folder: str = "profile_traces"  # Folder of the traces, in job.dump_folder.
+    profile_freq: Count = 10  # Steps between two traces.
+    profiler_active: Count = 1  # Steps in a trace.
+    profiler_warmup: CountOr0 = 3  # Warmup steps of the profiler before each trace.
 
 
 @dataclass
 class Metrics:
-    """[metrics]: what is logged, and what TensorBoard shows of the mixer."""
+    """[metrics]: the log and TensorBoard."""
 
-    log_freq: Count = 10  # Steps from one logged step to the next.
+    log_freq: Count = 10  # Steps between two logged steps.
     enable_tensorboard: bool = False  # Write TensorBoard events.
     disable_color_printing: bool = False  # Log without colours.
-    save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in the dump folder.
+    save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
     enable_wandb: bool = False  # Log to Weights & Biases as well.
-    #: Steps between the mixer's scalars by layer (timescales, 1 - |Lambda|, Delta), from one logged step (log_freq) to
-    #: another; 0: none.
+    #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
 
 
 @dataclass
 class Model:
-    """[model]: the size. `flavor` names a row of the table of sizes; every number can be set on top of it."""
+    """[model]: the size. `flavor` chooses one; the other settings change it."""
 
     name: Literal["interdomain"] = "interdomain"  # The model that this plugin trains.
-    flavor: Size = "debug"  # debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
-    #: Rows of the embedding and the head; 0: as the size says (32,000; debug 2,048). May be larger than the tokenizer's.
+    flavor: Size = "debug"  # The size: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
+    #: Tokens of the vocabulary, at least as many as the tokenizer has; 0: as the size has it (32,000; debug 2,048).
     vocab_size: CountOr0 = 0
-    dim: CountOr0 = 0  # Width; 0: as the size says. A head is dim / n_heads wide.
-    n_layers: CountOr0 = 0  # Blocks; 0: as the size says.
-    n_heads: CountOr0 = 0  # Query heads; 0: as the size says.
+    dim: CountOr0 = 0  # Model width; 0: as the size has it. The head width is dim / n_heads.
+    n_layers: CountOr0 = 0  # Layers; 0: as the size has it.
+    n_heads: CountOr0 = 0  # Query heads; 0: as the size has it.
 
 
 @dataclass
 class Mixer:
-    """[mixer]: which cell of the study. `condition` names a row of the table; every switch can be set on top of it."""
+    """[mixer]: the token mixer. `condition` chooses one; the other settings change it. None: as the condition has it."""
 
-    #: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear, dual-linear-norope,
-    #: s4d or s4d-rope; gla, mamba2, deltanet or gated-deltanet.
+    #: The mixer: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear,
+    #: dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or gated-deltanet.
     condition: Condition = "interdomain"
-    #: Key features and values as the input (true) or two generic projections (false). Unset: as the condition says.
+    #: Input of the recurrence: key features and values (true) or two generic projections (false). Unset: as the
+    #: condition has it.
     dual_input: bool | None = None
-    query_readout: bool | None = None  # Query-conditioned readout (true) or learned linear contraction (false).
-    rope: bool | None = None  # Rotary embedding on the query and key inputs.
-    n_basis: int | None = None  # M, basis functions per head. Unset: as the size says (64).
-    readout: str | None = None  # complex, real or hermitian: how complex U and Gamma become real.
-    c_form: str | None = None  # full, diagonal or identity.
-    feature_map: str | None = None  # silu, rff, or the positive elu, softplus and favor (docs/kernel-view.md).
-    #: Divide by the Nadaraya-Watson denominator (eta); favor needs it.
+    query_readout: bool | None = None  # Readout: conditioned on the query (true), or linear (false).
+    rope: bool | None = None  # Rotary embedding (RoPE) of queries and keys.
+    n_basis: int | None = None  # Basis functions per head (M). Unset: as the size has it (64).
+    readout: str | None = None  # How complex U and Gamma become real: complex, real or hermitian.
+    c_form: str | None = None  # Form of C: full, diagonal or identity.
+    feature_map: str | None = None  # silu, rff, elu, softplus or favor (docs/kernel-view.md).
+    #: Divide the output by the Nadaraya-Watson denominator (eta). feature_map = "favor" needs it.
     normalize: bool | None = None
-    output_gate: bool | None = None  # o <- sigmoid(Wg x) * o.
-    n_kv_heads: int | None = None  # Heads of keys, values and state; query heads share them in groups.
-    #: Of gla, mamba2, deltanet and gated-deltanet: heads of the state. Unset: those with which it is as large as interdomain
-    #: attention's, 4 n_basis dim numbers.
+    output_gate: bool | None = None  # Multiply the output by a gate, sigmoid(Wg x).
+    n_kv_heads: int | None = None  # Heads of keys, values and state; groups of query heads share one.
+    #: Heads of the state of gla, mamba2, deltanet and gated-deltanet. Unset: as many as give a state of the same size as
+    #: interdomain attention's, 4 * n_basis * dim numbers.
     state_heads: int | None = None
-    #: A hybrid: of every so many layers the last is softmax, the others are the condition's. The settings here are those of all
-    #: layers that have them.
+    #: A hybrid: every n-th layer is softmax, the others are as `condition` says. Settings of this section hold for every
+    #: layer that has them.
     softmax_every: int | None = None
-    #: A hybrid: conditions of the layers in order, instead of `condition`; repeated where they are fewer than the layers.
+    #: A hybrid: the conditions of the layers in order, instead of `condition`. A shorter list is repeated.
     layers: Conditions = field(default_factory=list)
-    window: int | None = (
-        None  # Tokens that a token attends to in softmax layers, itself among them. Unset: all before it.
-    )
-    #: C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if diagonal.
+    #: Softmax layers: tokens that a token attends to, itself included. Unset: itself and all before it.
+    window: int | None = None
+    #: Initial root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if C is diagonal.
     c_scale: float | None = None
-    linear_scale: float | None = None  # Initial standard deviation of the linear readout's c. Unset: 1/sqrt(M).
-    dt_min: float | None = None  # Delta starts log-uniform between dt_min and dt_max. Unset: 0.001.
-    dt_max: float | None = None  # Unset: 0.1.
-    a_init: str | None = None  # How A starts: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
-    #: How the scan is computed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft or reference (docs/kernels.md).
-    #: All compute the same function.
+    linear_scale: float | None = None  # Initial standard deviation of a linear readout. Unset: 1/sqrt(M).
+    dt_min: float | None = None  # Smallest initial Delta (log-uniform up to dt_max). Unset: 0.001.
+    dt_max: float | None = None  # Largest initial Delta. Unset: 0.1.
+    a_init: str | None = None  # Initial A: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
+    #: Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, sequential, parallel, fft or
+    #: reference. All compute the same function.
     backend: ScanBackend = "auto"
-    #: Compute the scan's scores again in the backward pass (true), or keep them for a shorter one (false): 4 bytes per token,
-    #: layer, query head and basis function in bf16, but for full activation checkpointing; chunkwise and parallel, on CUDA.
-    #: The bits are the same.
-    recompute: Literal[True, False] = True  # not bool, whose flag would be --mixer.no-recompute: like the switches
-    #: How convolution, RoPE, feature map and input norm are computed: auto, triton (one kernel, CUDA) or torch. All compute
-    #: the same function.
+    #: Recompute the scan's scores in the backward pass (true), or keep them (false) for a shorter one. They take 4 bytes
+    #: per token, layer, query head and basis function in bf16; none with full activation checkpointing. For chunkwise and
+    #: parallel on CUDA. The results are the same bits.
+    recompute: Switch = True
+    #: Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or torch. All
+    #: compute the same function.
     features: FeaturesBackend = "auto"
 
 
 @dataclass
 class Data:
-    """[data]: a prepared corpus (python -m interdomain.tools.prepare_data)."""
+    """[data]: the text (docs/data.md)."""
 
-    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards; or a list of these, mixed
-    #: by weight (in TOML a list; on the command line with commas).
+    #: Folder of a prepared corpus, or a prefix or glob of Megatron .bin/.idx shards. Several are mixed by weight: a list
+    #: in TOML, commas on the command line.
     corpus: str | list[str] = ""
-    #: Of the corpora in a mixture, in samples; they need not sum to 1.
+    #: Weights of the corpora in a mixture, in samples. They need not sum to 1.
     weights: list[float] = field(default_factory=list)
-    #: Prefix or glob of validation shards, where `corpus` is bare shards. Empty: the prepared corpora's own split.
+    #: Prefix or glob of validation shards, if `corpus` is shards without a manifest. Empty: the corpora's own split.
     validation_corpus: str = ""
-    #: A tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own tokenizer.
+    #: Tokenizer file (sentencepiece .model, tokenizer.json, X.tiktoken). Empty: the prepared corpus's own.
     tokenizer: str = ""
-    prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead of training; 0: none.
-    #: Nothing is carried from one packed document into the next: state, short convolution, positions, and what softmax
-    #: attends to. The paper packs documents and speaks of no reset.
+    prefetch: CountOr0 = 4  # Micro-batches that a thread reads ahead; 0: none.
+    #: Keep packed documents apart: state, short convolution, positions and softmax attention start anew at each document.
+    #: The paper packs documents and mentions no reset.
     reset_state_at_documents: bool = False
 
 
 @dataclass
 class Optimizer:
-    """[optimizer]: the SSM parameters (input norms, Delta, A, C, c) form a group of their own."""
+    """[optimizer]: AdamW. The SSM parameters (input norms, Delta, A, C, c) have their own rate and weight decay."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"  # AdamW or Adam.
+    name: Literal["AdamW", "Adam"] = "AdamW"  # The optimizer.
     lr: Positive = 8e-4  # Peak learning rate.
-    beta1: Decay = 0.9  # Of the mean of the gradients.
-    beta2: Decay = 0.95  # Of the mean of their squares.
-    eps: NotNegative = 1e-8  # Added to the root of that mean.
+    beta1: Decay = 0.9  # Decay of the running mean of the gradients.
+    beta2: Decay = 0.95  # Decay of the running mean of their squares.
+    eps: NotNegative = 1e-8  # Added to the root of the mean of squares.
     weight_decay: NotNegative = 0.1  # Weight decay of all parameters but the SSM's.
-    ssm_lr: Positive = 1e-3  # Peak learning rate of the SSM group is min(lr, ssm_lr).
-    ssm_weight_decay: NotNegative = 0.0  # Weight decay of the SSM group.
-    #: PyTorch's implementation of the optimizer: fused is the fastest.
+    ssm_lr: Positive = 1e-3  # The SSM parameters' peak learning rate is min(lr, ssm_lr).
+    ssm_weight_decay: NotNegative = 0.0  # Weight decay of the SSM parameters.
+    #: PyTorch's implementation of the optimizer; fused is the fastest.
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
 
 
 @dataclass
 class LRScheduler:
-    """[lr_scheduler]: warmup, a constant rate, and a decay to a floor."""
+    """[lr_scheduler]: warmup, then a constant rate, then a decay."""
 
-    warmup_steps: CountOr0 = 200  # Linear warmup over this many steps, where warmup_tokens is 0.
-    warmup_tokens: CountOr0 = 0  # Linear warmup over this many tokens, rounded to steps; 0: use warmup_steps.
-    #: The step with which the decay ends; 0: the run's last step. After it the rate stays at the floor: set it to the
-    #: length of a finished run to train on at that rate.
+    warmup_steps: CountOr0 = 200  # Length of the linear warmup in steps, if warmup_tokens is 0.
+    warmup_tokens: CountOr0 = 0  # The same in tokens, rounded to steps; 0: use warmup_steps.
+    #: Step at which the decay ends; 0: the run's last step. After it the rate stays at min_lr. To train a finished run
+    #: further at that rate, set it to the run's length.
     total_steps: CountOr0 = 0
-    #: Share of total_steps that the decay takes, at the end; before it the rate is constant (warmup, stable, decay; such a
-    #: run can be extended from a checkpoint before the decay). 0: constant, no decay. 1: decay right after the warmup.
+    #: Share of total_steps that the decay takes, at the end. 1: decay right after the warmup. 0: no decay. Between, the
+    #: rate is constant before the decay, and the run can be extended from a checkpoint before it.
     decay_ratio: Fraction = 1.0
-    #: Shape of the decay; sqrt: 1 - the root of the share of the decay that is done.
+    #: Shape of the decay; sqrt: 1 - sqrt(share of the decay that is done).
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, the same for every group.
-    #: Continue a checkpoint although this schedule gives its step another learning rate, by more than a factor of two.
+    min_lr: NotNegative = 0.0  # Learning rate at the end of the decay, of all parameters.
+    #: Continue a checkpoint even if this schedule changes the learning rate at its step by more than a factor of two.
     allow_jump: bool = False
 
 
 @dataclass
 class Training:
-    """[training]: batch, length, precision, and when to give up on a run."""
+    """[training]: batch, length, precision."""
 
-    local_batch_size: Count = 8  # Sequences per rank and pass.
-    #: Sequences per step; what ranks do not hold at once is accumulated. -1: one pass of every rank.
+    local_batch_size: Count = 8  # Sequences per rank in one forward pass (a micro-batch).
+    #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one pass of all ranks.
     global_batch_size: Annotated[int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)] = -1
     seq_len: Count = 2048  # Tokens per sequence.
-    max_norm: Positive = 1.0  # Gradients are scaled down to this norm.
-    steps: Count = 10_000  # Train for this many steps, where tokens is 0.
-    tokens: CountOr0 = 0  # Train on this many tokens, rounded up to whole steps; 0: use steps.
-    #: Stop the run when so many steps in a row had a loss or gradient norm that is not finite. Such a step changes neither
-    #: weights nor optimizer state; looked at every metrics.log_freq steps.
+    max_norm: Positive = 1.0  # Clip gradients to this norm.
+    steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
+    tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
+    #: Stop the run after so many steps in a row whose loss or gradient norm is not finite. Such steps change nothing.
+    #: Checked every metrics.log_freq steps.
     max_skipped_steps: Count = 10
-    enable_cpu_offload: bool = False  # Keep parameters, gradients and optimizer state in the machine's memory (FSDP2).
-    #: bf16: parameters as they are used, residual stream, norms and products. bf16-products: products only, over float32
-    #: parameters, residual stream, embeddings and norms, as the paper's autocast has it. float32: everything. The optimizer's
-    #: parameters, the dynamics and the loss are float32 in each.
+    enable_cpu_offload: bool = False  # Keep weights, gradients and optimizer state in CPU memory.
+    #: bf16: the forward and backward pass in bf16. bf16-products: matrix products in bf16, the rest in float32, as in the
+    #: paper. float32: everything in float32. The optimizer's parameters, the dynamics and the loss are always float32.
     precision: Literal["bf16", "bf16-products", "float32"] = "bf16"
-    gc_freq: Count = 50  # Steps between Python's garbage collections.
+    gc_freq: Count = 50  # Steps between two garbage collections of Python.
 
 
 @dataclass
 class Parallelism:
-    """[parallelism]: replicas x shards x context x tensor x pipeline = ranks."""
+    """[parallelism]: the product of the five degrees is the number of ranks (docs/parallelism.md)."""
 
-    data_parallel_replicate_degree: int = 1  # Replicas of the weights.
-    data_parallel_shard_degree: int = -1  # Shards of a replica. -1: as many as there are ranks left.
-    #: Every sequence over so many ranks, a contiguous piece each: for sequences beyond the memory of one device.
+    data_parallel_replicate_degree: int = 1  # Replicas of the model.
+    data_parallel_shard_degree: int = -1  # Shards of a replica (FSDP2). -1: all ranks that are left.
+    #: Ranks that share every sequence, a contiguous piece each: for sequences that do not fit on one device.
     context_parallel_degree: Count = 1
-    #: Heads, feed-forward and vocabulary over so many ranks, and between the mixers the tokens: ranks of one machine.
+    #: Ranks that share heads, feed-forward layers and vocabulary, and the tokens between the mixers. Best on one machine.
     tensor_parallel_degree: Count = 1
-    #: Layers over so many ranks. The micro-batches of a step go through them one after the other.
+    #: Ranks that share the layers. The micro-batches of a step pass through them one after the other.
     pipeline_parallel_degree: Count = 1
-    pipeline_parallel_schedule: Schedule = "1F1B"  # 1F1B, GPipe or Interleaved1F1B (several stages per rank).
-    #: Layers of a stage; the embedding and the head count as many as the next two settings say. Unset: one stage per rank,
-    #: with Interleaved1F1B two.
+    pipeline_parallel_schedule: Schedule = "1F1B"  # 1F1B, GPipe, or Interleaved1F1B (several stages per rank).
+    #: Layers of a stage. The embedding and the head count as the next two settings say. Unset: one stage per rank, or two
+    #: with Interleaved1F1B.
     pipeline_parallel_layers_per_stage: Annotated[int | None, Bound("at least 1", lambda x: x is None or x >= 1)] = None
-    pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # Layers that the first stage has less, for its embedding.
-    pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # Layers that the last has less, for its norm and head.
-    #: Free gathered weights after the forward pass of a block. default: of all but the last; with a pipeline never.
+    pipeline_parallel_first_stage_less_layers: CountOr0 = 1  # The first stage has so many layers less (embedding).
+    pipeline_parallel_last_stage_less_layers: CountOr0 = 1  # The last stage has so many layers less (head).
+    #: Free a block's gathered weights after its forward pass. default: all blocks but the last; none with a pipeline.
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
 
 @dataclass
 class Checkpoint:
-    """[checkpoint]: the last one can be continued from, as every other; a damaged one is skipped."""
+    """[checkpoint]: saving and continuing a run. A damaged checkpoint is skipped."""
 
-    enable: bool = False  # Save checkpoints, and continue from the last.
-    folder: str = "checkpoint"  # Folder of the checkpoints, in the dump folder.
-    interval: Count = 500  # Steps from one checkpoint to the next.
-    #: A checkpoint (a folder step-N) to begin with, where the run has none of its own.
+    enable: bool = False  # Save checkpoints, and continue from the latest.
+    folder: str = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
+    interval: Count = 500  # Steps between two checkpoints.
+    #: Checkpoint (a folder step-N) to start from, if the run has none of its own.
     initial_load_path: str | None = None
-    #: Take the weights of initial_load_path, and neither optimizer state, schedule, data position nor step.
+    #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True
-    #: async: train on while a thread writes a checkpoint.
+    #: async: a thread writes the checkpoint while training goes on.
     async_mode: Literal["disabled", "async"] = "disabled"
-    #: Checkpoints that are kept; 0: all.
+    #: Checkpoints to keep, at least 2; 0: all.
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
-    load_step: int = -1  # Go back to the checkpoint of this step. -1: continue from the latest.
-    #: Parts of initial_load_path that are begun anew, where it is not taken for its weights alone.
+    load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
+    #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
     exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]] = field(
         default_factory=list
     )
@@ -265,57 +264,57 @@ class Checkpoint:
 
 @dataclass
 class ActivationCheckpoint:
-    """[activation_checkpoint]: what is computed again in the backward pass; by operation, the scan is saved."""
+    """[activation_checkpoint]: what the backward pass recomputes, to save memory."""
 
-    mode: Literal["selective", "full", "none"] = "selective"  # full: every block; selective: see selective_ac_option.
-    #: op: matrix products and the scan's output are saved; a number n: every n-th block is computed again.
+    mode: Literal["selective", "full", "none"] = "selective"  # What is recomputed: every block, a part, or nothing.
+    #: With selective: op recomputes all but matrix products and the scan; a number n recomputes every n-th block.
     selective_ac_option: str = "op"
 
 
 @dataclass
 class Compile:
-    """[compile]: torch.compile of every block."""
+    """[compile]: torch.compile of every block and the loss."""
 
-    enable: bool = False  # Compile.
-    #: What is compiled.
+    enable: bool = False  # Use torch.compile.
+    #: What to compile.
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     backend: str = "inductor"  # Backend of torch.compile.
 
 
 @dataclass
 class Comm:
-    """[comm]: collectives between ranks."""
+    """[comm]: communication between ranks."""
 
-    init_timeout_seconds: Count = 300  # Of collectives until the first step is done.
-    train_timeout_seconds: Count = 100  # Of collectives after it.
-    trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder remembers; 0: none.
-    #: fake_backend simulates as many ranks as the variable NGPU says in one process, to try a configuration.
+    init_timeout_seconds: Count = 300  # Timeout of a collective until the first step is done, in seconds.
+    train_timeout_seconds: Count = 100  # Timeout of a collective after it, in seconds.
+    trace_buf_size: CountOr0 = 20000  # Collectives that NCCL's flight recorder keeps; 0: none.
+    #: fake_backend: simulate NGPU ranks (an environment variable) in one process, to try a configuration.
     mode: Literal["default", "fake_backend"] = "default"
 
 
 @dataclass
 class Validation:
-    """[validation]: the same fixed tokens every time, on every topology."""
+    """[validation]: loss on the same tokens every time, on any number of ranks."""
 
-    enable: bool = False  # Validate.
-    #: Validate on the first so many tokens of the validation split, rounded up to whole windows; 0: all of it.
+    enable: bool = False  # Validate during training.
+    #: Tokens of the validation split to use, from its start, rounded up to whole sequences; 0: all.
     tokens: CountOr0 = 0
-    local_batch_size: Count = 8  # Sequences per rank and pass.
+    local_batch_size: Count = 8  # Sequences per rank in one forward pass (a micro-batch).
     seq_len: Count = 2048  # Tokens per sequence.
-    freq: Count = 10  # Steps from one validation to the next.
+    freq: Count = 10  # Steps between two validations.
 
 
 @dataclass
 class Debug:
-    """[debug]: seeds and determinism."""
+    """[debug]: seed and determinism."""
 
-    seed: int = 42  # Of initial values and the order of the data.
-    deterministic: bool = False  # Use deterministic algorithms only; slower.
+    seed: int = 42  # Seed of the initial weights and of the data's order.
+    deterministic: bool = False  # Use deterministic algorithms only; this is slower.
 
 
 @dataclass
 class JobConfig:
-    """Everything that a run is told. Built by `settings.read_job_config`."""
+    """All settings of a run. Built by `settings.read_job_config`."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)

@@ -55,7 +55,8 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         args=arguments,
         default=job,
         prog="./launch.sh FILE.toml",
-        description="Settings of a run: keys of the sections of FILE.toml; a flag wins over the file.",
+        description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
+        "A flag wins over the file. The defaults shown are those of the file.",
     )
 
 
@@ -79,7 +80,7 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(
             f"{file} is not valid TOML: {e}. Correct that place: strings in quotes, true and false in lower case, one "
-            "`key = value` to a line, as in train_configs/debug.toml."
+            "`key = value` per line, as in train_configs/debug.toml."
         ) from e
 
 
@@ -99,11 +100,11 @@ def _refuse_unknown(setting: str, value: Any) -> None:
     if setting in TORCHTITAN_DEFAULTS:
         instead = f"Set {INSTEAD[setting]} instead, and leave" if setting in INSTEAD else "Leave"
         raise ValueError(
-            f"{setting} = {value} is a setting of TorchTitan's that this plugin does not use. {instead} it out."
+            f"{setting} = {value} is a setting of TorchTitan that this plugin does not use. {instead} it out."
         )
     near = difflib.get_close_matches(setting, KINDS, n=3, cutoff=0.7)
     hint = f" Near to it: {', '.join(near)}." if near else ""
-    raise ValueError(f"there is no setting {setting}.{hint} ./launch.sh --flags lists all that there are.")
+    raise ValueError(f"there is no setting {setting}.{hint} ./launch.sh --flags lists all.")
 
 
 def value_of(job_config: Any, setting: str) -> Any:
@@ -149,11 +150,11 @@ def refuse_unsupported(job_config: JobConfig) -> None:
     checkpoint = job_config.checkpoint
     if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
         raise ValueError(
-            "checkpoint.initial_load_path does nothing where checkpoint.enable is off: nothing is loaded and nothing saved. "
+            "checkpoint.initial_load_path has no effect while checkpoint.enable is off: nothing is loaded or saved. "
             "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
         )
     if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
         raise ValueError(
-            "checkpoint.exclude_from_loading leaves parts out of another run's checkpoint: begin a run in a folder of its own, "
-            "with checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only."
+            "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
+            "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
         )

@@ -134,7 +134,7 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
         raise ValueError(
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
-            "tested. Turn it off, or leave those degrees out: more shards take memory from a device as well."
+            "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
     if validation.enable and parallel.pipeline_parallel_degree > 1:
         for name in ("local_batch_size", "seq_len"):
@@ -203,14 +203,14 @@ def _refuse_for_context(
     for setting, length in lengths.items():
         if length % context or length < context * least:
             raise ValueError(
-                f"{setting} = {length} tokens cannot be shared by {degree} ranks: each has as many, and at least {least} "
-                f"(what a convolution reads of the rank before). Set a multiple of {context} that is {context * least} or "
+                f"{setting} = {length} tokens cannot be shared by {degree} ranks: every rank needs the same number, at least "
+                f"{least} (for the convolution of the next rank). Set a multiple of {context} that is {context * least} or "
                 "more, or another degree."
             )
     if recurrent and backend != "auto" and runs_as(backend, device) is None:
         raise ValueError(
             f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
-            "chunkwise, chunkwise-torch, and on CUDA parallel. Leave it out to get auto."
+            "chunkwise, chunkwise-torch, and on CUDA parallel."
         )
     own = job_config.training.seq_len // context
     if recurrent and own % CHUNK:

@@ -68,9 +68,9 @@ def test_exchanged_files_are_refused_and_damage_of_equal_size_on_request(folder)
     (folder / "train-00001.idx").unlink()
     with IndexedDatasetWriter(folder / "train-00001", 600) as writer:
         writer.add_document([1, 2])
-    with pytest.raises(ValueError, match=r"train-00001\.bin is damaged or was exchanged"):
+    with pytest.raises(ValueError, match=r"train-00001\.bin is damaged or was replaced"):
         TokenCorpus(folder)
     with open(folder / "tokenizer.model", "ab") as f:
         f.write(b"\0")
-    with pytest.raises(ValueError, match=r"tokenizer\.model is damaged or was exchanged"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model is damaged or was replaced"):
         TokenCorpus(folder)

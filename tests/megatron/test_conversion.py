@@ -72,7 +72,7 @@ def test_what_is_refused(computed, tmp_path, capsys):
         assert words in capsys.readouterr().err
         assert not out.exists()
 
-    refused("without a tokenizer. Name its corpus: --tokenizer", folder / "one")
+    refused("without a tokenizer. Give the corpus's with --tokenizer", folder / "one")
     damaged = tmp_path / "iter_0000005"
     shutil.copytree(folder / "one" / "iter_0000005", damaged)
     shard = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)

@@ -143,7 +143,7 @@ def test_the_group_of_the_dynamics():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("raise ImportError('not here')", "needs megatron-core: pip install 'interdomain[megatron]'"),
+        ("raise ImportError('not here')", "needs megatron-core: pip install -e '.[megatron]'"),
         ("__version__ = '0.15.3'", "runs with megatron-core 0.16 to 0.19; found 0.15.3."),
     ],
 )

@@ -65,10 +65,10 @@ def test_other_data_is_no_continuation(corpus, tmp_path, alone, capsys):
     manifest.write_text(json.dumps(read_manifest(again) | {"source": "another"}))
     state = build(mixture([corpus, again], [1, 2])).state_dict()
     others = {
-        "by training.seq_len:": mixture([corpus, again], [1, 2], training__seq_len=32),
-        "by debug.seed:": mixture([corpus, again], [1, 2], debug__seed=43),
-        "by data.weights:": mixture([corpus, again], [2, 1]),
-        "by data.corpus (other files, or prepared again):": mixture([corpus, corpus], [1, 2]),
+        "(changed: training.seq_len)": mixture([corpus, again], [1, 2], training__seq_len=32),
+        "(changed: debug.seed)": mixture([corpus, again], [1, 2], debug__seed=43),
+        "(changed: data.weights)": mixture([corpus, again], [2, 1]),
+        "(changed: data.corpus (other files, or prepared again))": mixture([corpus, corpus], [1, 2]),
     }
     for cause, job in others.items():
         error = refusal(capsys, build(job).load_state_dict, state)

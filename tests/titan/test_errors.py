@@ -53,6 +53,9 @@ def test_a_gpu_that_nothing_can_be_compiled_for_is_refused_at_the_start(monkeypa
         return SimpleNamespace(mixer=mixer, compile=SimpleNamespace(enable=compiled))
 
     for needs in (("auto", "auto", False), ("fft", "torch", True)):
-        with pytest.raises(ValueError, match=r"^there is no C compiler\. Without them: --compile\.no-enable --mixer"):
+        with pytest.raises(
+            ValueError,
+            match=r"^there is no C compiler\. Without kernels, much slower: --compile\.no-enable --mixer",
+        ):
             device.refuse_for_device(config(*needs))
     device.refuse_for_device(config("chunkwise-torch", "torch", False))

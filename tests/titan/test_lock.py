@@ -71,7 +71,7 @@ def test_two_processes_of_one_machine(tmp_path, monkeypatch):
         finally:
             os._exit(1)
     os.read(ready, 1)
-    with pytest.raises(ValueError, match=f"held by another run that is alive: process {pid} on {os.uname().nodename}"):
+    with pytest.raises(ValueError, match=f"in use by another run: process {pid} on {os.uname().nodename}"):
         FolderLock(tmp_path).acquire()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -102,7 +102,7 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, taken):
     if taken:
         acquire(tmp_path)
     else:
-        with pytest.raises(ValueError, match=r"alive: process 7 on nid007, since .*--job.dump_folder"):
+        with pytest.raises(ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"):
             FolderLock(tmp_path).acquire()
 
 

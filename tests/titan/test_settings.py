@@ -55,7 +55,7 @@ REFUSED = {
     "context and convolution": (
         {**CONTEXT, "training__seq_len": 4},
         "training.seq_len = 4",
-        "each has as many, and at least 3",
+        "every rank needs the same number, at least 3",
     ),
     "context and validation": (
         {**CONTEXT, "validation__enable": True, "validation__seq_len": 33},
@@ -142,7 +142,7 @@ REFUSED = {
     "profiler on a CPU": ({"profiling__enable_profiling": True}, "profiling.enable_profiling", "needs a GPU"),
     "checkpoint without checkpoints": (
         {"checkpoint__initial_load_path": "step-3"},
-        "checkpoint.initial_load_path does nothing where checkpoint.enable is off",
+        "checkpoint.initial_load_path has no effect while checkpoint.enable is off",
     ),
 }
 
@@ -181,7 +181,7 @@ BROKEN = {
     "[parallelism]\nenable_async_tensor_parallel = true": "that this plugin does not use. Leave it out.",
     "[parallelism]\npipeline_parallel_schedule_csv = 'a.csv'": "that this plugin does not use. Leave it out.",
     '[training]\ndataset = "c4"': "does not use. Set data.corpus instead, and leave it out.",
-    "[quantize.linear.float8]\nemulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan's",
+    "[quantize.linear.float8]\nemulate = true": "quantize.linear.float8.emulate = True is a setting of TorchTitan that",
     "[mixer]\nrope = True": "wrong.toml is not valid TOML",
     "\x80": "wrong.toml is not valid TOML: 'utf-8' codec",
 }

@@ -63,4 +63,4 @@ def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, capsys):
     assert ours["environment"]["commit"]
     files["calm"].write_text(files["calm"].read_text().replace("steps = 20", "steps = 21"))
     assert study.main(["show", str(files["calm"])]) == 2
-    assert "is of other settings than the study's now: training.steps 20 there, 21 here" in capsys.readouterr().err
+    assert "was made with other settings: training.steps 20 there, 21 here" in capsys.readouterr().err

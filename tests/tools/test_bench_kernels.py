@@ -84,10 +84,10 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tool", "argv", "said"),
     [
-        (bench_kernels, ["--mixers", "chunkwise", "flash4"], ["--mixers flash4: unknown", "sdpa-flash"]),
-        (bench_kernels, ["--shapes", "8x4096"], ["--shapes 8x4096", "BATCHxTOKENSxHEADSxHEAD_DIM"]),
+        (bench_kernels, ["--mixers", "chunkwise", "flash4"], ["--mixers: there is no flash4", "sdpa-flash"]),
+        (bench_kernels, ["--shapes", "8x4096"], ["got 8x4096", "BATCHxTOKENSxHEADSxHEAD_DIM"]),
         (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
-        (check_kernels, ["--groups", "magic"], ["--groups magic: unknown", "chunkwise-fp32"]),
+        (check_kernels, ["--groups", "magic"], ["--groups: there is no magic", "chunkwise-fp32"]),
     ],
 )
 def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):

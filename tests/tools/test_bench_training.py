@@ -128,8 +128,8 @@ def test_the_default_cases_can_be_planned(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--sizes", "8B"], "--sizes 8B: unknown; allowed: 1.3B"),
-        (["--cases", "mamba:compile:none"], "--cases mamba:compile:none: expected CONDITION:compile|eager"),
+        (["--sizes", "8B"], "--sizes: there is no 8B. Allowed are 1.3B"),
+        (["--cases", "mamba:compile:none"], "--cases must be CONDITION:compile|eager"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--device", "cpu"], "Set CUDA_VISIBLE_DEVICES"),
     ],

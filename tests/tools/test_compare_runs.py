@@ -106,10 +106,10 @@ def test_what_is_refused(write, capsys, tmp_path):
     (tmp_path / "bad.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     for argv, said in {
-        (a,): "one run only",
-        (a, far): "no step is logged in both",
+        (a,): "only one run was given",
+        (a, far): "no logged step in common",
         (a, str(tmp_path / "empty")): "no TensorBoard events",
-        (a, str(tmp_path / "bad.json")): "no stored curve",
+        (a, str(tmp_path / "bad.json")): "not a curve",
         (a, a, "--tolerance", "nan"): "--tolerance",
     }.items():
         assert compare_runs.main(list(argv)) == 2, argv

@@ -190,7 +190,7 @@ DAMAGE = {
     "altered shard": (lambda c: flip_a_bit(c / SHARD, small_model().norm.weight), "do not match their checksum"),
     "shard elsewhere": (shard_elsewhere, "no shard beside it"),
     "another size": (lambda c: edit_record(c, lambda r: r["model"].update(vocab_size=421)), "[421, 32]"),
-    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "is missing, its record"),
+    "another depth": (lambda c: edit_record(c, lambda r: r["model"].update(n_layers=3)), "is missing, but the record"),
     "another tokenizer": (another_tokenizer, "checksum differs"),
     "no folder": (shutil.rmtree, "There is no folder"),
 }

@@ -273,7 +273,7 @@ def test_the_paper_s_corpora_are_fetched_once_and_evaluated(folders, tokenizer, 
     assert f" {mean:.2f} |" in line
     (data / "PG19.jsonl").write_text("{}")
     run(folders[0], *request, expect=2)
-    assert "PG19.jsonl is not as it was fetched" in error(capsys)
+    assert "PG19.jsonl has changed since it was fetched" in error(capsys)
 
 
 def test_a_data_set_that_cannot_be_had_leaves_nothing(hub, corpus, capsys):

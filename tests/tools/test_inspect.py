@@ -208,8 +208,8 @@ def test_bad_requests(folders, tmp_path, capsys):
     model, out = folders / "interdomain", ("--output", tmp_path / "out")
     for argv, part in (
         ((tmp_path, "--text", TEXT), "config.json"),
-        ((model, "--text", ""), "at least 2"),
-        ((model, "--text", TEXT * 50), "--max-tokens 256"),
+        ((model, "--text", ""), "Allowed are 2 to 256"),
+        ((model, "--text", TEXT * 50), "256 (--max-tokens)"),
         ((model, "--text", TEXT, "--layers", 2), "--layers must be from 0 to 1: got 2"),
         ((model, "--text-file", tmp_path / "none.txt"), "none.txt"),
         ((model, "--text", TEXT, "--device", "cuda:9"), "--device cuda:9"),

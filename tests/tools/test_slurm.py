@@ -133,8 +133,8 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monke
 def test_refusals(slurm, capsys):
     for variables, argv, words in (
         ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
-        ({"JOB_ID": ""}, ["--site", "alps"], "no SLURM allocation"),
-        ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this line 2 times"),
+        ({"JOB_ID": ""}, ["--site", "alps"], "needs a SLURM allocation"),
+        ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this command 2 times"),
     ):
         slurm("a", "b", **variables)
         assert launch.main([*argv, "--dry-run"]) == 2

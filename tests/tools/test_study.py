@@ -190,14 +190,17 @@ def test_what_is_refused(write, described, tmp_path, capsys):
         writer.add_scalar("loss", 1.0, 1)
     for argv, words in (
         (["show", "no such run", "--output", str(tmp_path)], "exists and is not empty"),
-        (["show", str(tmp_path / "other")], "holds no run of this project's plugin"),
+        (["show", str(tmp_path / "other")], "holds no run of this project"),
         (["show", str(tmp_path / "nowhere")], "nowhere holds no TensorBoard events. Give a run's folder"),
         (
             ["show", write("never", "softmax", {1: math.nan})],
             "was never validated: train with validation.enable = true",
         ),
-        (["show", str(described())], "no run is finished. Train them: python -m interdomain.tools.study run"),
-        (["plan", str(described()), "--only", "x"], "--only x fits none of the runs, such as debug/softmax/seed-1"),
+        (["show", str(described())], "no run is finished. Train with: python -m interdomain.tools.study run"),
+        (
+            ["plan", str(described()), "--only", "x"],
+            "--only x matches no run. A run's name is like debug/softmax/seed-1",
+        ),
         (["plan", str(described("sizes.debug.model.flavor = 'debug'"))], "names no conditions: add a table"),
         (["plan", str(described(STUDY + "sizse = 1"))], "[[runs]] has no sizse; allowed: sizes, conditions"),
         (
