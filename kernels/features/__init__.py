@@ -4,7 +4,7 @@ plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they 
 support.py says what the kernels can run. This package imports torch, triton and `interdomain.scan`; plugin/ may import it.
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
-Derivation, bytes and budget: docs/kernels.md.
+Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
 """
 
 import torch
