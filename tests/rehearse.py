@@ -1,8 +1,9 @@
 """TRITON_INTERPRET=1 python -m tests.rehearse --seeds 20 --table page.md
 
-Rehearse the cases of tools/check_kernels.py on a CPU: the kernels under Triton's interpreter with the plan for Hopper, on the
-numbers that a GPU will see (seed 0) and on those of other seeds. The table has the worst error of each case beside its bound.
-`--only chunkwise T=130` runs the cases whose names hold every word. Exit status 1 if 1.5 times an error is beyond its bound.
+Run the cases of tools/check_kernels.py on a CPU: the kernels in Triton's interpreter, planned as for Hopper, on the numbers
+that a GPU will see (seed 0) and on those of other seeds. The table has the worst error of each case beside its bound;
+docs/errors.md explains its columns. `--only chunkwise T=130` runs the cases whose names hold every word. Exit status 1 if an
+error is more than its bound / 1.5.
 
 What differs from a GPU: fp32 products are exact to fp32, not 3xTF32; sums have another order; CUDA graphs run as plain calls;
 the longest sequences are cut.

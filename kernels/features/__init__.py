@@ -1,11 +1,11 @@
 """Input features: what stands between the projections and the scan, in one pass over memory. Public API: import from here only.
 
-plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their `torch.library` ops,
-support.py says what the kernels can run. This package imports torch, triton and `interdomain.scan`; plugin/ may import it.
-
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
-Derivation, bytes and budget: docs/kernels.md.
+Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
 """
+
+# plain.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they run), ops.py their `torch.library` ops,
+# support.py says what the kernels can run. This package imports torch, triton and `interdomain.scan`; plugin/ may import it.
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ def input_features(
 
     Args:
         x: a projection's output, [B, T, E]; bf16, fp16, fp32 or fp64. Computed in fp32 (fp64) and rounded once.
+        head_dim: R, channels of a head.
         conv: (weight [E, 1, W] or [E, W], bias [E]), causal and depthwise (SC of paper eq. 10).
         past: the W - 1 inputs before x, [B, W - 1, E]; None for zeros.
         documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's document,
@@ -47,10 +48,15 @@ def input_features(
         norm: (scale [R], shift [H, R]) of x / sqrt(mean(x^2) + eps) * scale + shift (paper eq. 12).
         backend: `triton` is one kernel, on CUDA only; `torch` plain PyTorch; `auto` is `triton` where that can run, else
             `torch`. An explicit one never falls back.
+        eps: of the norm.
         check_documents: as in the scan.
-    Returns: [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm, for
-        which only the inputs are kept.
-    Raises: ValueError if shapes, dtypes, devices, backend or documents are not as above (documents as in the scan).
+
+    Returns:
+        [B, T, H, R] in x's dtype, a view of x if nothing is asked for. Differentiable in x, conv, past and norm; the backward
+            keeps the inputs alone.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, backend or documents are not as above (documents as in the scan).
     """
     if x.ndim != 3 or head_dim < 1 or x.shape[2] % head_dim:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [B, T, H R] with R = head_dim = {head_dim}")
@@ -106,13 +112,21 @@ def input_features_step(
 
     Args:
         x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R; may be OVERWRITTEN by what is returned.
+        head_dim: R, channels of a head.
         conv: (weight [W, C], bias [C]) of the first C channels; the weight transposed, its last row that of the token itself.
         past: their W - 1 inputs before x, [B, W - 1, C], OVERWRITTEN with the last W - 1, x among them.
         rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
+        rotated: how many of the first heads RoPE rotates.
         silu: how many of the first heads have SiLU and the l2 norm.
         norm: (scale, shift), each [N, R], of the last N heads.
+        eps: of the norm.
         backend: as there.
-    Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
+
+    Returns:
+        [B, H, R] in x's dtype.
+
+    Raises:
+        ValueError: as there, and where a gradient would be recorded.
     """
     given = x, past, *(conv or ()), *(norm or ()), *(rope or ())
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
@@ -189,9 +203,18 @@ def resolve_backend(
     dtype: torch.dtype = torch.bfloat16,
     rope_gradient: bool = False,
 ) -> tuple[str, str]:
-    """What `backend="auto"` runs, and the same in words: as `interdomain.scan.resolve_backend`, logged likewise.
+    """What `backend="auto"` runs: as `interdomain.scan.resolve_backend`, logged likewise.
 
-    width: of the convolution, 0 for none. rope_gradient: whether the rotary tables require one.
+    Args:
+        device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
+        head_dim: R.
+        width: of the convolution; 0 for none.
+        dtype: of x.
+        rope_gradient: whether the rotary tables require a gradient.
+
+    Returns:
+        backend: `triton` or `torch`.
+        words: the same for a reader, with the reason where it is not `triton`.
     """
     problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
     chosen, said = ("torch", f"torch (plain PyTorch): {problem}") if problem else ("triton", "triton (one kernel)")

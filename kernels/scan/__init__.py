@@ -1,15 +1,14 @@
 """The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
 
-reference.py is what all else is compared with. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when
-they run); ops.py makes `torch.library` ops of the two. parallel.py and alternatives/ are plain PyTorch that autograd records,
-step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for
-sequences whose shards are on several ranks.
-This package imports torch and triton, nothing else; `interdomain.features`, plugin/ and tools/ may import it.
-
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
-functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated.
-Derivation, notation, backends and tolerances: docs/kernels.md.
+functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated. Complex numbers are real
+pairs in the last axis. Derivation, notation, backends and tolerances: docs/kernels.md.
 """
+
+# reference.py judges all other modules. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
+# run); ops.py makes `torch.library` ops of the two. parallel.py and alternatives/ are plain PyTorch that autograd records.
+# step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for
+# sequences whose shards are on several ranks. This package imports torch and triton, nothing else.
 
 from collections.abc import Callable
 
@@ -56,33 +55,43 @@ def interdomain_scan(
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", recompute: bool = True,
     check_documents: bool = True, group: str = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Query-conditioned readout o_t = Re(q_t^T U_t^T Gamma_t) of the recurrence X_t = Lambda X_(t-1) + [k_t; v_t]^T.
+    """Query-conditioned readout of the recurrence, over whole sequences (paper eqs. 11 and 13).
+
+    X_t = Lambda X_(t-1) + [k_t; v_t]^T is the state, with Lambda = exp(log_decay). The output is
+    o_t = Re(q_t^T U_t^T Gamma_t), where W has what turns X_t into U_t and Gamma_t.
 
     Args:
-        q: [B, T, Hq, R]; k: [B, T, H, R]; v: [B, T, H, D]. bf16, fp16 or fp32, computed in fp32; or all fp64. On CUDA
-            `chunkwise` and `parallel` multiply in bf16 where all three are half precision, sum in fp32, and have no fp64.
-        log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imag), fp32 (fp64 with fp64 inputs). Real
-            parts are expected in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
+        q: query features, [B, T, Hq, R]. bf16, fp16 or fp32, computed in fp32; or fp64, then all tensors are. On CUDA
+            `chunkwise` and `parallel` multiply in bf16 where q, k and v are half precision, sum in fp32, and have no fp64.
+        k: key features, [B, T, H, R].
+        v: values, [B, T, H, D].
+        log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians), fp32. Real parts are expected
+            in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
-        initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype; None for zeros.
-        documents: [B, T] integers, where several documents are packed into a sequence: the number of each token's
-            document, from 0 to 2^31 - 1, never falling along T. A state stops at the end of its document; the initial state is
-            that of document 0, which need not be there, and the final one that of the last token's. None: one sequence.
-        final_state: False where only o is wanted, as in training: no final state is written, none is kept by activation
-            checkpointing, and None is returned in its place.
+        initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype. None: zeros.
+        documents: [B, T] integers, if sequences hold several packed documents: each token's document, from 0 to 2^31 - 1,
+            never falling along T. A state stops at the end of its document. The initial state belongs to document 0, which
+            need not be there; the final one to the last token's. None: one document.
+        final_state: False if only o is wanted, as in training. Then no final state is written or kept.
         backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere, the others plain
-            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels do not have; an
-            explicit one never falls back.
-        recompute: False keeps a for the backward of `chunkwise` and `parallel` on CUDA, 2M numbers per token and query head
-            (256 bytes in bf16 at M = 64), and saves computing it twice. Results and gradients are the same, bit for bit.
-        check_documents: False leaves out the check of the numbers (some five small operations) where a caller has counted them.
+            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels lack. An explicit
+            one never falls back.
+        recompute: False keeps pass 1 for the backward of `chunkwise` and `parallel` on CUDA: 2M numbers per token and query
+            head (256 bytes in bf16 at M = 64). True computes it again. Results are the same, bit for bit.
+        check_documents: False leaves out the check of the numbers (about five small operations).
         group: name of a process group whose ranks hold contiguous shards of these sequences, in the order of the ranks and all
-            of T tokens. Document 0, or all without documents, goes on from the shard before. Results are those of the whole
-            sequence; gradients of log_decay and mixing are this shard's share, to be summed over ranks. Every rank must run the
-            forward and the backward: each exchanges one state. No initial_state; `chunkwise` and `chunkwise-torch` alone.
-    Returns: (o [B, T, Hq, D] in v's dtype, the final state in initial_state's form), differentiable in every argument.
-    Raises: ValueError if shapes, dtypes, devices, backend, documents or group are not as above (on CUDA, and compiled, wrong
-        numbers of documents fail an asynchronous assertion); NotImplementedError for forward-mode derivatives of `chunkwise`.
+            of T tokens. Results are those of the whole sequences. Document 0, or all without documents, goes on from the
+            shard before. Gradients of log_decay and mixing are this shard's share, to be summed over ranks. Every rank must
+            run the forward and the backward. No initial_state; `chunkwise` and `chunkwise-torch` alone.
+
+    Returns:
+        o: outputs, [B, T, Hq, D] in v's dtype; differentiable in every tensor.
+        state: X after the last token, as initial_state; likewise. None without `final_state`.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, backend, documents or group are not as above. On CUDA, and compiled, wrong numbers
+            of documents fail an asynchronous assertion instead.
+        NotImplementedError: forward-mode derivatives of `chunkwise`.
     """
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -111,14 +120,20 @@ def linear_scan(
     documents: Tensor | None = None, final_state: bool = True, backend: str = "auto", check_documents: bool = True,
     group: str = "",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels.
+    """Linear readout y_t = Re(sum_m w_m X_t[m]) of the same recurrence: per head, one convolution for all channels (S4D).
 
     Args:
-        z: [B, T, H, P], dtypes as in `interdomain_scan`.
-        log_decay: [H, M, 2]. readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
-        initial_state: [B, H, M, P, 2] or None. documents, final_state, backend, check_documents, group: as in
-            `interdomain_scan`.
-    Returns: (y [B, T, H, P] in z's dtype, the final state). Raises: ValueError as there.
+        z: inputs, [B, T, H, P], dtypes as q of `interdomain_scan`.
+        log_decay: as there, [H, M, 2].
+        readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
+        initial_state: [B, H, M, P, 2]. None: zeros. All further arguments are as there.
+
+    Returns:
+        y: outputs, [B, T, H, P] in z's dtype.
+        state: X after the last token, as initial_state. None without `final_state`.
+
+    Raises:
+        ValueError: as in `interdomain_scan`.
     """
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
@@ -142,15 +157,25 @@ def interdomain_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, state: Tensor, *,
     decay: Tensor | None = None, inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of `interdomain_scan`: fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
+    """One token of `interdomain_scan`: two fused kernels on CUDA where no gradient is recorded, else plain PyTorch.
 
     Args:
-        q: [B, Hq, R]; k: [B, H, R]; v: [B, H, D]; state: [B, H, M, R + D, 2], from the scan or zeros (None is refused).
-        mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] = [V | -Y] where W = [[V, -Y], [Y, V]], as the readout `complex`
+        q: query features, [B, Hq, R].
+        k: key features, [B, H, R].
+        v: values, [B, H, D].
+        log_decay: as in `interdomain_scan`, [H, M, 2].
+        mixing: W, [H, 2M, 2M]. Or its upper half [H, M, 2M] = [V | -Y] where W = [[V, -Y], [Y, V]], as the readout `complex`
             (and no other) has it: half the bytes.
-        decay: `decay_factor(log_decay)`, to compute it once for many steps; None: computed here.
-        inplace: write the new state over `state`, which must be contiguous, and return that; for CUDA graphs.
-    Returns: (o [B, Hq, D] in v's dtype, new state; without `inplace` the one passed in is left as it was).
+        state: X before the token, [B, H, M, R + D, 2], from the scan, or zeros at the start of a sequence.
+        decay: `decay_factor(log_decay)`, to compute it once for many steps. None: computed here.
+        inplace: write the new state over `state`, which must be contiguous; for CUDA graphs.
+
+    Returns:
+        o: outputs, [B, Hq, D] in v's dtype.
+        state: the new state. Without `inplace` the one passed in is left as it was.
+
+    Raises:
+        ValueError: shapes, dtypes or devices are not as above, or there is no state.
     """
     B, H, R = _sizes("k", k, "B", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -165,7 +190,22 @@ def interdomain_step(
 def linear_step(
     z: Tensor, log_decay: Tensor, readout: Tensor, state: Tensor, *, decay: Tensor | None = None, inplace: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_scan`: z [B, H, P], state [B, H, M, P, 2] -> (y [B, H, P], new state); see the step above."""
+    """One token of `linear_scan`: one fused kernel on CUDA where no gradient is recorded, else plain PyTorch.
+
+    Args:
+        z: inputs, [B, H, P].
+        log_decay: as in `interdomain_scan`, [H, M, 2].
+        readout: w, [H, 2M].
+        state: X before the token, [B, H, M, P, 2].
+        decay: as in `interdomain_step`, and so is `inplace`.
+
+    Returns:
+        y: outputs, [B, H, P] in z's dtype.
+        state: the new state.
+
+    Raises:
+        ValueError: as there.
+    """
     B, H, P = _sizes("z", z, "B", "H", "P")
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
@@ -199,14 +239,17 @@ def _step(
 def resolve_backend(
     device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """What `backend="auto"` runs, and the same in words, with the reason where it is not the Triton kernels.
-
-    A process logs each answer for a device of its own once, also where torch.compile asks.
+    """What `backend="auto"` runs. A process logs each answer for a device of its own once, also where torch.compile asks.
 
     Args:
         device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
+        M: basis functions.
         width: the larger of R and D; 0 for the linear readout, which takes every width.
         dtype: float64 if any of q, k, v is, else float32 if any is, else bfloat16.
+
+    Returns:
+        backend: `chunkwise` or `chunkwise-torch`.
+        words: the same for a reader, with the reason where it is not the Triton kernels.
     """
     chosen, said = "chunkwise", "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:

@@ -15,7 +15,14 @@ from .tables import powers
 
 
 def decay_factor(log_decay: Tensor) -> Tensor:
-    """Lambda = exp(log_decay) per token, both [H, M, 2]."""
+    """Lambda = exp(log_decay) per token, for `interdomain_step` and `linear_step`.
+
+    Args:
+        log_decay: theta, [H, M, 2].
+
+    Returns:
+        Lambda, [H, M, 2].
+    """
     one = torch.ones(1, device=log_decay.device)  # made there: a copy from the host would break CUDA-graph capture
     return powers(log_decay, one)[:, 0]
 

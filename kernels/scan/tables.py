@@ -19,15 +19,19 @@ READOUTS = ("complex", "hermitian", "real")
 
 
 def decay_exponent(dt: Tensor, log_A_real: Tensor, A_imag: Tensor) -> Tensor:
-    """theta = log Lambda = dt * A per token, with A = -exp(log_A_real) + i A_imag and a soft bound on the decay.
+    """theta = log Lambda = dt * A per token (paper eq. 11), with A = -exp(log_A_real) + i A_imag and a soft bound on the decay.
 
     With x = dt * exp(log_A_real) and b = MAX_DECAY_PER_TOKEN, Re(theta) = -x (1 + (x/b)^8)^(-1/8): x itself for small x
     (relative deviation (x/b)^8 / 8, below fp32 rounding for x <= 0.12), b for large x. Above the bound the gradient
     falls as (b/x)^9 and is not cut off, unlike that of a clamp.
 
     Args:
-        dt: step size, [H], > 0. log_A_real, A_imag: [H, M].
-    Returns: log_decay [H, M, 2], (real < 0, imaginary part in radians).
+        dt: Delta, the step size, [H], > 0.
+        log_A_real: log of -Re A, [H, M].
+        A_imag: Im A, [H, M].
+
+    Returns:
+        log_decay, [H, M, 2] as (real < 0, imaginary part in radians), per token.
     """
     x = dt[:, None] * log_A_real.exp()
     bound = torch.full_like(x, MAX_DECAY_PER_TOKEN)
@@ -41,8 +45,11 @@ def input_gain(log_decay: Tensor, dt: Tensor) -> Tensor:
     """Zero-order hold beta = (Lambda - 1) / A, with A = theta / dt: the A that log_decay stands for, bound included.
 
     Args:
-        log_decay: [H, M, 2]; dt: [H].
-    Returns: beta, [H, M, 2].
+        log_decay: theta, [H, M, 2].
+        dt: Delta, [H].
+
+    Returns:
+        beta, [H, M, 2].
     """
     re, im = log_decay.unbind(-1)
     # exp(theta) - 1 without cancellation: cos(im) - 1 = -2 sin(im/2)^2.
@@ -62,8 +69,15 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     diag(I, 0) (`real`).
 
     Args:
-        gain: [H, M, 2]. C: [H, M, M, 2] full, [H, M, 2] diagonal, None identity.
-    Returns: [H, 2M, 2M], acting on [Re a; Im a].
+        gain: beta, from `input_gain`, [H, M, 2].
+        C: projection onto the basis, [H, M, M, 2] full or [H, M, 2] diagonal. None: identity.
+        readout: one of READOUTS: how complex U and Gamma become real.
+
+    Returns:
+        W, [H, 2M, 2M], acting on [Re a; Im a].
+
+    Raises:
+        ValueError: for another readout, or a shape of C that is none of these.
     """
     if readout not in READOUTS:
         raise ValueError(f"readout is {readout!r}; allowed: {', '.join(READOUTS)}")
@@ -87,8 +101,15 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
     """w = gain * (C^T c), the linear readout on unit-gain states: y = Re(sum_m w_m X[m]).
 
     Args:
-        gain: [H, M, 2]. C as in `mixing_matrix`. c: real, [H, M].
-    Returns: [H, 2M] as (Re w | Im w).
+        gain: beta, from `input_gain`, [H, M, 2].
+        C: as in `mixing_matrix`.
+        c: real weights, [H, M].
+
+    Returns:
+        w, [H, 2M] as (Re w | Im w).
+
+    Raises:
+        ValueError: for another shape of C.
     """
     if C is None:
         projected = torch.stack((c, torch.zeros_like(c)), dim=-1)
@@ -109,8 +130,11 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
     5e-4 radians after 64 tokens.
 
     Args:
-        log_decay: [H, M, 2]; exponents: [J], integers of any dtype.
-    Returns: [H, J, M, 2] in log_decay's dtype.
+        log_decay: theta, [H, M, 2].
+        exponents: [J], integers of any dtype.
+
+    Returns:
+        [H, J, M, 2] in log_decay's dtype.
     """
     j = exponents.to(dtype=torch.float64, device=log_decay.device)[:, None]
     re, im = log_decay.double().unbind(-1)

@@ -38,10 +38,11 @@ FORMAT, FORMAT_VERSION = "interdomain-corpus", 1
 
 
 def read_manifest(folder: Path | str) -> dict:
-    """The checked manifest of a prepared corpus.
+    """The checked manifest of a prepared corpus, as a dict: tokenizer, vocabulary size, splits with their shards.
 
-    Raises: FileNotFoundError if `folder` is no prepared corpus, ValueError if its manifest is damaged or of another
-    version.
+    Raises:
+        FileNotFoundError: `folder` is no prepared corpus.
+        ValueError: its manifest is damaged or of another version.
     """
     path = Path(folder) / MANIFEST
     if not path.is_file():
@@ -88,12 +89,18 @@ class TokenCorpus:
 
     Args:
         source: folder of a prepared corpus, or a prefix, a glob, or a list of either, of bare .bin/.idx shards.
-        split: name of a split in the manifest; bare shards are whatever split the caller takes them for.
-        vocab_size: of bare shards, the bound that ids are checked against while reading; a manifest has its own.
+        split: name of a split in the manifest. Bare shards are whatever split the caller takes them for.
+        vocab_size: of bare shards, the bound that ids are checked against while reading. A manifest has its own.
         verify: read everything and compare checksums. Sizes are always compared.
-    Attributes: num_tokens, vocab_size (None if unknown), fingerprint (sha256 of the manifest; of bare shards, of their
-        names, sizes and index heads); answers (None if the corpus records none).
-    Raises: FileNotFoundError, ValueError: a missing, truncated or exchanged file.
+
+    Attributes:
+        num_tokens: of the split.
+        fingerprint: sha256 of the manifest; of bare shards, of their names, sizes and index heads.
+        answers: which tokens are answers; None if the corpus records none.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is truncated or was exchanged.
     """
 
     def __init__(
@@ -163,7 +170,11 @@ class TokenCorpus:
             start, i = max(start, end), i + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, int64, a copy. Raises ValueError at an id outside the vocabulary."""
+        """Tokens [start, stop) of the stream, int64, a copy.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
         out = np.empty(stop - start, np.int64)
         for shard, base, a, b in self._parts(start, stop):
             out[base + a - start : base + b - start] = shard.tokens(a, b)

@@ -37,11 +37,16 @@ def shard_files(prefix: Path | str) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """One memory-mapped shard. Opening it reads the header and compares sizes; `verify()` reads all of the index.
+    """One memory-mapped shard in Megatron's `.bin/.idx` format: `dataset[i]` is document i, `len(dataset)` their number.
+
+    Opening it reads the header and compares sizes; `verify()` reads all of the index.
 
     Args:
         prefix: the path without `.bin` or `.idx`.
-    Raises: FileNotFoundError if one of the two files is missing, ValueError if they are not a complete shard of token ids.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: they are not a complete shard of token ids.
     """
 
     def __init__(self, prefix: Path | str) -> None:
@@ -118,7 +123,11 @@ class IndexedDataset:
         return self.num_tokens if sequence >= len(self.offsets) else int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Reads all of the index: sequences must lie back to back and documents must follow one another."""
+        """Read all of the index.
+
+        Raises:
+            ValueError: sequences do not lie back to back, or documents do not follow one another.
+        """
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         back_to_back = len(ends) == 0 or (self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:]))
         if not back_to_back or (self.lengths < 0).any() or (np.diff(self.doc_idx) < 0).any():
@@ -132,9 +141,12 @@ class IndexedDatasetWriter:
     the same prefix writes over it.
 
     Args:
+        prefix: the path without `.bin` or `.idx`.
         vocab_size: decides the dtype (u16 below 65,500, else i32) and refuses ids outside it.
-        code: of another dtype (DTYPES), where that is to be smaller.
-    Raises: FileExistsError if the shard is there already.
+        code: of another dtype in the format's table, if a smaller one is wanted.
+
+    Raises:
+        FileExistsError: the shard is there already.
     """
 
     def __init__(self, prefix: Path | str, vocab_size: int, code: int | None = None) -> None:
@@ -160,12 +172,16 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Appends one document (one Megatron sequence). Ids are integers in [0, vocab_size), at least one."""
+        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size).
+
+        Raises:
+            ValueError: other ids.
+        """
         tokens = np.asarray(tokens)
         self.add_documents(tokens, [tokens.size])
 
     def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Appends documents that lie back to back in `tokens`, `lengths` tokens each."""
+        """Append documents that lie back to back in `tokens`, `lengths` tokens each. Errors as in `add_document`."""
         lengths = np.asarray(lengths, np.int32)
         if not len(lengths):
             return
@@ -183,7 +199,11 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finalize(self) -> dict:
-        """Brings both files to the disk, the index last. Returns: the shard's record in a manifest."""
+        """Bring both files to the disk, the index last.
+
+        Returns:
+            The shard's record for a manifest.
+        """
         lengths = np.array(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(

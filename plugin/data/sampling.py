@@ -54,18 +54,25 @@ class FeistelPermutation:
 class PackedDataset:
     """Windows of seq_len + 1 consecutive tokens (inputs and their next tokens) of a corpus's stream.
 
-    Windows tile the stream with stride seq_len, so that a token is a target once per epoch; they span documents and
-    shards, and a last one that is not full is dropped. Indices are global and never end: g is sample g % n of epoch
-    g // n (n = samples_per_epoch), and every epoch has an order of its own. Validation reads with `shuffle=False` at
-    indices 0, 1, ...: the same tokens each time.
+    Windows tile the stream with stride seq_len, so that a token is a target once per epoch. They span documents and shards;
+    a last one that is not full is dropped. Indices are global and never end: g is sample g % n of epoch g // n
+    (n = samples_per_epoch), and every epoch has an order of its own. Sample g depends on the corpus, seq_len, seed and g
+    alone. Validation reads with `shuffle=False` at indices 0, 1, ...: the same tokens each time.
 
     Args:
         corpus: a TokenCorpus.
         seq_len: tokens that the model sees, positive.
         seed: any integer; with shuffle=False it changes nothing.
-    Attributes: samples_per_epoch; targets, how many labels of a sample count in the loss; fingerprint, which a checkpoint keeps
-        beside the number of consumed samples; made_of, what the fingerprint is of, to say what differs.
-    Raises: ValueError if the corpus is shorter than one window, or if its answers are not as many in each.
+        shuffle: False for the order of the stream.
+
+    Attributes:
+        samples_per_epoch: windows in the corpus.
+        targets: labels of a sample that count in the loss.
+        fingerprint: of corpus, seq_len and order; a checkpoint keeps it beside the number of consumed samples.
+        made_of: what the fingerprint is of, to say what differs.
+
+    Raises:
+        ValueError: the corpus is shorter than one window, or windows would have different numbers of answers.
     """
 
     def __init__(self, corpus: TokenCorpus, seq_len: int, seed: int, shuffle: bool = True) -> None:
@@ -98,7 +105,7 @@ class PackedDataset:
         return self.samples_per_epoch
 
     def epochs(self, consumed: int) -> list[float]:
-        """How often each corpus (here the one) has been gone through after `consumed` samples."""
+        """Epochs of each corpus (here one) after `consumed` samples."""
         return [consumed / self.samples_per_epoch]
 
     def _start(self, g: int) -> int:
@@ -118,14 +125,14 @@ class PackedDataset:
         return self.corpus.read(start, start + self.seq_len + 1)
 
     def counted(self, g: int) -> np.ndarray | None:
-        """Which of sample g's labels count in the loss, [seq_len] bool: its answers; None where all do."""
+        """Which labels of sample g count in the loss, [seq_len] bool: its answers. None: all."""
         if self.corpus.answers is None:
             return None
         start = self._start(g) + 1
         return self.corpus.answers.marks.read(start, start + self.seq_len) > 0
 
     def document_starts(self, g: int) -> np.ndarray:
-        """Positions within sample g, [0, seq_len], at which a document begins (0 only if one begins right there)."""
+        """Positions within sample g, from 0 to seq_len, at which a document begins (0 only if one begins right there)."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
 
@@ -134,7 +141,7 @@ class PackedDataset:
         return np.stack([self[g] for g in indices])
 
     def positions(self, g: int) -> np.ndarray:
-        """Of each of sample g's inputs, how many tokens of its document come before it in the sample: [seq_len] int32.
+        """How many tokens of its document come before each input of sample g, in the sample: [seq_len] int32.
 
         A document that began before the sample counts from the sample's start: nothing of it before that is seen.
         """
@@ -181,14 +188,18 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
 
 
 class MixtureDataset(PackedDataset):
-    """Samples of several PackedDatasets, as one of them gives its own. After any number n of samples each corpus has given
-    n * weight of them, but for less than one.
+    """Samples of several PackedDatasets, by weight. After any number n of samples each corpus has given n * weight of them, to
+    within one sample.
 
     Args:
         datasets: PackedDatasets of one sequence length; each goes through its own epochs in its own order.
         weights: positive numbers, of samples (so of tokens); they need not sum to 1.
-    Attributes: samples_per_epoch, the samples before the first corpus begins anew.
-    Raises: ValueError for weights that are not positive or not one for each, and for a corpus with answers.
+
+    Attributes:
+        samples_per_epoch: samples before the first corpus begins again.
+
+    Raises:
+        ValueError: weights that are not positive or not one for each, or a corpus with answers.
     """
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float]) -> None:
@@ -219,7 +230,7 @@ class MixtureDataset(PackedDataset):
         }
 
     def locate(self, g: int) -> tuple[int, int]:
-        """(corpus, index in its own data set) of sample g."""
+        """Where sample g is: (number of its corpus, index in that data set)."""
         assert g >= 0
         block, r = divmod(int(g), len(self._pattern))
         c = int(self._pattern[r])

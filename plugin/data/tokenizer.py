@@ -27,9 +27,17 @@ TIKTOKEN_FIELDS = ("pattern", "special_tokens", "bos_token", "eos_token")
 
 
 class Tokenizer:
-    """What every kind shares. A kind sets the fields, `_encode` and `decode`; ids that do not exist are None.
+    """What every kind of tokenizer shares; made by `load_tokenizer`. A kind sets the fields, `_encode` and `decode`.
 
     Text that names control tokens is plain text: only add_eos makes one. Control tokens have no text.
+
+    Attributes:
+        vocab_size: ids are below it.
+        bos_id: id of the token that begins a text; None if there is none, as in the next three.
+        eos_id: of the token that ends a document.
+        pad_id: of the padding token.
+        unk_id: of the token for unknown text.
+        sha256: of the file, by which corpora, checkpoints and exported folders know the tokenizer.
     """
 
     file: str  # the name that it has in folders, one of TOKENIZER_FILES
@@ -47,6 +55,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; control tokens have none."""
         raise NotImplementedError
 
     def converted(self) -> Any:
@@ -54,6 +63,11 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str, add_eos: bool = False) -> list[int]:
+        """Ids of a text.
+
+        Raises:
+            ValueError: `add_eos` where the tokenizer has no such token.
+        """
         ids = self._encode(text)
         if not add_eos:
             return ids
@@ -65,7 +79,11 @@ class Tokenizer:
         return [*ids, self.eos_id]
 
     def write(self, folder: Path | str) -> Path:
-        """Writes the tokenizer's one file into a folder, completely or not at all. Returns its path."""
+        """Write the tokenizer's one file into a folder, completely or not at all.
+
+        Returns:
+            The path of the file.
+        """
         write_whole(Path(folder) / self.file, self.data)
         return Path(folder) / self.file
 
@@ -323,7 +341,10 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         path: a sentencepiece `.model` file; a Hugging Face `tokenizer.json`; tiktoken's ranks `X.tiktoken` with `X.json`
             beside them, or `tiktoken:NAME` for an encoding that tiktoken knows by name; or a folder that holds one of
             the files in TOKENIZER_FILES (a corpus, a checkpoint, a model).
-    Raises: FileNotFoundError, ValueError.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is not a tokenizer of one of these kinds.
     """
     if Path(path).is_dir():
         path = next((Path(path) / name for name in TOKENIZER_FILES if (Path(path) / name).is_file()), Path(path))
@@ -349,7 +370,11 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def check_vocab(tokenizer_vocab: int, model_vocab: int) -> None:
-    """Raises ValueError unless every id of the tokenizer has a row in the model, which may have spare rows."""
+    """Check that every id of the tokenizer has a row in the model, which may have spare rows.
+
+    Raises:
+        ValueError: the model has fewer rows.
+    """
     if tokenizer_vocab > model_vocab:
         raise ValueError(
             f"The tokenizer has {tokenizer_vocab:,} ids, the model's vocab_size is {model_vocab:,}. Set that to "
@@ -361,10 +386,11 @@ class StreamDecoder:
     """Text as tokens arrive: `"".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)`.
 
     Decodes the last few ids again with each new one, whatever the library. Text is held back as long as it ends in
-    U+FFFD, which more bytes may turn into a character. (Libraries differ in how many U+FFFD a run of broken bytes is; where
-    that run is longer than LONGEST ids, or a tokenizer.json's decoder changes it as one, the equality is that of text.)
+    U+FFFD, which more bytes may turn into a character. Libraries differ in how many U+FFFD a run of broken bytes is. Where
+    that run is longer than LONGEST ids, or a tokenizer.json's decoder changes it as one, the equality is that of text.
 
     Args:
+        tokenizer: from `load_tokenizer`.
         after: ids that came before (a prompt): the text continues theirs, which is not given out again.
     """
 

@@ -31,30 +31,38 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """The token mixer of one block. `kind="softmax"` is the baseline and has no switches but `n_kv_heads` and `window`; the
-    kinds of FIXED_STATE are further baselines, with the switches named there.
+    """The token mixer of one block. `softmax` is the baseline and reads `n_kv_heads` and `window` alone. The kinds of
+    FIXED_STATE are further baselines, with the settings named there.
 
     Attributes:
-        dual_input, query_readout, rope: the three axes of the paper's ablation cube (appendix, mechanism decomposition).
-        n_basis: M, the number of basis functions (complex state dimension) per head.
+        kind: `interdomain`, `softmax`, `gla`, `mamba2`, `deltanet` or `gated-deltanet`.
+        dual_input: key features and values enter the state (True), or two generic projections (False). With query_readout
+            and rope an axis of the paper's ablation cube (appendix, mechanism decomposition).
+        query_readout: the query reads the state (paper eq. 13), or a learned linear contraction does (False, as in S4D).
+        rope: rotary embedding on the inputs of queries and keys.
+        n_basis: M, the basis functions per head (the complex dimension of the state).
+        conv_width: taps of the short convolution (SC of paper eq. 10).
         readout: how complex U and Gamma become real. `complex`: the real part of q^T U^T Gamma, nothing conjugated, the literal
-            reading of paper eq. 13; `real`: the real parts multiplied; `hermitian`: q^T U^T conjugated.
-        c_form: C per head as a full complex matrix, a diagonal, or the identity.
-        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10); without input norms `rff` (random Fourier features; paper eq. 5)
+            reading of paper eq. 13. `real`: their real parts are multiplied. `hermitian`: q^T U^T is conjugated.
+        c_form: C per head as a `full` complex matrix, a `diagonal`, or the `identity`.
+        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10). Without input norms `rff` (random Fourier features; paper eq. 5)
             or a positive map, `elu` (elu + 1), `softplus` or `favor` (random features of the softmax kernel).
         normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); for positive feature maps (docs/kernel-view.md).
         output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
         n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
-        state_heads: of the baselines in FIXED_STATE, heads of the state (`state_shape`). None: those with which a layer's state
-            is as large as interdomain attention's with n_basis.
+        state_heads: of the baselines in FIXED_STATE, heads of the state. None: as many as make a layer's state as large as
+            interdomain attention's with n_basis.
         window: of softmax, how many tokens a token attends to: itself and those right before it. None: all before it.
+        c_scale: C at the start, the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). None: sqrt(2)/M, or sqrt(2/M) for
+            the diagonal. The paper leaves it open, and it decides whether the mixer learns.
+        linear_scale: standard deviation of the linear readout's c at the start. None: 1/sqrt(M).
+        dt_min: Delta, the step size per token, starts log-uniform between dt_min
+        dt_max: and dt_max.
+        a_init: how A starts (Gu et al., 2022). `s4d-inv`: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the paper's. `s4d-lin`:
+            -1/2 + i pi n. `s4d-real`: -(n + 1).
 
-    How the recurrence starts, which the paper leaves open (the scale of C decides whether the mixer learns):
-        c_scale: of C, the root mean square of |C_mn|; 1 is S4D's customary complex N(0, 1). None: sqrt(2)/M, or sqrt(2/M) for
-            the diagonal, so N(0, 1/M^2) or N(0, 1/M) for the real and the imaginary part.
-        linear_scale: standard deviation of the linear readout's c. None: 1/sqrt(M).
-        dt_min, dt_max: Delta is log-uniform between them.
-        a_init: `s4d-inv`: A_n = -1/2 + i M/pi (M/(2n+1) - 1); `s4d-lin`: -1/2 + i pi n; `s4d-real`: -(n + 1) (Gu et al., 2022).
+    Raises:
+        ValueError: a value that is not allowed, or a setting that this kind does not have.
     """
 
     kind: str = "interdomain"
@@ -121,14 +129,14 @@ autocast over float32 parameters computes them; the paper's. float32: all. Dynam
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model is computed, which is no property of it: no field changes the function or its parameters.
+    """How the model is computed. No field changes the function or its parameters.
 
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
             and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
-        features: of what stands between the projections and the scan, one of `interdomain.features.BACKENDS`.
-        bf16_products: products of float32 parameters in bfloat16, under autocast (`PRECISIONS`).
+        features: of the input features, one of `interdomain.features.BACKENDS`.
+        bf16_products: products of float32 parameters in bfloat16, under autocast.
     """
 
     backend: str = "auto"
@@ -142,8 +150,19 @@ class ModelConfig:
     """A Llama-style pre-norm decoder around token mixers (paper, backbone details).
 
     Attributes:
+        dim: width.
+        n_layers: blocks.
+        n_heads: query heads.
+        head_dim: width of a head, even; n_heads * head_dim = dim.
+        vocab_size: rows of the embedding and of the head.
+        max_seq_len: tokens of a training sequence.
+        rope_theta: base of the rotary embedding.
+        norm_eps: epsilon of every RMSNorm.
         mixers: of the layers in order, repeated until all have one: the shortest such pattern. The paper's models have one,
-            hybrids several; what is to work for both reads `layers`.
+            hybrids several; code that works for both reads `layers`.
+
+    Raises:
+        ValueError: a value that is not allowed, or numbers that do not fit each other.
     """
 
     dim: int
@@ -175,18 +194,19 @@ class ModelConfig:
 
     @property
     def mixer(self) -> MixerConfig:
-        """The mixer of all layers; a hybrid has none such."""
+        """The mixer of all layers. A hybrid has none such: ValueError."""
         (mixer,) = self.mixers
         return mixer
 
     @cached_property
     def layers(self) -> "tuple[ModelConfig, ...]":
-        """Of each layer, the model all of whose layers are like it."""
+        """For each layer, the configuration of a model whose layers are all like it."""
         alike = [self] if len(self.mixers) == 1 else [replace(self, mixers=(mixer,)) for mixer in self.mixers]
         return tuple(alike * (self.n_layers // len(alike)))
 
     @property
     def n_kv_heads(self) -> int:
+        """Heads of keys, values and state."""
         return self.mixer.n_kv_heads or self.n_heads
 
     @property
@@ -195,14 +215,18 @@ class ModelConfig:
         return -(-8 * self.dim // (3 * 128)) * 128
 
     def to_dict(self) -> dict[str, Any]:
-        """`mixer`: the settings of one, or of a hybrid's pattern a list of them."""
+        """All settings, for JSON. `mixer` holds those of the mixer; of a hybrid, a list of them."""
         settings = asdict(self)
         mixers = settings.pop("mixers")
         return {"format_version": FORMAT_VERSION, **settings, "mixer": list(mixers) if len(mixers) > 1 else mixers[0]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
-        """Inverse of `to_dict`. Unknown keys and newer versions are refused: a silently dropped switch is another model."""
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: unknown keys, or a newer version: a silently dropped setting would be another model.
+        """
         settings, mixers = dict(data), data.get("mixer", {})
         mixers = mixers if isinstance(mixers, list) else [mixers]
         version = settings.pop("format_version", None)
@@ -286,14 +310,18 @@ def build_config(
     softmax_every: int | None = None,
     **overrides: Any,
 ) -> ModelConfig:
-    """A cell of the study: `size` x `condition`, with any field of ModelConfig or MixerConfig overridden by name.
-
-    Of a hybrid, a setting of MixerConfig is that of all layers whose mixer has it.
+    """The configuration of a cell of the study: `size` x `condition`.
 
     Args:
-        layers: a condition for each layer instead of `condition`; repeated, where they are fewer than the layers.
-        softmax_every: N, where layers N - 1, 2N - 1, ... are softmax and the others `condition`.
-    Raises: ValueError for an unknown size, condition or field, or for a combination that no model has.
+        size: a row of SIZES: debug, 125M, 350M, 760M, 1.3B, 7B or 70B.
+        condition: a row of CONDITIONS: interdomain, softmax, s4d, ...
+        layers: a hybrid: a condition for each layer, instead of `condition`. A shorter list is repeated.
+        softmax_every: a hybrid: N, where layers N - 1, 2N - 1, ... are softmax and the others `condition`.
+        overrides: any field of ModelConfig or MixerConfig. In a hybrid, a field of MixerConfig goes to all layers whose
+            mixer has it.
+
+    Raises:
+        ValueError: an unknown size, condition or field, or a combination that is not possible.
     """
     _one_of("model size", size, tuple(SIZES))
     for name in (condition, *layers):
@@ -328,7 +356,12 @@ def _with_softmax(condition: str, every: int | None, n_layers: int) -> list[str]
 
 
 class Cell(NamedTuple):
-    """A cell of the study in words: rows of SIZES and CONDITIONS, each with every setting in which a model differs from it."""
+    """A cell of the study in words: rows of SIZES and CONDITIONS, each with every setting in which a model differs from it.
+
+    Attributes:
+        size: such as "125M", or "125M with n_layers 6".
+        condition: such as "interdomain", "interdomain, c_form identity", or of a hybrid "interdomain, softmax_every 3".
+    """
 
     size: str
     condition: str
@@ -338,10 +371,15 @@ class Cell(NamedTuple):
 
 
 def cell_of(config: ModelConfig, size: str) -> Cell:
-    """("125M with n_layers 6", "interdomain, c_form identity, n_basis 32"); without a difference ("125M", "interdomain"); of
-    hybrids ("125M", "interdomain, softmax_every 3"), or with another pattern ("125M", "softmax + interdomain + s4d").
+    """The cell of a configuration.
 
-    size: a row of SIZES, or what an earlier `Cell` says of it. The model's own settings are compared where the row is known.
+    Args:
+        config: of the model.
+        size: a row of SIZES, or the size of an earlier `Cell`. Settings are compared with the row where it is known.
+
+    Returns:
+        Such as ("125M", "interdomain") or ("125M with n_layers 6", "interdomain, n_basis 32"). Of a hybrid
+            ("125M", "interdomain, softmax_every 3") or ("125M", "softmax + interdomain + s4d").
     """
     row, n_basis = config, MixerConfig.n_basis
     if (name := str(size).partition(" with ")[0]) in SIZES:

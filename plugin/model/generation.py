@@ -23,7 +23,16 @@ PREFILL_CHUNK = 2048  # tokens per forward pass of a prompt (paper, inference sc
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 takes the most probable one; top_k 0 and top_p 1 keep all."""
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most probable token.
+        top_k: keep the so many most probable tokens; 0: all.
+        top_p: keep the most probable tokens that together have this probability; 1: all.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -37,7 +46,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
-    """Next tokens [B] from logits [B, V]; row b draws from generators[b], so that a row does not depend on its batch."""
+    """Next tokens [B] from logits [B, V]. Row b draws from generators[b], so that a row does not depend on its batch."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     # Relative to the largest, so that a temperature near zero gives -inf and not the NaN of inf - inf.
@@ -59,12 +68,20 @@ def sample(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]
 def prefill(
     model: Transformer, tokens: Tensor, state: ModelState | None = None, chunk: int = PREFILL_CHUNK
 ) -> tuple[Tensor, ModelState]:
-    """Read tokens [B, T], T >= 1, in pieces of `chunk`: memory for activations does not grow with T.
+    """Read prompts of one length in pieces: memory for activations does not grow with T.
 
     Args:
-        state: where to go on from, one row for each of tokens, advanced in place; None for a new one.
-    Returns: (logits after the last token [B, V], state).
-    Raises: ValueError for tokens outside the vocabulary; those on a GPU are not looked at.
+        model: on any device.
+        tokens: [B, T], T >= 1.
+        state: where to go on from, one row for each of tokens, advanced in place. None: a new one.
+        chunk: tokens of a piece.
+
+    Returns:
+        logits: after the last token, [B, V].
+        state: after the last token.
+
+    Raises:
+        ValueError: tokens outside the vocabulary; those on a GPU are not checked.
     """
     B, T = tokens.shape
     if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size:
@@ -78,19 +95,22 @@ def prefill(
 
 @torch.no_grad()
 def decode(model: Transformer, tokens: Tensor, state: ModelState) -> Tensor:
-    """One step: tokens [B] -> logits [B, V]; the state is advanced."""
+    """One step without a CUDA graph: tokens [B] -> logits [B, V]. The state is advanced in place."""
     _one_token_each(tokens, state)
     return model(tokens[:, None], state)[:, -1]
 
 
 class Decoder:
-    """Steps from a state on, at its batch size: on CUDA one CUDA graph, captured here and replayed for every token.
+    """Steps from a state on, at its batch size. On CUDA they are one CUDA graph, captured here and replayed for every token.
 
     Args:
+        model: that the state belongs to.
         state: taken over; nothing else may advance it from now on.
         room: tokens to decode, for which softmax's cache is made large enough; other mixers need none.
-        graph: whether to capture; None for on CUDA alone.
-    Raises: ValueError for a graph without CUDA, or under an autocast around it.
+        graph: whether to capture. None: on CUDA.
+
+    Raises:
+        ValueError: a graph without CUDA, or under an autocast around it.
     """
 
     @torch.no_grad()
@@ -130,7 +150,11 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
+        """tokens [B] -> logits [B, V], which the next step overwrites.
+
+        Raises:
+            ValueError: softmax's cache is full.
+        """
         _one_token_each(tokens, self.state)
         if self.graph is None:
             return self.model(tokens[:, None], self.state)[:, -1]
@@ -174,17 +198,27 @@ def generate(
     prefill_chunk: int = PREFILL_CHUNK,
     graph: bool | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue several prompts at once; yields one token per prompt and step, None for prompts that have ended.
+    """Continue several prompts at once.
 
     Prompts are read one after the other and decoded together. A prompt's text depends on (seed, its own tokens) alone, not on
     the prompts beside it, up to the rounding of batched matrix products.
 
     Args:
-        prompts: token ids, each at least one and all below the vocabulary size.
+        model: on any device.
+        prompts: token ids; each prompt has at least one, all below the vocabulary size.
+        max_tokens: new tokens per prompt at most.
+        sampling: how tokens are chosen. None: temperature 1, all tokens.
+        seed: of the random numbers.
         stop: a token that ends a row (it is yielded), or None.
-        vocab_size: the tokenizer's, where the model's is padded: spare rows mean nothing and are never chosen.
+        vocab_size: the tokenizer's, if the model's is padded: spare rows mean nothing and are never chosen.
+        prefill_chunk: tokens of a piece of a prompt, see `prefill`.
         graph: how to decode, see `Decoder`.
-    Raises: ValueError for no prompt, an empty one, or a token outside the vocabulary; at the first token, as of any iterator.
+
+    Yields:
+        One token per prompt and step; None for prompts that have ended.
+
+    Raises:
+        ValueError: no prompt, an empty one, or a token outside the vocabulary; at the first token, as of any iterator.
     """
     if not prompts or not all(prompts):
         raise ValueError(f"give prompts of at least one token each: got {[len(p) for p in prompts]} tokens.")

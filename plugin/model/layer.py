@@ -14,18 +14,24 @@ from .state import ModelState
 
 
 class InterdomainAttention(nn.Module):
-    """Causal attention through a state of fixed size: x [B, T, dim] -> [B, T, dim].
+    """Causal attention through a state of fixed size: x [B, T, dim] -> [B, T, dim] (paper, "Our architecture", eqs. 10 to 13).
 
-    Stands where causal self-attention would: norm and residual connection are the model's around it. Initialised by the
-    project's rules from PyTorch's global generator. The parameters of the recurrence (`mixer.ssm`) stay float32 in
-    `.bfloat16()` and `.half()`. The paper trains them, and the norms' (`k_norm`, `v_norm`), without weight decay and with a
-    learning rate of at most 1e-3.
+    It takes the place of causal self-attention. Norm and residual connection belong to the model around it. Initial values
+    come from PyTorch's global generator. The parameters of the recurrence (`mixer.ssm`) stay float32 in `.bfloat16()` and
+    `.half()`. The paper trains them, and those of `k_norm` and `v_norm`, without weight decay and with a learning rate of at
+    most 1e-3.
 
     Args:
-        n_layers: of the model around it: its output projection starts at a standard deviation of 0.02 / sqrt(2 n_layers).
+        dim: width of the model.
+        n_heads: query heads; a head is dim / n_heads wide.
+        n_layers: of the model around it. The output projection starts at a standard deviation of 0.02 / sqrt(2 n_layers).
+        rope_theta: base of the rotary embedding.
+        norm_eps: epsilon of the input norms.
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         options: any field of `interdomain.model.MixerConfig` but `kind`: n_basis (M), n_kv_heads, readout, c_form, rope, ...
-    Raises: ValueError for a setting that is unknown or that no mixer has.
+
+    Raises:
+        ValueError: a setting is unknown, or not possible with the others.
     """
 
     def __init__(
@@ -46,12 +52,19 @@ class InterdomainAttention(nn.Module):
         self.mixer = InterdomainMixer(self.config, Execution(backend))
 
     def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
-        """Whole sequences; with a state, a piece of any length that continues from it. The state is advanced in place.
+        """Whole sequences; with a state, a piece of any length that continues from it.
 
         Args:
-            state: of `init_state`. Make another after the weights have changed.
-            positions: [B, T] integers, where documents are packed into a sequence: of each token, how many of its document
-                come before it. Nothing is carried from one document into another.
+            x: [B, T, dim].
+            state: from `init_state`; advanced in place. Make a new one after the weights have changed.
+            positions: [B, T] integers, if sequences hold several packed documents: how many tokens of its document come
+                before each token. Nothing is carried from one document into another.
+
+        Returns:
+            [B, T, dim].
+
+        Raises:
+            ValueError: a state and positions.
         """
         if state is not None and positions is not None:
             raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
@@ -66,7 +79,7 @@ class InterdomainAttention(nn.Module):
         return y
 
     def init_state(self, batch: int) -> ModelState:
-        """The state before the first token, with what the scan reads of the parameters as they are now."""
+        """The state before the first token of `batch` sequences, with what the scan reads of the parameters as they are now."""
         weight, dynamics = self.mixer.wo.weight, self.mixer.dynamics([self.mixer])
         layer = self.mixer.init_state(batch, 0, weight.dtype, weight.device, dynamics[0])
         position = torch.zeros(batch, dtype=torch.int64, device=weight.device)

@@ -156,7 +156,19 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, 
 
 
 def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
-    """(configuration, the record that it stands in) of a standalone folder. Raises: FileNotFoundError, ValueError."""
+    """The configuration of a standalone folder.
+
+    Args:
+        folder: that tools.convert wrote.
+
+    Returns:
+        config: of the model.
+        record: all of config.json, with checksums and facts about the run.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: it is damaged, or of another project or version.
+    """
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a model folder: it has no {CONFIG}. Make one with tools.convert.")
@@ -229,12 +241,18 @@ def load_model(
     backend: str = "auto",
     verify: bool = True,
 ) -> Transformer:
-    """The model of a folder, in eval mode.
+    """The model of a standalone folder, in eval mode, without gradients.
 
     Args:
-        dtype: None keeps the stored one; the dynamics are float32, or float64 in a model of that.
+        folder: that tools.convert wrote.
+        device: where to put it.
+        dtype: of the weights. None: as stored. The dynamics are float32, or float64 in a model of that.
+        backend: of the scan, one of `interdomain.scan.BACKENDS`.
         verify: compare the checksums of the weights, which reads them once more.
-    Raises: FileNotFoundError, ValueError with what is wrong and what to do.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is damaged, or does not belong to the others.
     """
     config, record = read_config(folder)
     tensors = read_tensors(folder)
@@ -249,7 +267,16 @@ def load_model(
 
 
 def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
-    """(model, tokenizer) of a standalone folder. Options and errors: `load_model`."""
+    """The model and the tokenizer of a standalone folder.
+
+    Args:
+        folder: that tools.convert wrote.
+        options: of `load_model`, whose errors may arise.
+
+    Returns:
+        model: in eval mode.
+        tokenizer: an `interdomain.data.Tokenizer`.
+    """
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record)
     return load_model(folder, **options), tokenizer

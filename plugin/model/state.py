@@ -16,9 +16,13 @@ from torch.nn import functional as F
 
 @dataclass
 class MixerState:
-    """conv: the last W - 1 inputs of the convolutions of q, k and v, as far as there are, one after the other, [B, W - 1, E];
-    ssm: unit-gain X, [B, H, M, P, 2] float32; prepared: what a decode step reads of the parameters
-    (`InterdomainMixer._prepare_step`)."""
+    """The state of an interdomain layer.
+
+    Attributes:
+        conv: the last W - 1 inputs of the convolutions that the layer has, of q, k and v side by side, [B, W - 1, E].
+        ssm: X of the scan (unit gain), [B, H, M, P, 2] float32.
+        prepared: what a decode step reads of the parameters.
+    """
 
     conv: Tensor
     ssm: Tensor
@@ -38,7 +42,12 @@ class MixerState:
 
 @dataclass
 class KVCache:
-    """Rotated keys and values, each [B, H, S, head_dim]; S is the room there is, not the tokens seen."""
+    """The cache of a softmax layer: rotated keys and values. It grows where there are more tokens than slots.
+
+    Attributes:
+        k: [B, H, S, head_dim]; S slots, of which the first are in use.
+        v: likewise.
+    """
 
     k: Tensor
     v: Tensor
@@ -116,15 +125,16 @@ class WindowCache:
 
 @dataclass
 class ModelState:
-    """One entry per layer, and where each row stands.
+    """What a model carries from one piece of a text to the next: from `Transformer.init_state`, advanced in place.
 
     Attributes:
+        layers: per layer a MixerState, a KVCache or that of another mixer.
         position: tokens seen per row, [B] int64.
-        dynamics: what the scan reads of the parameters, per layer: computed once, for the weights that the state belongs to.
-        length: the slots of a cache in use, the same in all rows: tokens, and padding on the left of them.
-        padded: some row has padding (see `stack`).
-        cursor: `length` as a tensor [1] on the device, where steps are captured in a CUDA graph (`generation.Decoder`);
-            the model then advances it in place of `length`.
+        dynamics: per layer what the scan reads of the parameters: computed once, for the weights that the state belongs to.
+        length: slots of a cache in use, the same in all rows: tokens, and padding on the left of them.
+        padded: whether some row has padding (see `stack`).
+        cursor: `length` as a tensor [1] on the device, where `generation.Decoder` captures steps in a CUDA graph. The model
+            then advances it in place of `length`.
     """
 
     layers: list[Any]  # MixerState, KVCache or WindowCache
@@ -136,11 +146,11 @@ class ModelState:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that there is room for; None where there is no limit."""
+        """Tokens that softmax's caches have room for; None where no layer has such a cache."""
         return min((layer.capacity for layer in self.layers if layer.capacity is not None), default=None)
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many, those seen among them."""
+        """Make room in caches for so many tokens, those seen included."""
         for layer in self.layers:
             if layer.capacity is not None:
                 layer.reserve(self.length, tokens)
@@ -156,10 +166,11 @@ class ModelState:
             self.cursor.add_(tokens)
 
     def nbytes(self) -> int:
+        """Bytes of all layers' states."""
         return sum(t.nbytes for layer in self.layers for t in layer.tensors().values())
 
     def clone(self) -> "ModelState":
-        """A state of its own, with the same future: to continue one text in several ways."""
+        """A copy, to continue one text in several ways."""
         return self._map(Tensor.clone)
 
     def select(self, rows: Tensor) -> "ModelState":

@@ -64,18 +64,19 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens [B, T] -> logits [B, T, vocab_size], or the summed loss of labels.
+    """The decoder: tokens [B, T] -> logits [B, T, vocab_size], or the summed loss of labels (paper, backbone details).
 
-    Initialised from PyTorch's global generator; `init_weights(seed)` draws again, the same numbers on every machine.
+    Initial values come from PyTorch's global generator. `init_weights(seed)` draws again, the same numbers on every machine.
+    A stage of a pipeline is a model from which modules were taken away: `tok_embeddings`, `norm` or `output` set to None,
+    layers deleted (each keeps its name). All stages of a rank get the same arguments.
 
     Args:
+        config: of the model, from `build_config`.
         execution: how the mixers are computed; every choice computes the same function. None: the defaults.
 
-    A stage of a pipeline is one from which modules were taken away: `tok_embeddings`, `norm` or `output` set to None, layers
-    deleted (each keeps its name). All stages of a rank get the same arguments.
-
     Attributes:
-        shard, heads: which part of the sequences and of the heads the model computes (`set_parts`); None: all.
+        shard: which part of the sequences the model computes (`set_parts`); None: all.
+        heads: which part of the heads; None: all.
     """
 
     shard: Part | None = None
@@ -93,13 +94,15 @@ class Transformer(nn.Module):
             initialize(getattr(self, name), config, prefix=f"{name}.")
 
     def set_parts(self, *, shard: Part | None = None, heads: Part | None = None) -> None:
-        """Compute these parts, together with the other ranks of their process groups; None: all. To be called before modules
-        are wrapped. Losses and gradients are to be summed over the ranks.
+        """Compute these parts, together with the other ranks of their process groups. Losses and gradients are to be summed
+        over the ranks. Call it before modules are wrapped.
 
-        shard: of the sequences (context parallelism): tokens, positions, labels and what is returned are the shard's.
-        heads: of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and between the mixers of the
-            tokens; each number must be a multiple of its size. Arguments are those of all tokens. The parameters of
-            `shard.SHARDED` are to be replaced by this rank's parts, or by DTensors of them; all others stay whole.
+        Args:
+            shard: part of the sequences (context parallelism): tokens, positions, labels and results are the shard's.
+                None: all.
+            heads: part of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and of the tokens
+                between the mixers. Each number must be a multiple of its size. Arguments are those of all tokens. The
+                parameters of `shard.SHARDED` are to be replaced by this rank's parts, or by DTensors of them. None: all.
         """
         modules: Any = self.modules()
         for module in modules:
@@ -117,20 +120,25 @@ class Transformer(nn.Module):
         last: int | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Without a state: logits of whole sequences (training). With one: of a piece that continues from it; it is advanced.
+        """Logits of whole sequences; with a state, of a piece that continues from it.
 
         Args:
-            tokens: of a stage without embedding the hidden states, [B, T, dim], of which one with heads has T / size.
-            positions: [B, T] integers, where several documents are packed into a sequence: of each token, how many of its
-                document come before it. Nothing is carried from one document into another: not state, convolution or
-                attention.
-            last: logits of the last so many positions only, [B, last, V]; None for all.
-            labels: [B, T] integers, of each position the token after it, or IGNORE_INDEX: returns the cross-entropy, summed
-                over tokens, a float32 scalar. The logits of all tokens never exist at once (`summed_cross_entropy`). With
-                heads, the part of the sum whose labels are of this rank's vocabulary. A stage without head ignores them.
-        Returns: logits; with heads, of all tokens this rank's columns. Of a stage without head the hidden states.
-        Raises: ValueError for positions with a state, and for a state of other rows; NotImplementedError for a state or `last`
-            where the model computes a part.
+            tokens: [B, T]. Of a stage without embedding the hidden states, [B, T, dim]; with heads it has T / size of them.
+            state: from `init_state`; advanced in place.
+            positions: [B, T] integers, if sequences hold several packed documents: how many tokens of its document come
+                before each token. Nothing is carried from one document into another: not state, convolution or attention.
+            last: logits of the last so many positions only, [B, last, V]. None: of all.
+            labels: [B, T] integers, for each position the token after it, or IGNORE_INDEX. The result is then the
+                cross-entropy, summed over tokens, a float32 scalar; the logits of all tokens never exist at once. With heads,
+                the part of the sum whose labels are of this rank's vocabulary. A stage without head ignores them.
+
+        Returns:
+            Logits, [B, T, V]; with heads, of all tokens this rank's columns. Or the loss of labels. Of a stage without head
+                the hidden states.
+
+        Raises:
+            ValueError: positions with a state, or a state of other rows.
+            NotImplementedError: a state or `last` where the model computes a part.
         """
         kinds, part = dict.fromkeys(self._kinds), self.shard or self.heads
         if part is not None and (state is not None or last is not None):
@@ -180,7 +188,7 @@ class Transformer(nn.Module):
         return [block.mixer for block in blocks]
 
     def dynamics(self) -> list[tuple[Tensor, ...]]:
-        """Per layer what its scan reads of the parameters, float32; constant over the sequence.
+        """What the scan of each layer reads of the parameters, float32; constant over the sequence.
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
@@ -193,7 +201,9 @@ class Transformer(nn.Module):
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.
 
-        capacity: tokens that softmax without a window has room for from the start; its cache grows where they are more.
+        Args:
+            batch: B, sequences.
+            capacity: tokens that softmax without a window has room for from the start; its cache grows where they are more.
         """
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device
@@ -204,15 +214,16 @@ class Transformer(nn.Module):
         )
 
     def init_weights(self, seed: int = 42) -> None:
-        """Set every parameter and buffer: the same numbers on every device and under every sharding (see `initialize`)."""
+        """Set every parameter and buffer: the same numbers on every device and under every sharding."""
         initialize(self, self.config, seed)
 
 
 def count_parameters(model: nn.Module) -> int:
+    """Numbers in all parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def meta_model(config: ModelConfig) -> Transformer:
-    """The model without memory: for counting and checking shapes."""
+    """The model on the meta device, without memory: for counting and checking shapes."""
     with torch.device("meta"):
         return Transformer(config)

@@ -37,10 +37,15 @@ IN_TOKENS = {"training.steps": "training.tokens", "lr_scheduler.warmup_steps": "
 
 
 def read_job_config(arguments: list[str]) -> JobConfig:
-    """The job configuration from command-line arguments: a TOML file (--job.config_file F), and flags over what it says.
+    """The job configuration from a TOML file and flags, which win over the file.
 
-    Raises: ValueError for a file that is no TOML or has a key that does not exist or a value that cannot be;
-        FileNotFoundError; SystemExit for --help, and after saying why, for a flag that does not exist or has a wrong value.
+    Args:
+        arguments: of the command line: `--job.config_file FILE`, and flags such as `--training.steps=10`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no TOML, or has a key that does not exist, or a value that is not allowed.
+        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after saying so.
     """
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--job.config_file", "--job.config-file", dest="path")

@@ -52,7 +52,11 @@ from .validate import FixedValidator
 
 @record
 def run(job: JobConfig) -> None:
-    """Build, train and close the run of a configuration (`settings.read_job_config`), on every rank that torchrun started."""
+    """Build, train and close the run of a configuration, on every rank that torchrun started.
+
+    Args:
+        job: from `settings.read_job_config`.
+    """
     init_logger()
     # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
     warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
@@ -71,13 +75,32 @@ def run(job: JobConfig) -> None:
 
 @one_paragraph
 def check(job: JobConfig) -> RunPlan:
-    """End the process with a paragraph unless this configuration can run on the ranks that were started."""
+    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
     plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
     refuse_jump(job, plan.steps, plan.warmup_steps)
     return plan
 
 
 class InterdomainTrainer(Trainer):
+    """One rank's part of a run: TorchTitan's `Trainer` with this project's model, data, optimizer, checkpoints and validation.
+
+    Building it checks the configuration before the process group exists, then makes meshes, data, model, optimizer and
+    checkpoints, in this order. `train()`, TorchTitan's, runs all steps; it saves and validates between them.
+
+    Args:
+        job: from `settings.read_job_config`.
+
+    Attributes:
+        plan: what the configuration says about the run: model, steps, batch, ranks (`plan.RunPlan`).
+        meshes: the process groups of this rank.
+        model_parts: this rank's stages of the pipeline; without one, the model.
+        targets: labels per step that count in the loss, over all ranks.
+        step: the step that runs, from 1.
+
+    Raises:
+        SystemExit: the configuration cannot run, or another process writes to the folder; the reason is printed.
+    """
+
     job_config: Any
     checkpointer: SelfDescribingCheckpoints
     metrics_processor: InterdomainMetrics
@@ -152,9 +175,10 @@ class InterdomainTrainer(Trainer):
         return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One step of the optimizer. The host reads nothing from the device, and no step waits for it, but where one is logged.
+        """One step of the optimizer. The host reads nothing from the device, and waits for it in steps that are logged alone.
 
-        data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
+        Args:
+            data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
         """
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
@@ -175,7 +199,8 @@ class InterdomainTrainer(Trainer):
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:
-        """TorchTitan asks this between any two steps, after what it saves there."""
+        """Whether another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
+        stop saves and ends."""
         if not self.preemption.listening:  # before any step: from here on there is something to save
             self.preemption.listen()
             self.metrics_processor.begin(self.step + 1)
@@ -189,6 +214,7 @@ class InterdomainTrainer(Trainer):
         return True
 
     def close(self) -> None:
+        """Finish what is being written, and release the folder."""
         super().close()
         if self.lock:
             self.lock.release()
