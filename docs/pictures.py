@@ -51,7 +51,7 @@ STUDY = ROOT / "train_configs" / "studies" / "small.toml"
 TEXT = "def read(path, names):\n    for name in names:\n        print(path, name)"
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
-MAP = ["#7a1f0d", "#e0703a", "#ffffff", "#5aa0dc", "#123f75"], ["#ffc9a8", "#c2561f", "#161b22", "#2f74b5", "#b9dcff"]
+MAP = ["#7a0f1d", "#d9535a", "#ffffff", "#5aa0dc", "#123f75"], ["#ffc4c0", "#c2404a", "#161b22", "#2f74b5", "#b9dcff"]
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
 GROUNDS = "figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"
 
@@ -222,7 +222,7 @@ def imports() -> dict[str, set[str]]:
 def packages(path: Path) -> None:
     figure, axis = canvas(1000, 470)
     note(axis, 15, 452, "An arrow: imports. None goes up.")
-    note(axis, 15, 434, "A test checks it.")
+    note(axis, 15, 434, "Left out: imports that others imply.")
     for name, found in imports().items():
         x0, y0, _ = PLACES[name]
         for other in sorted(found):
@@ -267,7 +267,7 @@ def study(path: Path) -> None:
         _dots(dots, cells, value, label)
         _curves(curves, cells, tag)
     unfinished = "" if done == runs else f"; {done} of {runs} runs are finished"
-    figure.supxlabel(f"number in brackets: seeds; bars: standard deviation over them{unfinished}", fontsize=8)
+    figure.supxlabel(f"number in brackets: seeds; bars: standard deviation over seeds{unfinished}", fontsize=8)
     figure.savefig(path)
 
 
@@ -323,16 +323,17 @@ def attention_map(path: Path, folder: Path, layer: int, heads: list[int]) -> Non
     weights = read_layers(model, torch.tensor(ids), [layer])[layer].weights
     shares = (share(weights) * weights.sign()).masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), torch.nan)
     colours = LinearSegmentedColormap.from_list("map", MAP[THEMES["dark"] == rcParams["text.color"]])
-    figure = Figure(figsize=(2.9 * len(heads) + 0.5, 3.3), layout="constrained")
-    axes = figure.subplots(1, len(heads), squeeze=False)[0]
+    rows = -(-len(heads) // 2)
+    figure = Figure(figsize=(7.6, 3.3 * rows + 0.4), layout="constrained")
+    axes = figure.subplots(rows, 2, squeeze=False, sharex=True, sharey=True)
     norm, ticks = SymLogNorm(0.01, vmin=-1, vmax=1, base=10), [-1, -0.1, -0.01, 0, 0.01, 0.1, 1]
-    for axis, head in zip(axes, heads, strict=True):
+    for axis, head in zip(axes.flat, heads, strict=True):
         image = axis.imshow(shares[head].numpy(), cmap=colours, norm=norm, interpolation="none")
         axis.set_title(f"layer {layer}, head {head}", fontsize=9)
         axis.tick_params(length=2)
-        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=6.5, parse_math=False)
-        axis.set_yticks(range(len(labels)), labels, fontsize=6.5, parse_math=False)
-    bar = figure.colorbar(image, ax=axes, shrink=0.7, ticks=ticks)
+        axis.set_xticks(range(len(labels)), labels, rotation=90, fontsize=7, parse_math=False)
+        axis.set_yticks(range(len(labels)), labels, fontsize=7, parse_math=False)
+    bar = figure.colorbar(image, ax=axes, shrink=0.5, ticks=ticks)
     bar.ax.set_yticklabels(map(str, ticks), fontsize=7)
     bar.set_label("weight, share of the row", fontsize=8)
     figure.supxlabel("a row: a token that reads; a column: a token that is read", fontsize=8)
@@ -354,10 +355,10 @@ def tensorboard(path: Path, run: Path) -> None:
             time.sleep(0.5)
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder) / "page.png"
-            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1280,860"]
+            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1110,720"]
             flags += [f"--user-data-dir={folder}/profile", f"--blink-settings=preferredColorScheme={int(not dark)}"]
             flags += ["--virtual-time-budget=20000", f"--screenshot={picture}"]
-            address = f"{page}?darkMode={str(dark).lower()}#custom_scalars"
+            address = f"{page}?darkMode={str(dark).lower()}#custom_scalars&_smoothingWeight=0"
             subprocess.run([browser, *flags, address], check=True, stderr=subprocess.DEVNULL, timeout=180)
             Image.open(picture).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     finally:
@@ -380,7 +381,7 @@ def main(argv=None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=Path, metavar="FOLDER", help="for map: made by interdomain.tools.convert")
     p.add_argument("--layer", type=int, default=1, help="for map (default: 1)")
-    p.add_argument("--heads", type=int, nargs="+", default=[0, 1, 2], help="for map (default: 0 1 2)")
+    p.add_argument("--heads", type=int, nargs="+", default=[0, 1, 2, 3], help="for map (default: 0 1 2 3)")
     p.add_argument("--run", type=Path, metavar="FOLDER", help="for tensorboard: a run's job.dump_folder")
     drawn: dict[str, Callable[[Path], None]] = {
         "mixer": mixer,
