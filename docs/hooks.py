@@ -10,5 +10,10 @@ LINKS = ROOT / "build" / "mkdocs" / "interdomain"
 def on_startup(command, dirty):
     shutil.rmtree(LINKS, ignore_errors=True)
     LINKS.mkdir(parents=True)
-    for path in (*(ROOT / "plugin").iterdir(), ROOT / "kernels" / "scan", ROOT / "kernels" / "features", ROOT / "tools"):
+    for path in (
+        *(ROOT / "plugin").iterdir(),
+        ROOT / "kernels" / "scan",
+        ROOT / "kernels" / "features",
+        ROOT / "tools",
+    ):
         (LINKS / path.name).symlink_to(path)
