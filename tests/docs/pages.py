@@ -48,11 +48,20 @@ def prose(page: Path) -> str:
 
 
 def commands(block: Block) -> Iterator[tuple[int, str]]:
-    """(number of the page's line, command) of a block of bash: lines, joined where a backslash or an open quote says so."""
-    begun, text = block.line, ""
+    """(number of the page's line, command) of a block of bash: a line, or several by a backslash, an open quote or `<<`."""
+    begun, text, until = block.line, "", None
     for number, line in enumerate(block.text.splitlines(), block.line):
         begun = begun if text else number
         text += line
+        if until is None and (here := re.search(r"<<'(\w+)'$", line)):
+            until = here[1]
+        if until not in (None, line):
+            text += "\n"
+            continue
+        if until:
+            yield begun, text + "\n"
+            text, until = "", None
+            continue
         if text.endswith("\\"):
             text = text[:-1]
             continue
@@ -75,7 +84,7 @@ def words(text: str) -> list[str]:
 def simple_commands(text: str) -> Iterator[list[str]]:
     """The commands that operators join, without redirections and what stands before the program: settings, `nohup`, `time`."""
     command: list[str] = []
-    for word in [*words(text), ";"]:
+    for word in [*words(text.partition("\n")[0] if "<<" in text else text), ";"]:
         if word not in SEPARATORS:
             command.append(word)
             continue

@@ -3,7 +3,6 @@
 import sys
 
 from interdomain.titan import entry
-
 from tests.titan.disturbed import disturb
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ Small are: the corpus, 400 kB; and training, where a hundred steps of a command 
 
 import glob
 import importlib
+import itertools
 import re
+import shutil
 import subprocess
 from unittest import mock
 
@@ -23,10 +25,12 @@ from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
 from ..test_repository import PYPROJECT
+from .conftest import WRITTEN
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 PYTHON = (".venv/bin/python", "python")
+FRESH = "docs/tutorials/first-run.md"  # before the first run there is nothing
 
 
 def name_of(page):
@@ -53,20 +57,18 @@ def parse(module, argv):
     """Whether the tool knows the options, and the launcher the settings."""
     if module is tools and argv[0] in tools.TOOLS:
         module, argv = importlib.import_module(f"interdomain.tools.{tools.TOOLS[argv[0]].stem}"), argv[1:]
-    try:
-        parsed = getattr(module, "parse", len)(argv)
-        if module is launch:
-            args, flags = parsed
-            launch.job_config(args.config, flags)
-    except SystemExit as end:
-        assert not end.code
+    parsed = getattr(module, "parse", len)(argv)
+    if module is launch:
+        launch.job_config(parsed[0].config, parsed[1])
 
 
 def exists(command):
     """What a command names of the repository is there: files, extras."""
-    for word in command:
+    for before, word in itertools.pairwise(command):
         file = word.partition("::")[0]
-        if re.match(r"(\./)?(tests|train_configs|benchmarks|tools|docs|plugin|kernels)/", file):
+        if before != "--output" and re.match(
+            r"(\./)?(tests|train_configs|benchmarks|tools|docs|plugin|kernels)/", file
+        ):
             assert glob.glob(file), f"{file} does not exist"
         if extras := re.fullmatch(r"\.\[([\w,]+)\]", word):
             assert set(extras[1].split(",")) <= EXTRAS.keys(), f"{word} names an extra that pyproject.toml lacks"
@@ -117,6 +119,8 @@ def do(block, page, namespace, workspace):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_s_blocks_run(page, workspace):
     namespace = {"__name__": "__main__"}
+    for folder in WRITTEN if name_of(page) == FRESH else ():
+        shutil.rmtree(folder)
     registered = (config.CHOICES, config.CONDITIONS, transformer.MIXER_CLASSES)
     with mock.patch.dict(registered[0]), mock.patch.dict(registered[1]), mock.patch.dict(registered[2]):
         for block in blocks(page):

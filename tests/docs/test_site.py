@@ -1,4 +1,4 @@
-"""The documentation builds as a site: every link leads somewhere, every page stands in the navigation, the API's names exist."""
+"""The documentation builds as a site: links lead somewhere, every page is in the navigation, the API's names exist."""
 
 import os
 import subprocess
