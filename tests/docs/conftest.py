@@ -17,10 +17,10 @@ COPIED = ("benchmarks", "docs", "train_configs")  # a command might write there
 # Of a file of settings: a hundred steps are one, on a few sequences.
 SMALL = {
     r"(?<=\[training\]\n)tokens = .*": "steps = 4",
-    r"(?<=\[validation\]\n)(enable = true\n)tokens = .*": r"\1tokens = 2048",
+    r"(?<=\[validation\]\n)(enable = true\n)tokens = .*": r"\1tokens = 512",
     r"warmup_\w+ = .*": "warmup_steps = 1",
-    r"(freq|interval) = .*": r"\1 = 1",
-    r"(\[validation\](?:\n.+)*?\nlocal_batch_size) = .*": r"\1 = 4",
+    r"(freq|interval) = .*": r"\1 = 4",
+    r"(\[validation\](?:\n.+)*?\nlocal_batch_size) = .*": r"\1 = 1",
     r"(\[training\](?:\n.+)*?\nlocal_batch_size) = .*": r"\1 = 1",
     r"global_batch_size = .*": "global_batch_size = 2",
 }

@@ -12,6 +12,7 @@ Small are: the corpus, 400 kB; and training, where a hundred steps of a command 
 import glob
 import importlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -118,7 +119,7 @@ def do(block, page, namespace, workspace):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_s_blocks_run(page, workspace):
-    namespace = {"__name__": "__main__"}
+    namespace, before = {"__name__": "__main__"}, {*os.listdir(), *WRITTEN, "small"}
     for folder in WRITTEN if name_of(page) == FRESH else ():
         shutil.rmtree(folder)
     registered = (config.CHOICES, config.CONDITIONS, transformer.MIXER_CLASSES)
@@ -126,6 +127,7 @@ def test_a_page_s_blocks_run(page, workspace):
         for block in blocks(page):
             if block.language in ("bash", "python"):
                 do(block, page, namespace, workspace)
+    assert {*os.listdir()} <= before, "a command writes where git does not ignore it"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
