@@ -1,8 +1,8 @@
 """README.md and the pages of docs/ do what they say: their commands run, in a folder as a reader has it after the first run.
 
-- ```bash: a tool runs in this process. `./launch.sh` is a dry run, and of a tutorial a training run on ranks that are forks of
-  one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in bash; of a page's the files
-  that they name must exist.
+- ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and in a tutorial a training
+  run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in
+  bash; of a page's the files that they name must exist.
 - ```python: runs, in one namespace for each page; so do notebooks.
 - A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
 
@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from interdomain.model import config, transformer
-from interdomain.tools import launch
+from interdomain.tools import launch, study
 from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
@@ -87,6 +87,9 @@ def run(text, workspace, tutorial):
             exists(command)
             continue
         module, argv = tool
+        if module is study and argv[0] == "run":
+            parse(study, argv)
+            argv = ["plan", argv[1]]
         if module is not launch:
             argv = [path for word in argv for path in ("'" not in text and sorted(glob.glob(word))) or [word]]
             status = module.main(argv)
