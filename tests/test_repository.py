@@ -1,4 +1,4 @@
-"""The repository as a package: which package imports what, what the wheel holds, file lengths, the commands of the README."""
+"""The repository as a package: which package imports what, what the wheel holds, file lengths, the commands."""
 
 import ast
 import importlib.util
@@ -22,7 +22,6 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 MAX_LINES = 450
-WRITTEN = ("data", "exports", "outputs")  # by the README's commands; git ignores them
 
 
 def files(*endings):
@@ -244,18 +243,6 @@ def test_no_file_is_too_long():
     assert not {str(path): n for path, n in lines.items() if n > MAX_LINES}
 
 
-def test_what_the_readme_s_commands_write_is_ignored():
-    """Else the tests of this file would read it: a model's code, a run's paths."""
-    written = re.findall(r"--(?:output|save-curve) (?!DIR)([^\s`]+)", (REPOSITORY / "README.md").read_text())
-    assert len(written) >= 5
-    for path in written:
-        assert path.startswith(tuple(f"{name}/" for name in WRITTEN)), path
-    if (REPOSITORY / ".git").exists():
-        check = ["git", "check-ignore", "--no-index", *written]
-        found = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
-        assert found == written
-
-
 MACHINE_PATH = re.compile(r"(?<![\w.~<>})/])/(?:home|root|work|Users|mnt|scratch|lustre|tmp|opt|var|srv)/\w")
 
 
@@ -316,22 +303,6 @@ def test_the_list_of_commands_imports_nothing_heavy(tmp_path):
 def test_an_unknown_command(capsys):
     assert main.main(["prepar"]) == 2
     assert "there is no command 'prepar'" in capsys.readouterr().err
-
-
-def test_the_readme_s_commands_exist(capsys):
-    """The tools and the options that it gives them, the files of settings, the tests."""
-    text = (REPOSITORY / "README.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"python -m (interdomain\.tools\.\w+)([^\n`#]*)", text)
-    assert len(commands) > 5
-    for module, rest in commands:
-        subcommand = re.findall(r"^\s+([a-z]+)\s", rest)
-        with pytest.raises(SystemExit):
-            importlib.import_module(module).main([*subcommand, "--help"])
-        shown = capsys.readouterr().out
-        for option in re.findall(r"(?<!\S)--[\w-]+", rest):
-            assert re.search(rf"{option}\b", shown), f"{module} has no {option}"
-    for path in re.findall(r"\b((?:train_configs|tests|benchmarks)/[\w./-]+\w)", text):
-        assert (REPOSITORY / path).exists() or path.startswith("benchmarks/results"), path
 
 
 def test_hashed_constraints_are_the_constraints():

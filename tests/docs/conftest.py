@@ -1,0 +1,101 @@
+"""A folder as a reader has it after the first run, for every page one of its own."""
+
+import os
+import re
+import shutil
+import sys
+
+import pytest
+
+from interdomain.tools import _torchrun, convert, launch, prepare_data
+
+from ..common import REPOSITORY
+from ..titan.conftest import launch as ranks  # noqa: F401  (a fixture)
+
+WRITTEN = ("data", "outputs", "exports")
+COPIED = ("benchmarks", "docs", "train_configs")  # a command might write there
+# Of a file of settings: a hundred steps are one, on a few sequences.
+SMALL = {
+    r"(?<=\[training\]\n)tokens = .*": "steps = 4",
+    r"(?<=\[validation\]\n)(enable = true\n)tokens = .*": r"\1tokens = 512",
+    r"warmup_\w+ = .*": "warmup_steps = 1",
+    r"(freq|interval) = .*": r"\1 = 4",
+    r"(\[validation\](?:\n.+)*?\nlocal_batch_size) = .*": r"\1 = 1",
+    r"(\[training\](?:\n.+)*?\nlocal_batch_size) = .*": r"\1 = 1",
+    r"global_batch_size = .*": "global_batch_size = 2",
+}
+
+
+class Workspace:
+    """A folder with the repository's files. `launch` trains there, on ranks that are forks (tests/titan/conftest.py)."""
+
+    def __init__(self, path, start_ranks):
+        self.path, self.start_ranks, self.stop_at = path, start_ranks, 0
+
+    def run(self, command, environment):
+        """In place of torchrun."""
+        i = command.index("interdomain.titan.entry")
+        number = command[command.index("--nproc-per-node") + 1]
+        said = self.start_ranks(int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :])
+        print(said)
+        return _torchrun.CONTINUE if "The same command continues" in said else 0
+
+    def train(self, argv, stop=False):
+        """launch.sh's status; with `stop` of a run that is asked to leave before its second step."""
+        config, flags = launch.parse(argv)[0].config, [word for word in argv if not word.endswith(".toml")]
+        text = (self.path / config).read_text()
+        for pattern, value in SMALL.items():
+            text = re.sub(pattern, value, text)
+        small = self.path / "small" / config
+        small.parent.mkdir(parents=True, exist_ok=True)
+        small.write_text(text)
+        self.stop_at = 2 if stop else 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_torchrun, "run", self.run)
+            return launch.main([f"small/{config}", *flags])
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """No network; transformers' and datasets' caches, whose places are read at their import, elsewhere than the user's."""
+    home = tmp_path_factory.mktemp("huggingface")
+    values = {"HF_HOME": home, "HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "MPLBACKEND": "Agg"}
+    values |= {"INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_SITE": "local"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, str(value))
+        if "transformers" in sys.modules:
+            patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(home / "modules"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def after_the_first_run(tmp_path_factory, environment, ranks):  # noqa: F811
+    """data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
+    path = tmp_path_factory.mktemp("docs") / "first"
+    (path / ".venv/bin").mkdir(parents=True)
+    python = path / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for file in REPOSITORY.iterdir():
+        if file.name in COPIED:
+            shutil.copytree(file, path / file.name)
+        elif file.name not in (*WRITTEN, ".venv", ".git", "build"):
+            (path / file.name).symlink_to(file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        assert prepare_data.main(["--max-bytes", "400000", "--vocab-size", "512", "--output", "data/stdlib"]) == 0
+        assert Workspace(path, ranks).train([]) == 0
+        assert convert.main(["outputs/debug", "--output", "exports/debug"]) == 0
+    return path
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
+    """The working folder. What it holds from before is linked: nothing is written in place."""
+    path = tmp_path / "workspace"
+    shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
+    monkeypatch.chdir(path)
+    # A dry run of outputs/debug has more steps than what was trained there.
+    monkeypatch.setattr("interdomain.titan.schedule.refuse_jump", lambda *job: None)
+    return Workspace(path, ranks)

@@ -1,0 +1,152 @@
+"""README.md and the pages of docs/ do what they say: their commands run, in a folder as a reader has it after the first run.
+
+- ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and in a tutorial a training
+  run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in
+  bash; of a page's the files that they name must exist.
+- ```python: runs, in one namespace for each page; so do notebooks.
+- A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
+
+Small are: the corpus, 400 kB; and training, where a hundred steps of a command or a file are one, of two sequences.
+"""
+
+import glob
+import importlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+from unittest import mock
+
+import pytest
+
+from interdomain.model import config, transformer
+from interdomain.tools import launch, study
+from interdomain.tools import main as tools
+
+from ..common import REPOSITORY, TIMEOUT
+from ..test_repository import PYPROJECT
+from .conftest import WRITTEN
+from .pages import PAGES, blocks, commands, prose, simple_commands
+
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+PYTHON = (".venv/bin/python", "python")
+FRESH = "docs/tutorials/first-run.md"  # before the first run there is nothing
+
+
+def name_of(page):
+    return str(page.relative_to(REPOSITORY))
+
+
+def fewer(text):
+    """A hundred steps are one: --training.steps 400, step-400, exports/debug-step400."""
+    return re.sub(r"((?:steps?|interval|freq)[ =-]*)(\d+)00\b", r"\1\2", text)
+
+
+def tool_of(command):
+    """(module, arguments) of one of our commands, or None."""
+    if command[0] in PYTHON and command[1:2] == ["-m"] and command[2].startswith("interdomain.tools."):
+        return importlib.import_module(command[2]), command[3:]
+    if command[0] in (".venv/bin/interdomain", "interdomain"):
+        return tools, command[1:]
+    if command[0] == "./launch.sh" and command[1:2] != ["test"]:
+        return launch, command[1:]
+    return None
+
+
+def parse(module, argv):
+    """Whether the tool knows the options, and the launcher the settings."""
+    if module is tools and argv[0] in tools.TOOLS:
+        module, argv = importlib.import_module(f"interdomain.tools.{tools.TOOLS[argv[0]].stem}"), argv[1:]
+    parsed = getattr(module, "parse", len)(argv)
+    if module is launch:
+        launch.job_config(parsed[0].config, parsed[1])
+
+
+def exists(command):
+    """What a command names of the repository is there: files, extras."""
+    for before, word in itertools.pairwise(command):
+        file = word.partition("::")[0]
+        if before != "--output" and re.match(
+            r"(\./)?(tests|train_configs|benchmarks|tools|docs|plugin|kernels)/", file
+        ):
+            assert glob.glob(file), f"{file} does not exist"
+        if extras := re.fullmatch(r"\.\[([\w,]+)\]", word):
+            assert set(extras[1].split(",")) <= EXTRAS.keys(), f"{word} names an extra that pyproject.toml lacks"
+
+
+def run(text, workspace, tutorial):
+    """One line of bash."""
+    for command in simple_commands(text):
+        stop = command[0] == "timeout"  # stands for whatever ends a run
+        command = command[2:] if stop else command
+        if (tool := tool_of(command)) is None:
+            if tutorial:
+                subprocess.run(["bash", "-euo", "pipefail", "-c", text], timeout=TIMEOUT, check=True)
+                return
+            exists(command)
+            continue
+        module, argv = tool
+        if module is study and argv[0] == "run":
+            parse(study, argv)
+            argv = ["plan", argv[1]]
+        if module is not launch:
+            argv = [path for word in argv for path in ("'" not in text and sorted(glob.glob(word))) or [word]]
+            status = module.main(argv)
+        elif tutorial and "--dry-run" not in argv:
+            status = workspace.train(argv, stop)
+        else:
+            status = launch.main([*argv, "--dry-run"])
+        assert status == (launch.CONTINUE if stop else 0), f"exit status {status}"
+
+
+def do(block, page, namespace, workspace):
+    if block.language == "python":
+        code = compile("\n" * (block.line - 1) + fewer(block.text), name_of(page), "exec")
+        if not block.needs:
+            exec(code, namespace)
+        return
+    for line, text in commands(block):
+        try:
+            if not block.needs:
+                run(fewer(text), workspace, page.parent.name == "tutorials")
+                continue
+            for command in simple_commands(text):
+                if tool := tool_of(command):
+                    parse(*tool)
+                else:
+                    exists(command)
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_s_blocks_run(page, workspace):
+    namespace, before = {"__name__": "__main__"}, {*os.listdir(), *WRITTEN, "small"}
+    for folder in WRITTEN if name_of(page) == FRESH else ():
+        shutil.rmtree(folder)
+    registered = (config.CHOICES, config.CONDITIONS, transformer.MIXER_CLASSES)
+    with mock.patch.dict(registered[0]), mock.patch.dict(registered[1]), mock.patch.dict(registered[2]):
+        for block in blocks(page):
+            if block.language in ("bash", "python"):
+                do(block, page, namespace, workspace)
+    assert {*os.listdir()} <= before, "a command writes where git does not ignore it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_names_in_passing_exists(page, capsys):
+    """Settings, and the options of a tool."""
+    from interdomain.titan.settings import KINDS
+
+    text = prose(page)
+    sections = {setting.partition(".")[0] for setting in KINDS}
+    for section, field in re.findall(r"--([a-z_]+)\.((?:[a-z]+[-_])*\w+)", text):
+        if section in sections:
+            assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in KINDS, f"no setting {section}.{field}"
+    for module, rest in re.findall(r"`(?:\.venv/bin/)?python -m (interdomain\.tools\.\w+)([^`]*)`", text):
+        subcommand = re.findall(r"^\s+([a-z]+)\b", rest)
+        with pytest.raises(SystemExit):
+            importlib.import_module(module).main([*subcommand, "--help"])
+        shown = capsys.readouterr().out
+        for option in re.findall(r"(?<!\S)--[\w-]+", rest):
+            assert re.search(rf"{option}\b", shown), f"{module} has no {option}"
