@@ -66,8 +66,8 @@ def themed(theme: str) -> Iterator[None]:
 
 
 def canvas(width: float, height: float):
-    """A figure, and axes in points of the screen: 112 to the inch."""
-    figure = Figure(figsize=(width / 112, height / 112))
+    """A figure, and axes in points of the screen: 122 to the inch."""
+    figure = Figure(figsize=(width / 122, height / 122))
     axis = figure.add_axes((0, 0, 1, 1))
     axis.set(xlim=(0, width), ylim=(0, height))
     axis.set_axis_off()
@@ -108,60 +108,42 @@ def mixer(path: Path) -> None:
 def _what_it_computes(axis) -> None:
     axis.text(15, 538, "What the mixer computes", fontsize=11, fontweight="bold", va="center")
     note(axis, 985, 538, "B batch, T tokens, H heads, R features, D values, M basis functions", ha="right")
-    lanes = {"q": 488, "k": 412, "v": 300}
-    box(axis, 40, 356, 66, 42, "x\n[B, T, dim]", size=8)
-    for name, y in lanes.items():
-        arrow(axis, (40, 377 if y > 356 else 335), (40, y), (84, y))
-        box(axis, 104, y, 40, 36, f"$W_{name}$", BLUE, 10)
-        steps = [("conv\nwidth 4", 167, 58), ("RoPE", 231, 46), ("SiLU,\nunit length", 309, 86)] if name != "v" else []
-        steps += [("RMSNorm\n+ bias", 408, 76)] if name != "q" else []
-        end = 124
+    box(axis, 42, 356, 74, 44, "x\n[B, T, dim]", size=7.5)
+    for name, y in {"q": 488, "k": 412, "v": 300}.items():
+        arrow(axis, (42, 378 if y > 356 else 334), (42, y), (84, y))
+        box(axis, 102, y, 36, 36, f"$W_{name}$", BLUE, 10)
+        steps = [("conv\nwidth 4", 164, 64), ("RoPE", 231, 46), ("SiLU,\nunit length", 314, 96)] if name != "v" else []
+        steps += [("RMSNorm\n+ bias", 412, 76)] if name != "q" else []
+        end = 120
         for text, x, w in steps:
             arrow(axis, (end, y), (x - w / 2, y))
-            box(axis, x, y, w, 38, text, GREEN, 8)
+            box(axis, x, y, w, 42, text, GREEN, 8)
             end = x + w / 2
         if name == "q":
             arrow(axis, (end, y), (858, y), (858, 395))
-            note(axis, 470, 500, "$q_t$   [B, T, H, R]")
+            note(axis, 470, 502, "$q_t$   [B, T, H, R]")
         else:
             middle = 380 if name == "k" else 332
-            arrow(axis, (end, y), (470, y), (470, middle), (492, middle))
-            note(axis, 464, y + (13 if name == "k" else -14), f"${name}_t$   [B, T, H, {'R' if name == 'k' else 'D'}]")
-    lines = (
-        "recurrence, per head",
-        "$z_t = [k_t; v_t]$",
-        "$x_t = \\Lambda\\, x_{t-1} + \\beta\\, z_t^T$",
-        "M $\\times$ (R + D), complex",
-    )
-    box(axis, 570, 356, 156, 104, "\n".join(lines), ORANGE, 8.5)
-    arrow(axis, (648, 356), (668, 356))
-    box(
-        axis,
-        724,
-        356,
-        112,
-        82,
-        "$[U_t, \\Gamma_t] = C\\, x_t$\n$U_t$: M $\\times$ R\n$\\Gamma_t$: M $\\times$ D",
-        ORANGE,
-    )
-    arrow(axis, (780, 356), (800, 356))
-    box(axis, 858, 356, 116, 78, "readout\n$o_t = \\mathrm{Re}(q_t^T U_t^T \\Gamma_t)$\n[B, T, H, D]", PINK, 8.5)
-    arrow(axis, (916, 356), (936, 356))
+            arrow(axis, (end, y), (469, y), (469, middle), (489, middle))
+            note(axis, 464, y + (14 if name == "k" else -15), f"${name}_t$   [B, T, H, {'R' if name == 'k' else 'D'}]")
+    state = "$z_t = [k_t; v_t]$\n$x_t = \\Lambda\\, x_{t-1} + \\beta\\, z_t^T$\nM $\\times$ (R + D), complex"
+    box(axis, 574, 356, 170, 108, f"recurrence, per head\n{state}", ORANGE, 8.5)
+    arrow(axis, (659, 356), (674, 356))
+    text = "$[U_t, \\Gamma_t] = C\\, x_t$\n$U_t$: M $\\times$ R\n$\\Gamma_t$: M $\\times$ D"
+    box(axis, 727, 356, 106, 82, text, ORANGE, 8.5)
+    arrow(axis, (780, 356), (794, 356))
+    box(axis, 858, 356, 128, 78, "readout\n$o_t = \\mathrm{Re}(q_t^T U_t^T \\Gamma_t)$\n[B, T, H, D]", PINK, 8.5)
+    arrow(axis, (922, 356), (936, 356))
     box(axis, 957, 356, 42, 36, "$W_o$", BLUE, 10)
     arrow(axis, (957, 338), (957, 312))
     note(axis, 985, 300, "[B, T, dim]", ha="right")
-    note(axis, 464, 258, "The state $x_t$ has the same size after any number of tokens.")
+    note(axis, 464, 256, "The state $x_t$ has the same size after any number of tokens.")
 
 
 def _how_it_is_computed(axis) -> None:
     axis.text(15, 204, "How it is computed", fontsize=11, fontweight="bold", va="center")
-    note(
-        axis,
-        985,
-        204,
-        "With $x = \\beta X$:   $q^T U^T \\Gamma = (C\\beta\\, X^k q)^T (C\\beta\\, X^v) = b^T X^v$",
-        ha="right",
-    )
+    text = "With $x = \\beta X$:   $q^T U^T \\Gamma = (C\\beta\\, X^k q)^T (C\\beta\\, X^v) = b^T X^v$"
+    note(axis, 985, 204, text, ha="right")
     y = 118
     note(axis, 90, y + 16, "$q_t,\\ k_t$", ha="right")
     arrow(axis, (98, y + 16), (160, y + 16))
