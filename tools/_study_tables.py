@@ -11,6 +11,7 @@ from ._bench import markdown_rows
 from ._plots import Curve, Panel
 from ._study import VALIDATION
 
+TRAINING = "loss_metrics/global_avg_loss"
 ACCURACY, POSITION = "validation_metrics/accuracy", re.compile(r"validation_position/(\d+)-(\d+)$")
 # The paper's best-of-run validation perplexities: its mechanism cube at 125M, its scaling figure at the other sizes.
 PAPER = {
@@ -35,7 +36,8 @@ SAME_TEXT = {
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities.
-Position: of the last validation. 6ND counts all parameters. State: numbers of all layers per sequence.
+Training loss: mean over the last quarter of the run; runs of one seed read the same text. Position: of the last validation.
+6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
 
 
@@ -79,6 +81,12 @@ class Run:
     @property
     def perplexity(self) -> float:
         return math.exp(self.best[1])
+
+    @property
+    def training_loss(self) -> float:
+        """Mean of the last quarter of what was logged. In the first epoch this is text that is new to the model."""
+        curve = self.curves[TRAINING]
+        return statistics.mean(loss for tokens, loss in curve.items() if tokens > 0.75 * max(curve))
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -157,6 +165,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     loss=cell.mean(run.best[1] for run in cell.runs),
                     perplexity=cell.perplexity,
                     vs_softmax=cell.perplexity[0] / softmax[0] - 1 if len(softmax) == 1 else None,
+                    training_loss=cell.mean(run.training_loss for run in cell.runs),
                     accuracy=cell.last(ACCURACY),
                     first_positions=position[min(position)] if position else None,
                     last_positions=position[max(position)] if position else None,
@@ -180,6 +189,7 @@ COLUMNS = {  # of the table: head, and how a value is written
     "loss": ("best loss", "{:.4f}"),
     "perplexity": ("perplexity", "{:.2f}"),
     "vs_softmax": ("vs softmax", "{:+.2%}"),
+    "training_loss": ("training loss", "{:.3f}"),
     "accuracy": ("accuracy", "{:.1%}"),
     "paper": ("paper: perplexity", "{:.2f}"),
     "paper_vs_softmax": ("paper: vs softmax", "{:+.2%}"),

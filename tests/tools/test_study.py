@@ -33,7 +33,7 @@ LOSSES = {
 @pytest.fixture
 def write(tmp_path):
     """write(name, condition, losses, *flags, size=, first=): a start of a run that logged these validation losses, and the
-    number of tokens at step 1 and the multiples of 10, as the trainer does."""
+    number of tokens and a training loss at step 1 and the multiples of 10, as the trainer does."""
 
     def write(name, condition, losses, *flags, size="125M", first=1):
         given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
@@ -42,7 +42,7 @@ def write(tmp_path):
         log = RunLog(tmp_path / name / "tb", plan, job, first)
         for step in sorted({first, *losses, *(step - step % 10 for step in losses if step > 10)}):
             if step == 1 or step % 10 == 0:
-                log.log({"n_tokens_seen": plan.tokens_per_step * step}, step)
+                log.log({"n_tokens_seen": plan.tokens_per_step * step, _study_tables.TRAINING: 7 - step / 1000}, step)
             if step in losses:
                 log.log({"validation_metrics/loss": losses[step]}, step)
         log.close()
@@ -70,6 +70,7 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     ours, softmax, other, ablated, large = cells
     assert ablated["paper"] is None  # not the paper's cell
     assert (ours["loss"], softmax["vs_softmax"]) == ([2.75, None], 0)
+    assert ours["training_loss"] == [pytest.approx(7 - 4.76), None]  # of steps 1, 2,500 and 4,760 the last
     assert ours["vs_softmax"] == pytest.approx(math.exp(2.75 - 2.9) - 1)
     # The paper's figures: 6ND at 125M is its scaling figure's, and vs Softmax its mechanism cube's.
     assert ours["compute"] == pytest.approx(2.031e18, rel=1e-3)
