@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from interdomain.model import config, transformer
-from interdomain.tools import launch, study
+from interdomain.tools import convert, launch, study
 from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
@@ -90,6 +90,8 @@ def run(text, workspace, tutorial):
         if module is study and argv[0] == "run":
             parse(study, argv)
             argv = ["plan", argv[1]]
+        if module is convert and "--output" in argv:  # it overwrites nothing, and a page may begin with it
+            shutil.rmtree(argv[argv.index("--output") + 1], ignore_errors=True)
         if module is not launch:
             argv = [path for word in argv for path in ("'" not in text and sorted(glob.glob(word))) or [word]]
             status = module.main(argv)
@@ -117,6 +119,8 @@ def do(block, page, namespace, workspace):
                 else:
                     exists(command)
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and not error.code:  # --help, --flags
+                continue
             raise AssertionError(f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}") from error
 
 
@@ -140,10 +144,10 @@ def test_what_a_page_names_in_passing_exists(page, capsys):
 
     text = prose(page)
     sections = {setting.partition(".")[0] for setting in KINDS}
-    for section, field in re.findall(r"--([a-z_]+)\.((?:[a-z]+[-_])*\w+)", text):
+    for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", text):
         if section in sections:
             assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in KINDS, f"no setting {section}.{field}"
-    for module, rest in re.findall(r"`(?:\.venv/bin/)?python -m (interdomain\.tools\.\w+)([^`]*)`", text):
+    for module, rest in re.findall(r"`(?:\.venv/bin/)?python -m (interdomain\.tools\.[a-z]\w*)([^`]*)`", text):
         subcommand = re.findall(r"^\s+([a-z]+)\b", rest)
         with pytest.raises(SystemExit):
             importlib.import_module(module).main([*subcommand, "--help"])
