@@ -59,7 +59,13 @@ class Workspace:
 def environment(tmp_path_factory):
     """No network; transformers' and datasets' caches, whose places are read at their import, elsewhere than the user's."""
     home = tmp_path_factory.mktemp("huggingface")
-    values = {"HF_HOME": home, "HF_HUB_OFFLINE": 1, "HF_DATASETS_OFFLINE": 1, "MPLBACKEND": "Agg"}
+    values = {
+        "HF_HOME": home,
+        "HF_HUB_OFFLINE": 1,
+        "HF_DATASETS_OFFLINE": 1,
+        "MPLBACKEND": "Agg",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     values |= {"INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_SITE": "local"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
