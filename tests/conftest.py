@@ -4,7 +4,7 @@ A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped whi
 from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
 INTERDOMAIN_ALL_TESTS in the environment, runs every test; so does a folder that is no git clone. `.ci/run` runs them all.
 
-Without their hosts tests/titan and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton alone can run
+Without their hosts tests/titan, tests/docs and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton alone can run
 `pytest -m gpu`.
 """
 
@@ -21,6 +21,7 @@ LONGEST = (
     TITAN,
     "tests/scan/test_triton_compile",
     MEGATRON,
+    "tests/docs/test_blocks",
     "tests/hf/test_alone",
     "tests/tools/test_launch",
     "tests/scan/test_triton_gpu",
@@ -28,7 +29,7 @@ LONGEST = (
     "tests/model/test_compile",
 )
 
-HOSTS = {"titan": "torchtitan", "megatron": "megatron"}
+HOSTS = {"titan": "torchtitan", "docs": "torchtitan", "megatron": "megatron"}
 collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_spec(needs) is None]
 
 
