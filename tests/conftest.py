@@ -4,8 +4,8 @@ A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped whi
 from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
 INTERDOMAIN_ALL_TESTS in the environment, runs every test; so does a folder that is no git clone. `.ci/run` runs them all.
 
-Without their hosts tests/titan, tests/docs and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton alone can run
-`pytest -m gpu`.
+Without their hosts tests/titan, tests/docs and tests/megatron are left out, so that a GPU machine that has PyTorch and Triton
+alone can run `pytest -m gpu`.
 """
 
 import gc

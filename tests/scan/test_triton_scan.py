@@ -115,7 +115,7 @@ def test_segments(segments, T, dtype, linear, kernels, small_chunks, monkeypatch
 
     for module in (kernels, triton_launch):
         monkeypatch.setattr(module, "segment_count", lambda *args: segments)
-    check(Case(T=T, B=2, H=1, G=1 if linear else 2, R=16, D=17, state=segments == 3), dtype, linear)
+    check(Case(T=T, H=1, G=1 if linear else 2, R=16, D=17, state=segments == 3), dtype, linear)
 
 
 def test_a_state_is_summed_in_fp32(small_chunks):
@@ -193,7 +193,7 @@ def test_shards(segments, dtype, linear, documents, kernels, small_chunks, monke
 
     monkeypatch.setattr(ops.shards, "entering", entering)
     monkeypatch.setattr(kernels, "segment_count", lambda *args: segments)
-    case = Case(T=80, B=2, H=1, G=1 if linear else 2, R=16, D=17, state=False)
+    case = Case(T=80, B=2 if documents else 1, H=1, G=1 if linear else 2, R=16, D=17, state=False)
     inputs, (d_out, d_state) = problem(case, dtype, linear)
     cotangents = d_out, torch.zeros_like(d_state)
     numbers = packed(80, ((0, 20, 45), (0, 33, 64))) if documents else None

@@ -272,12 +272,12 @@ def two(tmp_path_factory, corpus, short, pairs, launch):
     answers = ANSWERS | {"data__corpus": pairs}
     runs.add("answers", **answers, **WITH_CHECKPOINTS, metrics__enable_tensorboard=True)
     runs.add("context answers", **answers, **parallel(context=2), data__reset_state_at_documents=True)
-    runs.add("tensor answers", **answers, **parallel(tensor=2), compile__enable=True, compile__backend="aot_eager")
+    runs.add("tensor answers", **answers, **parallel(tensor=2))
     runs.add("pipeline answers", **answers, **parallel(pipeline=2), **INTERLEAVED)
     for condition in ("softmax", "s4d"):
         runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
     hybrid = LAYERS | {"data__corpus": short}
-    runs.add("layers", **hybrid, **COMPILED, compile__backend="aot_eager", probes=["gradients"])
+    runs.add("layers", **hybrid, probes=["gradients"])
     for axis in ("context", "tensor", "pipeline"):
         runs.add(f"{axis} layers", **parallel(**{axis: 2}), **hybrid, probes=["gradients"])
     runs.add("documents softmax", **apart, mixer__condition="softmax", **once)

@@ -282,7 +282,7 @@ def test_a_data_set_that_cannot_be_had_leaves_nothing(hub, corpus, capsys):
     assert "QMSum" in error(capsys)
     assert not (hub / "data").exists()
     run("--perplexity", corpus, "--fetch", expect=2)
-    assert "--fetch fetches" in error(capsys)
+    assert "has nothing to fetch" in error(capsys)
     run("--perplexity", "paper", corpus, "--fetch", expect=2)
     assert "stands alone" in error(capsys)
 
