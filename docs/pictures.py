@@ -385,6 +385,8 @@ def main(argv=None) -> int:
             path = OUTPUT / f"{name}-{theme}.{'png' if name == 'tensorboard' else 'svg'}"
             with themed(theme):
                 drawn[name](path)
+            if path.suffix == ".svg":  # matplotlib writes a line for every point
+                path.write_text(" ".join(path.read_text().split()) + "\n")
             print(f"wrote {path.relative_to(ROOT)} ({path.stat().st_size / 1e3:,.0f} kB)")
     return 0
 
