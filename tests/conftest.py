@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,18 @@ def tokenizer(tmp_path_factory):
     from .common import small_tokenizer
 
     return load_tokenizer(small_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
+
+
+@pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory):
+    """transformers copies a folder's code here and imports it from here: one place per process, and not the user's."""
+    dynamic = pytest.importorskip(
+        "transformers.dynamic_module_utils", reason="the extra `hf` (or `dev`) is not installed", exc_type=ImportError
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        patch.setattr(sys, "path", [*sys.path])
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -56,8 +56,8 @@ class Workspace:
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
-    """No network; transformers' and datasets' caches, whose places are read at their import, elsewhere than the user's."""
+def environment(tmp_path_factory, modules_cache):
+    """No network; the caches of transformers and datasets elsewhere than the user's."""
     home = tmp_path_factory.mktemp("huggingface")
     values = {
         "HF_HOME": home,
@@ -70,8 +70,6 @@ def environment(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, str(value))
-        if "transformers" in sys.modules:
-            patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(home / "modules"))
         yield
 
 

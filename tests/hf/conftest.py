@@ -1,6 +1,5 @@
 import importlib
 import os
-import sys
 
 import pytest
 
@@ -13,17 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def modules_cache(tmp_path_factory):
-    """transformers copies a folder's code here and imports it from here; not from the user's cache."""
-    dynamic = pytest.importorskip(
-        "transformers.dynamic_module_utils", reason="the extra `hf` (or `dev`) is not installed", exc_type=ImportError
-    )
-    transformers = importlib.import_module("transformers")
-    assert transformers.__version__.startswith(os.environ.get(EXPECTED, ""))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        patch.setattr(sys, "path", [*sys.path])
-        yield
+def expected_version(modules_cache):
+    assert importlib.import_module("transformers").__version__.startswith(os.environ.get(EXPECTED, ""))
 
 
 @pytest.fixture(autouse=True)
