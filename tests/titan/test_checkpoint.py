@@ -193,6 +193,7 @@ def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, c
     run = new(async_mode="async")
     if behind:
         run.save(5)
+        run.manager.save_future.result()  # else it may still write when its folder is removed
         run.manager.save_future = Future()
         hidden = RuntimeError(f"writing failed: {os.strerror(errno.ENOSPC)}")
         run.manager.save_future.set_exception(CheckpointException("write", {1: (hidden, None)}))
