@@ -2,23 +2,14 @@
 
 import ast
 import re
-import shutil
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LINKS = ROOT / "build" / "mkdocs" / "interdomain"
 
 
 def on_startup(command, dirty):
-    shutil.rmtree(LINKS, ignore_errors=True)
-    LINKS.mkdir(parents=True)
-    for path in (
-        *(ROOT / "plugin").iterdir(),
-        ROOT / "kernels" / "scan",
-        ROOT / "kernels" / "features",
-        ROOT / "tools",
-    ):
-        (LINKS / path.name).symlink_to(path)
+    subprocess.run([ROOT / ".ci" / "links"], check=True)
 
 
 def on_page_markdown(markdown, **_):
