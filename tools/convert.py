@@ -46,8 +46,8 @@ def parse(argv):
     )
     p.add_argument("source", type=Path, metavar="SOURCE", help=source)
     p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
-    what = "data type to store the weights in; the recurrence's parameters stay float32"
-    p.add_argument("--dtype", choices=pretrained.DTYPES, default="float32", help=what)
+    what = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
+    p.add_argument("--dtype", choices=pretrained.DTYPES, help=what)
     back = p.add_mutually_exclusive_group()
     what = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
     back.add_argument("--to-checkpoint", action="store_true", help=what)
@@ -56,7 +56,14 @@ def parse(argv):
         "tokenizer file or folder of the prepared corpus; required for a checkpoint of Megatron-Core, refused otherwise"
     )
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=what)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer):
+        raise ValueError(
+            "--dtype and --tokenizer are for making a standalone folder. A checkpoint to train from is float32, and the "
+            "folder has its tokenizer: leave them out."
+        )
+    args.dtype = args.dtype or "float32"
+    return args
 
 
 class Checkpoint:

@@ -80,6 +80,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     args = parser.parse_args(argv)
     given = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    if args.verify and (unused := [word for word in given if word.startswith("--") and word != "--verify"]):
+        raise ValueError(f"--verify only reads: leave out {', '.join(unused)}.")
     if args.synthetic and (unused := [option for option in OF_TEXT if option in given]):
         raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(unused)}.")
     if not args.synthetic and (unused := [word for word in given if word.startswith("--synthetic-")]):

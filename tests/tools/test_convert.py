@@ -235,6 +235,7 @@ def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, refused):
     another_tokenizer(folder)
     refused(folder, "checksum differs from the record's", "--to-checkpoint")
     refused(checkpoint, "is not a model folder", "--to-checkpoint")  # the wrong way round
+    refused(folder, "A checkpoint to train from is float32", "--to-checkpoint", "--dtype", "float32")
 
 
 @pytest.mark.parametrize("options", [[], ["--to-checkpoint"]])

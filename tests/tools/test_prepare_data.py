@@ -109,6 +109,8 @@ def test_the_embedded_corpus(tmp_path, capsys):
     (corpus / "train-00000.bin").write_bytes(shard[:77] + bytes([shard[77] ^ 1]) + shard[78:])
     assert prepare_data.main(["--verify", str(corpus)]) == 2
     assert "train-00000.bin is damaged" in error(capsys)
+    assert prepare_data.main(["--verify", str(corpus), "--workers=2"]) == 2
+    assert "leave out --workers" in capsys.readouterr().err
 
 
 def test_every_kind_gives_every_document_once_wherever_it_is_cut(sources, texts, prepare, tmp_path, monkeypatch):
