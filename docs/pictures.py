@@ -242,6 +242,8 @@ def study(path: Path) -> None:
     rows = {"text": (VALIDATION, lambda cell: cell.perplexity, "validation perplexity (less is better)")}
     if "mqar" in groups:
         rows["mqar"] = ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy on associative recall (more is better)"
+    if (longer := "mqar, three times as long") in groups:
+        rows[longer] = ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy, three times as long"
     figure = Figure(figsize=(9.2, 3.6 * len(rows) + 0.3), layout="constrained")
     axes = figure.subplots(len(rows), 2, squeeze=False)
     for (setting, (tag, value, label)), (dots, curves) in zip(rows.items(), axes, strict=True):
