@@ -4,7 +4,7 @@ Draw the pictures of README.md and docs/ into docs/pictures, each in a light and
 
     mixer        the data flow of the mixer, and how it is computed
     packages     which package imports which, from the rule that tests/test_repository.py checks
-    study        the result of the small study, from the records that are there
+    study        the result of the small study
     kernel       the error of equation 9 by number of basis functions (docs/kernel-view.md)
     map          attention maps of one layer; needs --model, an exported folder
     tensorboard  the page Custom Scalars; needs --run, a run's folder, and chromium on PATH
@@ -41,7 +41,7 @@ from interdomain.model.pretrained import load_pretrained
 from interdomain.tools import inspect, kernel_view
 from interdomain.tools._maps import read_layers, share
 from interdomain.tools._plots import Curve, Panel, draw
-from interdomain.tools._study import VALIDATION, read_study
+from interdomain.tools._study import VALIDATION
 from interdomain.tools._study_tables import ACCURACY, cells_of
 from interdomain.tools.study import shown
 
@@ -238,20 +238,18 @@ FAMILIES = {  # colour and line of a condition
 def study(path: Path) -> None:
     """Validation perplexity and accuracy, by condition and by tokens."""
     groups = {group[-1]: cells for group, cells in cells_of(shown([STUDY])).items()}
-    done, runs = sum(len(cell.runs) for cells in groups.values() for cell in cells), len(read_study(STUDY).runs)
-    rows = {"text": (VALIDATION, lambda cell: cell.perplexity, "validation perplexity (less is better)")}
-    if "mqar" in groups:
-        rows["mqar"] = ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy on associative recall (more is better)"
-    if (longer := "mqar, three times as long") in groups:
-        rows[longer] = ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy, three times as long"
+    rows = {
+        "text": (VALIDATION, lambda cell: cell.perplexity, "validation perplexity (less is better)"),
+        "mqar": (ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy on associative recall (more is better)"),
+        "mqar, three times as long": (ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy, three times as long"),
+    }
     figure = Figure(figsize=(9.2, 3.6 * len(rows) + 0.3), layout="constrained")
-    axes = figure.subplots(len(rows), 2, squeeze=False)
+    axes = figure.subplots(len(rows), 2)
     for (setting, (tag, value, label)), (dots, curves) in zip(rows.items(), axes, strict=True):
         cells = sorted(groups[setting], key=lambda cell: value(cell)[0], reverse=setting == "text")
         _dots(dots, cells, value, label)
         _curves(curves, cells, tag)
-    unfinished = "" if done == runs else f"; {done} of {runs} runs are finished"
-    figure.supxlabel(f"number in brackets: seeds; bars: standard deviation over seeds{unfinished}", fontsize=8)
+    figure.supxlabel("number in brackets: seeds; bars: standard deviation over seeds", fontsize=8)
     figure.savefig(path)
 
 
