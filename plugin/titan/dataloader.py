@@ -30,7 +30,8 @@ CAUSES = {
 def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool) -> Batch:
     """These samples. Raises: ValueError for a damaged shard."""
     windows = torch.from_numpy(dataset.read_batch(indices))
-    inputs, labels = {"input": windows[:, :-1].contiguous()}, windows[:, 1:].contiguous()
+    # A copy: of a single window, inputs and labels would be views of one memory, and labels are overwritten below.
+    inputs, labels = {"input": windows[:, :-1].contiguous()}, windows[:, 1:].clone()
     if positions:
         inputs["positions"] = torch.stack([torch.from_numpy(dataset.positions(g)) for g in indices])
     for row, g in zip(labels, indices, strict=True):

@@ -150,6 +150,14 @@ def test_the_labels_of_a_corpus_with_answers(pairs, alone):
             assert row == [label if counts else -100 for label, counts in zip([*tokens[1:], -100], seen, strict=True)]
 
 
+def test_the_labels_of_a_single_row_are_not_written_into_its_inputs(pairs, alone):
+    """At B = 1 inputs and labels could be views of one memory."""
+    loader = build(parse(pairs, model__vocab_size=8, training__local_batch_size=1))
+    for i, (inputs, labels) in enumerate(take(loader, 20)):
+        assert inputs["input"].tolist() == loader.dataset.read_batch([i])[:, :-1].tolist()
+        assert -100 in labels
+
+
 def copied(corpus, folder):
     shutil.copytree(corpus, folder / "copy")
     return folder / "copy"
