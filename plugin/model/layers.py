@@ -105,6 +105,12 @@ class FeatureMap(KeptInFloat32):
         raise NotImplementedError
 
 
+POINTWISE = {  # positive functions of a number
+    "elu": lambda y: F.relu(y) + y.clamp(max=0).exp(),  # elu + 1. F.elu(y) + 1 would round to zero below -17
+    "softplus": F.softplus,
+}
+
+
 class PointwiseFeatures(FeatureMap):
     """xi(x) = f(x) / sqrt(R), positive: f is elu + 1 (Katharopoulos et al., 2020) or softplus."""
 
@@ -113,10 +119,7 @@ class PointwiseFeatures(FeatureMap):
         self.name = name
 
     def forward(self, x: Tensor, heads: Part | None = None, *, query: bool = False) -> Tensor:
-        y = widened(x)
-        # Not F.elu(y) + 1, which rounds to zero below -17.
-        y = F.softplus(y) if self.name == "softplus" else F.relu(y) + y.clamp(max=0).exp()
-        return (y * x.shape[-1] ** -0.5).to(x.dtype)
+        return (POINTWISE[self.name](widened(x)) * x.shape[-1] ** -0.5).to(x.dtype)
 
 
 class RandomFeatures(FeatureMap):
@@ -167,12 +170,16 @@ class PositiveRandomFeatures(RandomFeatures):
 
 
 def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
-    """By its name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes."""
+    """By its name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes. Raises: ValueError."""
+    if name == "silu":
+        return None
     if name == "rff":
         return RandomFourierFeatures(n_kv_heads, head_dim // 2, head_dim)
     if name == "favor":
         return PositiveRandomFeatures(n_kv_heads, head_dim, head_dim)
-    return None if name == "silu" else PointwiseFeatures(name)
+    if name in POINTWISE:
+        return PointwiseFeatures(name)
+    raise ValueError(f"there is no feature map {name!r}: use one of silu, rff, favor, {', '.join(POINTWISE)}.")
 
 
 class InputNorm(nn.Module):

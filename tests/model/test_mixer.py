@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from interdomain.model import Execution, Transformer, mixer
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.layers import rope_tables
+from interdomain.model.layers import feature_map, rope_tables
 from interdomain.scan.reference import paper_linear, paper_scan
 
 from .common import VARIANTS, random_tokens, small_config, variant
@@ -153,3 +153,8 @@ def test_rope_angles():
             # float32 values of exact angles, at a million tokens as at one.
             assert cos[t, 0, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
             assert sin[t, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_a_feature_map_that_there_is_not():
+    with pytest.raises(ValueError, match="there is no feature map 'relu': use one of silu, rff, favor, elu, softplus"):
+        feature_map("relu", 1, 4)
