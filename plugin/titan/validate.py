@@ -78,7 +78,7 @@ class Tally:
 
 
 class FixedValidator(BaseValidator):
-    """Mean loss per token over the first windows of the validation split, in order; ranks share them round robin.
+    """Mean loss per token over windows that lie evenly over the validation split; ranks share them round robin.
 
     Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. If a run is
     killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
@@ -135,7 +135,7 @@ class FixedValidator(BaseValidator):
         at_once = per_pass * self.passes.together
         for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
-            indices = [min(i, self.windows - 1) for i in mine]
+            indices = [min(i, self.windows - 1) * len(self.dataset) // self.windows for i in mine]
             inputs, labels = self._read(indices)
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
             self.metrics.ntokens_since_last_log += labels.numel()

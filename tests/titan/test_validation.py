@@ -54,7 +54,7 @@ def validator(corpus, model=None, rank=0, ranks=1, **settings):
 @torch.no_grad()
 def plain_mean(model, corpus, windows):
     dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
-    rows = torch.from_numpy(dataset.read_batch(range(windows)))
+    rows = torch.from_numpy(dataset.read_batch([i * len(dataset) // windows for i in range(windows)]))
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).double(), rows[:, 1:].flatten()).item()
 
 
@@ -70,7 +70,9 @@ def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
 
 
 def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    apart, through = validator(corpus, model, data__reset_state_at_documents=True), validator(corpus, model)
+    whole = {"validation__tokens": 0}
+    apart = validator(corpus, model, data__reset_state_at_documents=True, **whole)
+    through = validator(corpus, model, **whole)
     for inputs, _ in apart._batches():
         assert inputs["positions"].shape == inputs["input"].shape
     for validating in (apart, through):
@@ -87,6 +89,24 @@ def test_ranks_share_every_window_once_and_make_as_many_passes(corpus):
     real = real[(real != -100).all(1)]
     assert len(real) == WINDOWS
     assert {tuple(row.tolist()) for row in real} == {tuple(row.tolist()) for row in every[:WINDOWS]}
+
+
+def test_rows_that_fill_up_a_pass_keep_their_inputs(corpus):
+    """At B = 1: their labels are ignored, and -100 is no token."""
+    odd = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation")) | 1
+    settings = {"validation__local_batch_size": 1, "validation__tokens": 64 * (odd - 2)}
+    batches = [batch for rank in (0, 1) for batch in validator(corpus, None, rank, 2, **settings)._batches()]
+    assert all((inputs["input"] >= 0).all() for inputs, _ in batches)
+    assert sum((labels == -100).all().item() for _, labels in batches) == 1
+
+
+def test_the_windows_lie_evenly_over_the_split(corpus):
+    """Of mixed files, the first tokens would be one file's."""
+    dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
+    inputs = torch.cat([inputs["input"] for inputs, _ in validator(corpus, validation__tokens=4 * 64)._batches()])
+    begins = [i * len(dataset) // 4 for i in range(4)]
+    assert begins[-1] >= len(dataset) // 2
+    assert inputs[:4].tolist() == dataset.read_batch(begins)[:, :-1].tolist()
 
 
 def test_which_steps_and_how_much(corpus):
