@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.tensor import DTensor
 
 import interdomain
 from interdomain.data import Tokenizer
@@ -39,6 +40,7 @@ from interdomain.model.distributed_checkpoint import (
     step_of,
 )
 
+from .device import device_here
 from .errors import one_paragraph, stop
 from .host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from .lock import FolderLock
@@ -92,10 +94,27 @@ class SelfDescribingCheckpoints(CheckpointManager):
     # Saving
 
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
+        self._refuse_not_finite(checkpoint_id)
         self.saving = str(checkpoint_id)
         with self._explain_full_disk():
             on_rank_0(lambda: self._write_record(Path(checkpoint_id)))
             return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+
+    def _refuse_not_finite(self, checkpoint_id: str) -> None:
+        """End the run before weights that are not finite would become its latest checkpoint. Collective."""
+        weights = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for part in self.states[MODEL].model
+            for p in part.parameters()
+        ]
+        finite = torch.stack([p.detach().isfinite().all().to(device_here()) for p in weights]).all().float()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite.item():
+            last = max(finished_steps(Path(self.folder)), default="none")
+            stop(
+                f"the weights are not finite, so {checkpoint_id} is not saved. The last complete checkpoint is step {last}. "
+                "Try a lower optimizer.lr, a longer warmup or a smaller training.max_norm from there."
+            )
 
     def _async_wait(self) -> None:
         with self._explain_full_disk():  # an asynchronous save that failed raises its error here

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import stop
+from .host import logger
 
 
 class Guard:
@@ -45,6 +46,15 @@ class Guard:
     def scalars(self) -> dict[str, float]:
         total, row = self.counts.tolist()
         return {"skipped_steps/total": total, "skipped_steps/in_a_row": row}
+
+    def warn_at_the_end(self, step: int) -> None:
+        """Say so when the last steps of a run were skipped."""
+        if row := int(self.counts[1].item()):
+            logger.warning(
+                "the last %d step(s) up to step %d were skipped, for loss or gradient norm was not finite: the weights are "
+                "those of step %d.",
+                *(row, step, step - row),
+            )
 
     def stop_if_repeated(self, limit: int, step: int, loss: float, grad_norm: float) -> None:
         """End the run when `limit` steps in a row were skipped."""

@@ -247,6 +247,9 @@ def two(tmp_path_factory, corpus, short, pairs, launch):
     runs.add("spoiled", **WITH_CHECKPOINTS, spoil=spoil, probes=["states"])
     limit = {"training__max_skipped_steps": 2, "optimizer__implementation": "for-loop"}
     runs.add("given up", **limit, spoil={"rank": 1, 3: "loss", 4: "loss"}, stops=True, probes=["states"])
+    runs.add("ends skipped", spoil={"rank": 1, 6: "loss"}, metrics__log_freq=5)
+    saved = {"checkpoint__interval": 1, "optimizer__lr": 1e38, "lr_scheduler__min_lr": 0, "training__steps": 4}
+    runs.add("not finite", **WITH_CHECKPOINTS, **saved, stops=True)
     runs.add("replicated", parallelism__data_parallel_replicate_degree=2, training__steps=4)
     for condition, reshard in (("softmax", "never"), ("s4d", "always")):
         settings = {"mixer__condition": condition, "parallelism__fsdp_reshard_after_forward": reshard}

@@ -45,6 +45,13 @@ def test_repeated_it_ends_the_run(two):
     assert "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm " in two.output
 
 
+def test_a_run_that_ends_with_skipped_steps_says_so(two):
+    """And weights that are not finite are never saved."""
+    assert "the last 1 step(s) up to step 6 were skipped" in two.output
+    assert not (two.folder / "not finite" / "checkpoint").exists()
+    assert "error: the weights are not finite, so " in two.output
+
+
 class NothingReadBack(TorchDispatchMode):
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         assert func._schema.name not in HOST, f"{func} waits for the device"
