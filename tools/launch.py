@@ -88,17 +88,27 @@ def refuse_idle_gpus() -> None:
         )
 
 
-def check_data(job) -> str:
-    """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there."""
+def check_data(job, dry_run: bool = False) -> str:
+    """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there.
+
+    dry_run: prepare nothing, and say of data that is not there that it is not.
+    """
     from interdomain.titan.data_folders import open_dataset, open_tokenizer
 
     from . import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
+        if dry_run:
+            return f"{EMBEDDED_CORPUS}, which the run prepares first"
         print(f"preparing {EMBEDDED_CORPUS} from the sources of Python's standard library", flush=True)
         if prepare_data.main(["--input", "stdlib", "--output", EMBEDDED_CORPUS]):
             raise SystemExit(2)
-    tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
+    try:
+        tokenizer, train = open_tokenizer(job), open_dataset(job, "train")
+    except FileNotFoundError as e:
+        if dry_run:
+            return f"NOT HERE: {e}"
+        raise
     said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
         said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
@@ -151,6 +161,7 @@ def main(argv=None) -> int:
         command = torchrun_command(args.config, flags, ranks, args.max_restarts)
     print(f"{'command':>18}  {shlex.join(command)}", flush=True)
     if args.dry_run:
+        print(f"{'data':>18}  {check_data(job, dry_run=True)}")
         return 0
     refuse_idle_gpus()
     print(f"{'data':>18}  {check_data(job)}")

@@ -201,7 +201,7 @@ def prepare(args: argparse.Namespace) -> str:
     request["tokenizer"] = {"sha256": given.sha256} if given else {"trained_vocab_size": args.vocab_size}
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)
-        others = f", not {inputs.left_out:,} others in the folders" if inputs.left_out else ""
+        others = f" (other files in the folders, left out: {inputs.left_out:,})" if inputs.left_out else ""
         print(f"reading {len(inputs.files):,} files ({size / 1e6:,.1f} MB){others}", flush=True)
         try:
             # Finds missing columns and datasets.

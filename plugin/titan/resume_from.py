@@ -13,7 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
-from interdomain.model.distributed_checkpoint import SafeReader, check_lengths, finished_steps, read_sidecar
+from interdomain.model.distributed_checkpoint import (
+    SafeReader,
+    check_lengths,
+    finished_steps,
+    latest_checkpoint,
+    read_sidecar,
+)
 
 from .errors import one_paragraph
 from .host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
@@ -74,7 +80,8 @@ def find_resume_point(folder: Path, step: int, initial: str | None) -> ResumePoi
             )
         return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
     if latest is None and initial:
-        return ResumePoint(Path(initial), *_read_checked(Path(initial)), "initial")
+        start = latest_checkpoint(initial)
+        return ResumePoint(start, *_read_checked(start), "initial")
     if latest and step != -1:
         logger.warning(
             "the run went back to step %d before: continuing from %s, which it saved since. To go back once more, move the "

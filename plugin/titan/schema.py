@@ -6,9 +6,12 @@ setting may be: its type and its `Bound`. `settings.py` reads a file and flags i
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
 
 from interdomain import features, scan
 from interdomain.model import CONDITIONS, SIZES
@@ -28,7 +31,7 @@ def _one_of(names: Iterable[str]) -> Bound:
 _AT_LEAST_0 = Bound("at least 0", lambda x: 0 <= x < math.inf)
 Count = Annotated[int, Bound("at least 1", lambda x: x >= 1)]
 CountOr0 = Annotated[int, _AT_LEAST_0]
-Positive = Annotated[float, Bound("positive", lambda x: x > 0)]
+Positive = Annotated[float, Bound("positive and finite", lambda x: 0 < x < math.inf)]
 NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
@@ -38,6 +41,13 @@ Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
 ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
 FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
+CompileBackend = Annotated[
+    str,
+    Bound(
+        "one that torch.compiler.list_backends(()) names, such as inductor, aot_eager or eager",
+        lambda x: x == "inductor" or x in torch.compiler.list_backends(()),  # the list takes a second to import
+    ),
+]
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
 Schedule = Annotated[
     str,
@@ -205,7 +215,8 @@ class Training:
     #: Sequences per step. If one pass of all ranks has fewer, gradients are accumulated. -1: one pass of all ranks.
     global_batch_size: Annotated[int, Bound("at least 1, or -1 for one pass", lambda x: x >= 1 or x == -1)] = -1
     seq_len: Count = 2048  # Tokens per sequence.
-    max_norm: Positive = 1.0  # Clip gradients to this norm.
+    #: Clip gradients to this norm; inf: never.
+    max_norm: Annotated[float, Bound("positive", lambda x: x > 0)] = 1.0
     steps: Count = 10_000  # Length of the run in steps, if tokens is 0.
     tokens: CountOr0 = 0  # Length in tokens, rounded up to whole steps; 0: use steps.
     #: Stop the run after so many steps in a row whose loss or gradient norm is not finite. Such steps change nothing.
@@ -247,7 +258,7 @@ class Checkpoint:
     enable: bool = False  # Save checkpoints, and continue from the latest.
     folder: str = "checkpoint"  # Folder of the checkpoints, in job.dump_folder.
     interval: Count = 500  # Steps between two checkpoints.
-    #: Checkpoint (a folder step-N) to start from, if the run has none of its own.
+    #: Checkpoint (a folder step-N, or a run's folder for its latest) to start from, if the run has none of its own.
     initial_load_path: str | None = None
     #: Of initial_load_path, load the weights only: no optimizer state, schedule, data position or step.
     initial_load_model_only: bool = True
@@ -268,7 +279,9 @@ class ActivationCheckpoint:
 
     mode: Literal["selective", "full", "none"] = "selective"  # What is recomputed: every block, a part, or nothing.
     #: With selective: op recomputes all but matrix products and the scan; a number n recomputes every n-th block.
-    selective_ac_option: str = "op"
+    selective_ac_option: Annotated[
+        str, Bound("op, or a number of blocks from 1", lambda x: x == "op" or bool(re.fullmatch("[1-9][0-9]*", x)))
+    ] = "op"
 
 
 @dataclass
@@ -278,7 +291,7 @@ class Compile:
     enable: bool = False  # Use torch.compile.
     #: What to compile.
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    backend: str = "inductor"  # Backend of torch.compile.
+    backend: CompileBackend = "inductor"  # Backend of torch.compile.
 
 
 @dataclass
@@ -297,7 +310,7 @@ class Validation:
     """[validation]: loss on the same tokens every time, on any number of ranks."""
 
     enable: bool = False  # Validate during training.
-    #: Tokens of the validation split to use, from its start, rounded up to whole sequences; 0: all.
+    #: Tokens of the validation split to use, in whole sequences that lie evenly over it; 0: all.
     tokens: CountOr0 = 0
     local_batch_size: Count = 8  # Sequences per rank in one forward pass (a micro-batch).
     seq_len: Count = 2048  # Tokens per sequence.
@@ -308,7 +321,8 @@ class Validation:
 class Debug:
     """[debug]: seed and determinism."""
 
-    seed: int = 42  # Seed of the initial weights and of the data's order.
+    #: Seed of the initial weights and of the data's order.
+    seed: Annotated[int, Bound("a number of 64 bits, from -2^63 to 2^63 - 1", lambda x: -(2**63) <= x < 2**63)] = 42
     deterministic: bool = False  # Use deterministic algorithms only; this is slower.
 
 

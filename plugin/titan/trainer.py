@@ -121,6 +121,8 @@ class InterdomainTrainer(Trainer):
         self.job_config = config = translate(job)
         config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
+        if self.device.type == "cpu":
+            config.comm.trace_buf_size = 0  # NCCL's recorder: TorchTitan would make an empty folder for it
         os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
         self.parallel_dims = self.init_distributed()
         if config.comm.mode == "default":  # else there are no other ranks
@@ -207,6 +209,7 @@ class InterdomainTrainer(Trainer):
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
         if not super().should_continue_training():
+            self.optimizers.guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end
         self.checkpointer.require_folder()
         if self.preemption.agreed():

@@ -138,6 +138,14 @@ REFUSED = {
     ),
     "floor above the peak": ({"lr_scheduler__min_lr": 2e-3}, "min_lr = 0.002", "peak learning rate 0.001"),
     "no number": ({"optimizer__weight_decay": "nan"}, "optimizer.weight_decay must be at least 0", "got nan"),
+    "no learning rate": ({"optimizer__lr": "inf"}, "optimizer.lr must be positive and finite: got inf"),
+    "no backend": (
+        {"compile__enable": True, "compile__backend": "inductr"},
+        "compile.backend must be one that torch.compiler.list_backends(()) names",
+    ),
+    "no block": ({"activation_checkpoint__selective_ac_option": "0"}, "selective_ac_option must be op, or a number"),
+    "no blocks": ({"activation_checkpoint__selective_ac_option": "abc"}, "selective_ac_option must be op, or a number"),
+    "seed of more than 64 bits": ({"debug__seed": 2**64}, "debug.seed must be a number of 64 bits"),
     "one checkpoint": ({"checkpoint__keep_latest_k": 1}, "checkpoint.keep_latest_k must be 2 or more", "got 1"),
     "profiler on a CPU": ({"profiling__enable_profiling": True}, "profiling.enable_profiling", "needs a GPU"),
     "checkpoint without checkpoints": (

@@ -39,6 +39,7 @@ def test_a_dry_run_of_a_cell_of_the_papers_starts_and_writes_nothing(capsys, tmp
     for words in ("125M, s4d (135,425,424 parameters)", "4,769 of 524,288 tokens (warmup 715)", "2,500,329,472"):
         assert words in out
     assert "--nproc-per-node 16 --max-restarts 3 " in out
+    assert "NOT HERE: data.corpus = " in out
     assert list(tmp_path.iterdir()) == []
     assert "--max-restarts" not in dry(capsys, "--max-restarts", "0")
 

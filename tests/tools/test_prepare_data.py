@@ -200,7 +200,7 @@ def test_a_folder_is_counted_and_a_glob_names_what_is_read(tmp_path, prepare, ca
     (folder / "gone.txt").symlink_to("nothing")
     (tmp_path / "link").symlink_to("out")
     prepare(folder, out=tmp_path / "link")
-    assert capsys.readouterr().out.startswith("reading 5 files (0.0 MB), not 8 others in the folders\n")
+    assert capsys.readouterr().out.startswith("reading 5 files (0.0 MB) (other files in the folders, left out: 8)\n")
     assert decoded(tmp_path / "out") == documents
     assert str(tmp_path) not in (tmp_path / "out" / "manifest.json").read_text()
     # A glob names each file: what it cannot read is refused. ** goes into folders.
