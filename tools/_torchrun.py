@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -30,7 +30,9 @@ ELASTIC = {
     # Shared with torchrun, the ranks' store outlives them: those that are restarted would find the addresses of the dead.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # torchrun's own, but for SIGHUP: it would take back what nohup gave, and end the ranks unsaved.
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT",
+    # Nor SIGINT: a terminal sends it to all processes, and this one decides what it means.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT",
+    "LOGLEVEL": "ERROR",  # without torchrun's warnings of each signal that it passes on
 }
 
 
@@ -39,7 +41,7 @@ def torchrun_command(
 ) -> list[str]:
     """Of one node; `rendezvous`: torchrun's flags by which nodes find each other."""
     return [
-        *(python_here(), "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(ranks)),
+        *(python_here(), "-m", "interdomain.tools._elastic", *rendezvous, "--nproc-per-node", str(ranks)),
         *(("--max-restarts", str(restarts)) if restarts else ()),
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
         *("-m", "interdomain.titan.entry", config, *flags),
@@ -76,42 +78,62 @@ def handlers(by_signal: dict[int, object]) -> Iterator[None]:
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Run torchrun to its end. SIGTERM, SIGUSR1 and SIGHUP ask the run to save and leave.
+    """Run torchrun to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave; a second Ctrl-C ends it at once.
 
-    Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after Ctrl-C, REFUSED
-    for one that a rank ended by decision, else torchrun's status.
+    Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after a second Ctrl-C,
+    REFUSED for one that a rank ended by decision, else torchrun's status, of a killed one as shells say it.
     """
     asked = []
 
     def pass_on(number, frame):
+        if number == signal.SIGINT:
+            if number in asked:
+                end_at_once(process.pid)
+            else:
+                print("\nCtrl-C: saving, then leaving. Once more ends the run at once.", file=sys.stderr, flush=True)
         if not asked:  # once: torchrun forwards it to the ranks, and gives up waiting for them at its third
             process.send_signal(signal.SIGTERM)
         asked.append(number)
 
-    requests = {signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on, signal.SIGHUP: pass_on}
+    requests = dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), pass_on)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup: the run goes on without its terminal
         del requests[signal.SIGHUP]
     # Ignored when torchrun starts, and so by torchrun: where a scheduler, or a terminal that closes, signals every process, it
     # must not die of it.
-    ignored = {signal.SIGUSR1: signal.SIG_IGN, signal.SIGHUP: signal.SIG_IGN}
+    ignored = dict.fromkeys((signal.SIGUSR1, signal.SIGHUP, signal.SIGINT), signal.SIG_IGN)
     with tempfile.TemporaryFile("w+") as outcome, handlers(ignored):
         environment = {**environment, OUTCOME: f"/proc/{os.getpid()}/fd/{outcome.fileno()}"}
         process = subprocess.Popen(command, env=environment)
         with handlers(requests):
-            try:
-                code = process.wait()
-            except KeyboardInterrupt:  # the terminal has sent it to torchrun and the ranks as well
-                process.wait()
-                return INTERRUPTED
+            code = process.wait()
         outcome.seek(0)
         said = outcome.read()
+    if asked.count(signal.SIGINT) > 1:
+        return INTERRUPTED
     if said == STOPPED:  # a full disk, for one: asked to leave or not
         return REFUSED
     if said == LEFT or (asked and code):
         saved = "left on a signal" if said == LEFT else "ended after a signal, without a checkpoint of where it was"
         print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
         return CONTINUE
+    if code < 0:
+        killed = signal.Signals(-code).name
+        print(
+            f"\ntorchrun was ended by {killed}, and its ranks with it: the same command continues the run.",
+            file=sys.stderr,
+        )
+        return 128 - code
     return code
+
+
+def end_at_once(pid: int) -> None:
+    """Kill a process and all that it has started. The ranks of a torchrun are in sessions of their own."""
+    children = [
+        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    ]
+    for number in (pid, *children):
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
 
 
 @user_errors

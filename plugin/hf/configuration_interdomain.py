@@ -69,7 +69,9 @@ class InterdomainConfig(PretrainedConfig):
         normalize: divide by the Nadaraya-Watson denominator. output_gate: o <- sigmoid(Wg x) * o.
         initializer_range, c_scale, linear_scale, dt_min, dt_max, a_init: how a new model starts: standard deviation of linear
             layers; scale of C (None: the project's) and of the linear readout; range of the step size; form of A.
-        weights: checksums of the files that config.json lies beside; not kept, for another folder has other files.
+        weights, facts: checksums of the files that config.json lies beside, and what is known of them; not kept, for a folder
+            that is saved anew has other weights.
+        layer_types: read from the mixers: which layers have a cache of keys and values, in transformers' words.
     Raises: ValueError for an unknown choice, and for sizes that do not fit.
     """
 
@@ -82,6 +84,8 @@ class InterdomainConfig(PretrainedConfig):
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         weights: dict | None = None,
+        facts: dict | None = None,
+        layer_types: list | None = None,
         **settings,
     ):
         for name, default in DEFAULTS.items():
@@ -90,6 +94,8 @@ class InterdomainConfig(PretrainedConfig):
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads
         super().__init__(**{"tie_word_embeddings": False, **settings})
+        if self.tie_word_embeddings:
+            raise ValueError("tie_word_embeddings: the head has a matrix of its own; leave it out.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(self, name, settings.get(name))
         for name, allowed in CHOICES.items():
@@ -103,6 +109,12 @@ class InterdomainConfig(PretrainedConfig):
             for own in self.layer_settings:  # each as the configuration of a model of such layers
                 sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
                 InterdomainConfig(**sizes, head_dim=self.head_dim, **own)
+        each = [self.of_layer(i) for i in range(self.num_hidden_layers)]
+        growing = {None: "full_attention"}
+        self.layer_types = [
+            growing.get(own.window, "sliding_attention") if own.mixer == "softmax" else "linear_attention"
+            for own in each
+        ]
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         if heads * width != self.hidden_size or width % 2:
             raise ValueError(f"hidden_size must be heads x an even head_dim: got {self.hidden_size}, {heads}, {width}.")

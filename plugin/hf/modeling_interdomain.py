@@ -405,7 +405,18 @@ class InterdomainForCausalLM(InterdomainPreTrainedModel, GenerationMixin):
         ):
             raise ValueError("input_ids must be what past_key_values has read and at least one token more.")
         kwargs |= dict(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        prepared = super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            input_ids, **kwargs
+        )
+        # The model counts by itself. transformers' count is another one where the padding is on the right.
+        prepared.pop("position_ids", None)
+        return prepared
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "transformers' continuous batching keeps pages of keys and values, and this model has a state of fixed size: call "
+            "generate with a padded batch."
+        )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
         super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]

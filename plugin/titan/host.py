@@ -45,7 +45,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
-from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism
+from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
 from torchtitan.tools import profiling, utils

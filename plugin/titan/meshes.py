@@ -3,11 +3,13 @@
 TorchTitan's own meshes have no groups for axes of size 1. Here they have, so that one rank takes the same path as many.
 """
 
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from interdomain.model.shard import Part, gather_shards
@@ -37,6 +39,13 @@ class Meshes(NamedTuple):
             if mesh.size() > 1:
                 dist.all_reduce(loss, group=mesh.get_group())
         return loss
+
+    def set_timeouts(self, seconds: int) -> None:
+        """The time limit of a collective in these groups; TorchTitan sets those of its own."""
+        groups = [group for mesh in (self.data, self.tensor, self.pipeline) for group in mesh.get_all_groups()]
+        for group in (*groups, self.stage):
+            if group is not None:
+                _set_pg_timeout(timedelta(seconds=seconds), group)
 
     def whole_sequences(self, x: Tensor) -> Tensor:
         """From numbers of this rank's tokens, [..., T / context], those of all, [..., T], summed as `whole`. Collective."""

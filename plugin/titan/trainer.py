@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from .host import (
     local_device,
     logger,
     set_determinism,
+    set_pg_timeouts,
     translate,
 )
 from .lock import hold_folder, require_shared
@@ -131,6 +133,7 @@ class InterdomainTrainer(Trainer):
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
         self.meshes = build_meshes(self.parallel_dims)
+        self.meshes.set_timeouts(config.comm.init_timeout_seconds)
         batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
         rank = batch.get_local_rank() if batch else 0
         tokenizer, self.dataloader = open_data(config, plan, rank)
@@ -205,9 +208,14 @@ class InterdomainTrainer(Trainer):
         stop saves and ends."""
         if not self.preemption.listening:  # before any step: from here on there is something to save
             self.preemption.listen()
+            self.first_step = self.step + 1
             self.metrics_processor.begin(self.step + 1)
             if self.job_config.validation.enable:
                 self.validator.run_missed_validation(self.model_parts, self.step)
+        elif self.step == self.first_step:  # of this start: what is slow once has been done
+            seconds = self.job_config.comm.train_timeout_seconds
+            set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+            self.meshes.set_timeouts(seconds)
         if not super().should_continue_training():
             self.optimizers.guard.warn_at_the_end(self.step)
             return False  # asked or not, the run is at its end

@@ -60,7 +60,8 @@ class Tester:
     def prepare_config_and_inputs_for_common(self):
         config = self.get_config()
         tokens = common.ids_tensor([self.batch_size, self.seq_length], config.vocab_size - 3) + 3
-        return config, {"input_ids": tokens, "attention_mask": tokens * 0 + 1}
+        mask = common.random_attention_mask([self.batch_size, self.seq_length])
+        return config, {"input_ids": tokens, "attention_mask": mask}
 
 
 class Suite(common.ModelTesterMixin, generation.GenerationTesterMixin):
