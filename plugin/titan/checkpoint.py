@@ -1,6 +1,6 @@
 """Checkpoints that say what they are, are checked before they are loaded, and of which the last good one is never lost.
 
-step-N/interdomain.json   model configuration, size, condition, step, tokens, seed, data fingerprint, versions
+step-N/interdomain.json   model configuration, size, condition, step, tokens, settings, data fingerprints, versions
 step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
 step-N/validation.json    loss and perplexity, where the run validated after this step
 step-N/*.distcp           torch.distributed.checkpoint's shards
@@ -44,13 +44,21 @@ from .device import device_here
 from .errors import one_paragraph, stop
 from .host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from .lock import FolderLock
-from .resume_from import ResumePoint, find_resume_point, on_rank_0, require_same_run, set_damaged_aside, set_later_aside
+from .resume_from import (
+    ResumePoint,
+    find_resume_point,
+    on_rank_0,
+    require_same_run,
+    set_damaged_aside,
+    set_later_aside,
+    warn_of_changes,
+)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
-    """The record that every checkpoint of this run carries."""
+def describe_run(plan, job_config, dataset_fingerprint: str, tokenizer) -> dict:
+    """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts."""
     of_the_plan = ("seed", "precision", "seq_len", "global_batch", "tokens_per_step")
     run = {name: getattr(plan, name) for name in of_the_plan}
     return {
@@ -59,6 +67,7 @@ def describe_run(plan, dataset_fingerprint: str, tokenizer) -> dict:
         "size": plan.cell.size,
         "condition": plan.cell.condition,
         "run": {**run, "planned_steps": plan.steps, "data_fingerprint": dataset_fingerprint},
+        "configuration": job_config.to_dict(),
         "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
     }
@@ -239,6 +248,8 @@ class SelfDescribingCheckpoints(CheckpointManager):
         load_checkpoint(states, storage_reader=SafeReader(point.folder, point.index))
         self.states[MODEL].load_state_dict(states)
         if continues:
+            if dist.get_rank() == 0:
+                warn_of_changes(point, self.record)
             self.states[OPTIMIZER].guard.skipped = point.record.get("skipped_steps", 0)
         gc.collect()  # the trainer has turned off Python's own collections
         return None

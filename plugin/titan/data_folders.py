@@ -1,6 +1,8 @@
 """The folders of tokens and the tokenizer that [data] names, opened and checked against one another."""
 
 import glob
+import hashlib
+import json
 import os
 from typing import cast
 
@@ -84,6 +86,12 @@ def open_dataset(job_config: JobConfig, split: str) -> PackedDataset | MixtureDa
         tokens = TokenCorpus(corpus, split, vocab_size=vocab_size)
         datasets.append(PackedDataset(tokens, seq_len=seq_len, seed=job_config.debug.seed, shuffle=split == "train"))
     return datasets[0] if len(datasets) == 1 else MixtureDataset(datasets, data.weights)
+
+
+def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
+    """Equal for two datasets of the same corpora with the same weights, whatever the folders, the windows and their order."""
+    made_of = [dataset.made_of[name] for name in ("corpora", "weights")]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
 
 
 def _require_corpus(corpus: str) -> None:

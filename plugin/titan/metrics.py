@@ -23,6 +23,7 @@ from .run_log import RunLog
 class InterdomainMetrics(MetricsProcessor):
     job_config: Any
     logger: Any
+    fingerprints: dict[str, str]  # of the training and the validation text
     model_parts: list[Any]
     optimizers: GroupedOptimizers
 
@@ -41,7 +42,7 @@ class InterdomainMetrics(MetricsProcessor):
         config = self.job_config
         if config.metrics.enable_tensorboard and dist.get_rank() == 0:
             folder = Path(config.job.dump_folder) / config.metrics.save_tb_folder
-            self.logger.add_logger(RunLog(folder, self.plan, config, first_step))
+            self.logger.add_logger(RunLog(folder, self.plan, config, first_step, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""

@@ -23,8 +23,19 @@ from interdomain.model.distributed_checkpoint import (
 
 from .errors import one_paragraph
 from .host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
+from .schema import JobConfig
+from .settings import pairs
 
 OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
+# Outside of [model] and [mixer] the one setting that changes what the model computes from the same tokens and weights.
+RESET = "data.reset_state_at_documents"
+# Settings that may change at any start: folders, logging, saving, and how the ranks share work and memory. The corpora are
+# compared by the fingerprints of their text.
+FREE = (
+    *("job.", "metrics.", "profiling.", "checkpoint.", "comm.", "parallelism.", "activation_checkpoint."),
+    *("data.corpus", "data.validation_corpus", "data.prefetch", "mixer.recompute", "lr_scheduler.allow_jump"),
+    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
+)
 
 
 class ResumePoint(NamedTuple):
@@ -139,30 +150,60 @@ def set_later_aside(folder: Path, step: int) -> None:
 
 @one_paragraph
 def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
-    """Refuse a checkpoint of another model, or with another number of tokens per step.
+    """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
 
     Args:
         run: this run's record. tensors: the whole model's state dict. batch: whether the tokens per step matter.
     Raises: ValueError.
     """
     record = point.record
+    before, now = (settings_of(r) for r in (record, run))
+    if before and point.source != "initial" and before[RESET] != now[RESET]:
+        raise ValueError(
+            f"{point.folder} was trained with {RESET} = {before[RESET]}, and here it is {now[RESET]}: the model would compute "
+            "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
+            f"--checkpoint.initial_load_path {point.folder}."
+        )
     # Settings that make another model of the same tensors. The context length does not.
     models = [ModelConfig.from_dict(r["model"]) for r in (record, run)]
-    pairs = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
+    compared = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
     if len(models[0].mixers) == len(models[1].mixers):
         for mixers in zip(*(m.mixers for m in models), strict=True):
-            pairs += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in MIXER_SETTINGS]
+            compared += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in MIXER_SETTINGS]
     else:
-        pairs += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
+        compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
     if batch:
-        pairs += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
+        compared += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
     entries = point.index.state_dict_metadata.items()
     there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
     here = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    pairs += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
-    if differences := [f"{name} is {a} there and {b} here" for name, a, b in pairs if a != b]:
+    compared += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
+    if differences := [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]:
         raise ValueError(
             f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "
             f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
             "with --job.dump_folder."
         )
+
+
+def settings_of(record: dict) -> dict[str, Any]:
+    """{setting: value} of a run's record, with the default of a setting that is newer than the record. Empty for a record from
+    before the configuration was in it."""
+    if "configuration" not in record:
+        return {}
+    recorded = dict(pairs(record["configuration"]))
+    settings = {name: recorded.get(name, default) for name, default in pairs(JobConfig().to_dict())}
+    return settings | {
+        f"fingerprint of the {split} text": text for split, text in record.get("fingerprints", {}).items()
+    }
+
+
+def warn_of_changes(point: ResumePoint, run: dict) -> None:
+    """Log the settings in which this run differs from the checkpoint that it continues, in one warning. On rank 0."""
+    before, now = (settings_of(record) for record in (point.record, run))
+    if not before:
+        logger.warning("%s does not record its settings: they are not compared with this run's", point.folder)
+        return
+    names = [name for name in now if name in before and not name.startswith(FREE)]
+    if lines := [f"\n  {name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]:
+        logger.warning("%s was saved with other settings (there -> here):%s", point.folder, "".join(lines))

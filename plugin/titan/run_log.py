@@ -56,7 +56,9 @@ class RunLog(BaseLogger):
     TensorBoard drops what earlier files hold from there on.
     """
 
-    def __init__(self, folder: Path, plan: RunPlan, job_config: Any, first_step: int) -> None:
+    def __init__(
+        self, folder: Path, plan: RunPlan, job_config: Any, first_step: int, fingerprints: dict[str, str]
+    ) -> None:
         self.plan = plan
         self.writer = SummaryWriter(folder, max_queue=1000, purge_step=first_step)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
@@ -69,7 +71,7 @@ class RunLog(BaseLogger):
         )
         texts = {
             "plan": plan.describe(),
-            "hyperparameters": json.dumps(hyperparameters(plan, job_config)),
+            "hyperparameters": json.dumps(hyperparameters(plan, job_config) | {"fingerprints": fingerprints}),
             "configuration": json.dumps(job_config.to_dict(), indent=2, default=str),
             "environment": json.dumps(environment(device_here())),
         }

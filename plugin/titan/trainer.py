@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from interdomain.model import Transformer, meta_model
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
+from .data_folders import text_fingerprint
 from .dataloader import Batch, open_data
 from .device import use_cpu_if_alone
 from .errors import one_paragraph
@@ -147,7 +148,7 @@ class InterdomainTrainer(Trainer):
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
         self.checkpointer = SelfDescribingCheckpoints(
-            record=describe_run(plan, self.dataloader.fingerprint, tokenizer),
+            record=describe_run(plan, config, self.dataloader.fingerprint, tokenizer),
             tensors=meta_model(plan.config).state_dict(),
             tokenizer=tokenizer,
             lock=self.lock,
@@ -162,6 +163,10 @@ class InterdomainTrainer(Trainer):
         if config.validation.enable:
             beside = self.metrics_processor, self.checkpointer
             self.validator = FixedValidator(config, rank, plan.data_ranks, self.passes, *beside)
+        datasets = {"train": self.dataloader.dataset}
+        datasets |= {"validation": self.validator.dataset} if config.validation.enable else {}
+        fingerprints = {split: text_fingerprint(dataset) for split, dataset in datasets.items()}
+        self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
         logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
 
     def _build_model(self) -> list[Transformer]:

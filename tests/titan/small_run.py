@@ -30,15 +30,20 @@ class State:
 
 
 class Run:
-    """A manager and what it saves: the weights of step N are all N. settings: of [checkpoint]."""
+    """A manager and what it saves: the weights of step N are all N.
 
-    def __init__(self, folder, width=7, model=None, tokens_per_step=512, **settings):
-        config = translate(read_job_config(["--job.config_file", str(TINY)])).checkpoint
+    flags, fingerprints: of the record. settings: of [checkpoint].
+    """
+
+    def __init__(self, folder, width=7, model=None, tokens_per_step=512, flags=(), fingerprints=None, **settings):
+        job = read_job_config(["--job.config_file", str(TINY), *flags])
+        config = translate(job).checkpoint
         vars(config).update({"enable": True, "interval": 1, **settings})
         self.model, self.trainer = torch.nn.Linear(300, width), State()
         self.others = {name: State() for name in ("optimizers", "lr_schedulers", "dataloader")}
         record = {name: {} for name in (*SIDECAR_FACTS, "tokenizer")} | {"size": "debug", "condition": "interdomain"}
         record |= {"format_version": 1, "model": (model or build_config("debug")).to_dict()}
+        record |= {"configuration": job.to_dict(), "fingerprints": fingerprints or {}}
         self.manager = SelfDescribingCheckpoints(
             **self.others,
             tensors=self.model.state_dict(),

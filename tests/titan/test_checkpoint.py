@@ -75,6 +75,31 @@ def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys)
     assert new(model=build_config("debug", max_seq_len=128)).load() == 3  # a longer context is the same model
 
 
+def test_a_resume_lists_every_setting_that_changed(new, folder, caplog, capsys):
+    """Once, without folders, logging, saving and what is the ranks' affair. What changes the function is refused."""
+    assert new(interval=7).load() == 3
+    assert "was saved with other settings" not in caplog.text
+    free = ["--job.dump_folder", "elsewhere", "--metrics.log_freq", "7", "--training.local_batch_size", "4"]
+    free += ["--parallelism.tensor_parallel_degree", "2", "--data.corpus", "moved"]
+    recipe = ["--optimizer.lr", "9e-3", "--training.precision", "bf16", "--validation.tokens", "2000"]
+    new(fingerprints={"train": "text", "validation": "old"}).save(4)
+    assert new(flags=[*free, *recipe], fingerprints={"train": "text", "validation": "new"}).load() == 4
+    (warning,) = [r.getMessage() for r in caplog.records if "was saved with other settings" in r.getMessage()]
+    assert warning.splitlines()[1:] == [
+        "  optimizer.lr: 0.003 -> 0.009",
+        "  training.precision: float32 -> bf16",
+        "  validation.tokens: 1000 -> 2000",
+        "  fingerprint of the validation text: old -> new",
+    ]
+    reset = ["--data.reset_state_at_documents"]
+    error = refusal(capsys, new(flags=reset).load)
+    assert "was trained with data.reset_state_at_documents = False, and here it is True" in error
+    path = folder / "step-4" / "interdomain.json"
+    path.write_text(json.dumps({name: x for name, x in record(folder, 4).items() if name != "configuration"}))
+    assert new(flags=reset).load() == 4  # as an older version saved it
+    assert "does not record its settings" in caplog.text
+
+
 def test_an_initial_checkpoint(new, folder, tmp_path, capsys):
     """Loaded where the run's own folder holds only the remains of a save; weights alone, or all but what is excluded."""
     (tmp_path / "other" / "step-5").mkdir(parents=True)

@@ -56,6 +56,7 @@ def test_a_changed_learning_rate_takes_effect_on_resume(one):
     for log, peak in ((at_four, 2e-4), (before, 3e-3)):
         assert log["lr/main"] == pytest.approx(1e-5 + (peak - 1e-5) * 0.75)  # cos(pi / 3) = 1 / 2
     assert at_four["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
+    assert one.output.count("optimizer.lr: 0.003 -> 0.0002") == 1
 
 
 def test_a_run_starts_from_another_runs_weights(one, two):

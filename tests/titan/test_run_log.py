@@ -36,7 +36,7 @@ def start(tmp_path, job, monkeypatch):
     monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
 
     def start(first, last, value):
-        log = RunLog(tmp_path / "tb", make_plan(job, 1), job, first)
+        log = RunLog(tmp_path / "tb", make_plan(job, 1), job, first, {"train": "text"})
         for step in range(first, last + 1):
             log.log({LOSS: value, **({RARE: value} if step in (1, 6) else {})}, step)
 
@@ -98,6 +98,7 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     facts = hyperparameters_of(events)
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
+    assert facts["fingerprints"] == {"train": "text"}
     assert (facts["n_basis"], facts["dt_min"], facts["a_init"]) == (32, 1e-3, "s4d-inv")
     low = read_job_config([*flags("corpus", "folder"), "--optimizer.lr", "5e-4", "--mixer.c_scale", "1"])
     found = hyperparameters(make_plan(low, 1), low)

@@ -29,17 +29,19 @@ LOSSES = {
     "s4d-rope": {1: 10.5, 2500: 2.5 + math.log(2), 4769: math.nan},
 }
 
+FINGERPRINTS = {"train": "b0", "validation": "b1"}
+
 
 @pytest.fixture
 def write(tmp_path):
     """write(name, condition, losses, *flags, size=, first=): a start of a run that logged these validation losses, and the
     number of tokens and a training loss at step 1 and the multiples of 10, as the trainer does."""
 
-    def write(name, condition, losses, *flags, size="125M", first=1):
+    def write(name, condition, losses, *flags, size="125M", first=1, fingerprints=FINGERPRINTS):
         given = ["--job.config_file", str(REPOSITORY / f"train_configs/{size}.toml"), "--mixer.condition", condition]
         job = read_job_config([*given, "--data.corpus", "data/edu", *flags])
         plan = make_plan(job, 8)
-        log = RunLog(tmp_path / name / "tb", plan, job, first)
+        log = RunLog(tmp_path / name / "tb", plan, job, first, fingerprints)
         for step in sorted({first, *losses, *(step - step % 10 for step in losses if step > 10)}):
             if step == 1 or step % 10 == 0:
                 log.log({"n_tokens_seen": plan.tokens_per_step * step, _study_tables.TRAINING: 7 - step / 1000}, step)
