@@ -86,23 +86,33 @@ class StudyRun:
 
     @cached_property
     def is_finished(self) -> bool:
-        """Whether its record is there; one is written if the run has come to its end. Raises: ValueError."""
-        if not self.record.is_file():
-            found = any((self.folder / FOLDER).glob(EVENTS)) and record_of(self.folder)
-            if not found or str(self.plan.steps) not in found["curves"].get(VALIDATION, {}):
-                return False
+        """Whether its record is there; one is written if the run has come to its end.
+
+        Raises: ValueError if the run was finished, or begun, with other settings.
+        """
+        if self.record.is_file():
+            self._refuse_changes(self.record, json.loads(self.record.read_text())["settings"])
+            return True
+        logged = record_of(self.folder) if any((self.folder / FOLDER).glob(EVENTS)) else {"curves": {}}
+        ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
+        config = self.folder / CONFIG
+        if (ended or self.step) and config.is_file():
+            self._refuse_changes(config, read_toml(config))
+        if ended:
             self.record.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(
-                self.record, dumped({"run": self.labels | {"seed": self.seed}, "settings": self.settings, **found})
-            )
-        there, here = (dict(pairs(x)) for x in (json.loads(self.record.read_text())["settings"], self.settings))
-        changed = [f"{n} {there.get(n)} there, {here.get(n)} here" for n in there | here if there.get(n) != here.get(n)]
-        if changed := [words for words in changed if not words.startswith("job.")]:
+            record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
+            write_whole(self.record, dumped(record))
+        return ended
+
+    def _refuse_changes(self, path: Path, settings: dict[str, Any]) -> None:
+        """Raises: ValueError if the settings in a file of this run are not those of the study."""
+        there, here = dict(pairs(settings)), dict(pairs(self.settings))
+        names = [name for name in there | here if not name.startswith("job.") and there.get(name) != here.get(name)]
+        if changed := [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]:
             raise ValueError(
-                f"{self.record} was made with other settings: {'; '.join(changed)}. Restore them, or remove the record "
-                f"and {self.folder} to train the run again, or give the study another output and results."
+                f"{path} was made with other settings: {'; '.join(changed)}. Restore them, or remove {self.folder} (and "
+                f"{self.record}, if it exists) to train the run again, or give the study another output and results."
             )
-        return True
 
     @property
     def step(self) -> int:

@@ -170,6 +170,25 @@ def test_the_runs_of_a_study(described, capsys):
     assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
 
 
+def test_a_begun_run_with_other_settings_is_refused(described, tmp_path, capsys):
+    """As a finished one is. Before its first checkpoint nothing is lost."""
+    study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))
+    run = {run.name: run for run in _study.read_study(study_file).runs}["debug/softmax/seed-1"]
+    begun = run.write_config().read_text()
+    assert study.main(["plan", str(changed)]) == 0
+    (run.folder / "checkpoint/step-20").mkdir(parents=True)
+    (run.folder / "checkpoint/step-20/.metadata").touch()
+    capsys.readouterr()
+    for command in ("plan", "run"):
+        assert study.main([command, str(changed)]) == 2
+        assert f"{run.folder}/run.toml was made with other settings: optimizer.lr 0.003 there, 0.01 here" in (
+            capsys.readouterr().err
+        )
+    assert (run.folder / "run.toml").read_text() == begun
+    assert study.main(["plan", str(study_file), "--only", run.name]) == 0
+    assert "| at step 20 of 40 |" in capsys.readouterr().out
+
+
 def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     """Those that are not in the queue, each by its own file and name."""
     (tmp_path / "bin").mkdir()
