@@ -78,7 +78,7 @@ def handlers(by_signal: dict[int, object]) -> Iterator[None]:
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Run torchrun to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave; a second Ctrl-C ends it at once.
+    """Run torchrun to its end. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C ask the run to save and leave. A second Ctrl-C ends it.
 
     Returns: 0 for a finished run, CONTINUE for one that left on a signal or ended after one, INTERRUPTED after a second Ctrl-C,
     REFUSED for one that a rank ended by decision, else torchrun's status, of a killed one as shells say it.

@@ -129,7 +129,12 @@ def to_folder(args) -> str:
         facts["size"], facts["condition"] = cell_of(config, record["size"])
         facts["converted_by"] = f"interdomain {interdomain.__version__}"
         validation = checkpoint.folder / checkpoints.VALIDATION
-        facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
+        try:
+            facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
+        except ValueError as e:
+            raise ValueError(
+                f"{validation} is damaged ({e}). Remove it: the folder then says nothing of a validation."
+            ) from e
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         # The classes that transformers runs, and the license, as they stand in plugin/hf.

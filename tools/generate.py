@@ -64,6 +64,8 @@ def run(args) -> int:
         raise ValueError(
             f"--max-tokens and --prefill-chunk must be at least 1: got {args.max_tokens}, {args.prefill_chunk}."
         )
+    if args.top_k < 0:
+        raise ValueError(f"--top-k must be at least 0: got {args.top_k}.")
     sampling, device = Sampling(args.temperature, args.top_k, args.top_p), choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))

@@ -11,7 +11,7 @@ stopped, repeat its command.
     ./launch.sh train_configs/125M.toml --mixer.condition softmax --job.dump_folder outputs/125M-softmax
     ./launch.sh train_configs/1.3B.toml --dry-run --ranks 8
 
-Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 stopped by Ctrl-C;
+Exit status: 0 finished; 2 refused, with the reason; 75 the same command continues the run; 130 ended by a second Ctrl-C;
 others are torchrun's
 
 Documentation: docs/running.md; for SLURM docs/clusters.md

@@ -11,6 +11,7 @@ CHOICES = {
     "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
     "a_init": ("s4d-inv", "s4d-lin", "s4d-real"),
 }
+LARGEST = 2**20  # of a size: a damaged number would take all memory, or for ever
 DEFAULTS = dict(
     vocab_size=32_000,
     hidden_size=768,
@@ -90,6 +91,9 @@ class InterdomainConfig(PretrainedConfig):
     ):
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_basis"):
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 1 to {LARGEST:,}.")
         self.intermediate_size = intermediate_size or -(-8 * self.hidden_size // (3 * 128)) * 128
         self.num_key_value_heads = num_key_value_heads or self.num_attention_heads
         self.head_dim = head_dim or self.hidden_size // self.num_attention_heads

@@ -103,9 +103,10 @@ class FixedStateMixer(nn.Module):
         past, S = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
         y, last = torch.cat((self.wq(x), self.wk(x), self.wv(x)), dim=-1), x.new_empty(len(x), 0)
         if self.conv is not None:
-            bias = self.conv.weight.new_zeros(y.shape[2]) if self.conv.bias is None else self.conv.bias
+            weight, bias = self.conv()
+            bias = weight.new_zeros(y.shape[2]) if bias is None else bias
             last = last_inputs(y, past, padding, self.config.conv_width - 1) if cache is not None else last
-            y = F.silu(features(y, math.gcd(y.shape[2], 64), conv=(self.conv.weight, bias), past=past).flatten(2))
+            y = F.silu(features(y, math.gcd(y.shape[2], 64), conv=(weight, bias), past=past).flatten(2))
         q, k, v = (
             z.unflatten(-1, (-1, n))
             for z, n in zip(y.split(self.widths, dim=-1), (*self.shape[1:2], *self.shape[1:]), strict=True)

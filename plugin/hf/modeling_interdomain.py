@@ -106,11 +106,11 @@ class InterdomainMixer(nn.Module):
         y = features(
             y,
             self.config.head_dim,
-            conv=None if conv is None else (conv.weight, conv.bias),
+            conv=None if conv is None else conv(),
             past=past,
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
-            norm=None if norm is None else (norm.weight, norm.bias),
+            norm=None if norm is None else norm(),
             eps=self.config.rms_norm_eps,
         )
         return self.feature_map(y, name == "q") if mapped and self.feature_map is not None else y

@@ -250,6 +250,10 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
 
+    def forward(self) -> tuple[Tensor, Any]:
+        """The parameters; by a call, around which accelerate brings what it has offloaded."""
+        return self.weight, self.bias
+
 
 class InputNorm(nn.Module):
     """Parameters of an RMSNorm over a head's channels, with a bias per head."""
@@ -258,6 +262,10 @@ class InputNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(head_dim))
         self.bias = nn.Parameter(torch.empty(n_heads, head_dim))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """As ShortConv's."""
+        return self.weight, self.bias
 
 
 class KeptInFloat32(nn.Module):

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .config import ModelConfig
+from .config import ModelConfig, check_types
 
 SIDECAR = "interdomain.json"
 VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
@@ -146,6 +146,7 @@ def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
             raise ValueError(f"it lacks {', '.join(missing)}")
         if record["format_version"] != SIDECAR_VERSION:
             raise ValueError(f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}")
+        check_types(record, run=dict, versions=dict, tokenizer=dict, size=str, condition=str, step=int, tokens=int)
         return ModelConfig.from_dict(record["model"]), record
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e

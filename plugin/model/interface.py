@@ -20,7 +20,7 @@ class Mixer(nn.Module):
     Attributes:
         shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
         heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
-            Its matrices are this rank's parts, or DTensors of them (`shard.SHARDED`); all else is whole. None: all heads.
+            Its matrices are this rank's parts, or DTensors with them (`shard.SHARDED`); all else is whole. None: all heads.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 

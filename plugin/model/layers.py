@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .shard import Part, local, own, scatter_tokens
+from .shard import Part, own, scatter_tokens
 from .ssm import KeptInFloat32
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
@@ -25,16 +25,35 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-class Embedding(nn.Embedding):
-    """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
+class Matrix(nn.Module):
+    """Base of the modules whose weight tensor parallelism splits (`shard.SHARDED`).
 
-    heads: Part | None = None
+    Attributes:
+        local: this rank's slice of the weight as a plain tensor, where the weight is a DTensor; set before each forward pass.
+            None: the weight is a plain tensor. A buffer, whose shape torch.compile takes as fixed.
+    """
+
+    weight: nn.Parameter
+    local: Tensor | None
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.register_buffer("local", None, persistent=False)
 
     def reset_parameters(self) -> None:
         """Nothing: the module that holds it draws its values (`initialize`)."""
 
+    def local_weight(self) -> Tensor:
+        return self.weight if self.local is None else self.local
+
+
+class Embedding(Matrix, nn.Embedding):
+    """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
+
+    heads: Part | None = None
+
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = local(self.weight)
+        rows = self.local_weight()
         if self.heads is None:
             return F.embedding(tokens, rows)
         tokens = tokens - self.heads.rank * len(rows)
@@ -43,17 +62,14 @@ class Embedding(nn.Embedding):
         return scatter_tokens(found, self.heads)
 
 
-class Linear(nn.Linear):
+class Linear(Matrix, nn.Linear):
     """Without a bias."""
-
-    def reset_parameters(self) -> None:
-        """Likewise nothing."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight))
+        return F.linear(x, self.local_weight())
 
 
 class RMSNorm(nn.RMSNorm):

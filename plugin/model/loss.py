@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .layers import Linear, autocast_dtype
-from .shard import Part, gather_shards, gather_tokens, local
+from .shard import Part, gather_shards, gather_tokens
 
 PieceLoss = Callable[[Tensor, Tensor, bool, Part | None], tuple[Tensor, Tensor | None]]  # `piece_loss`, or it compiled
 
@@ -44,7 +44,7 @@ class Head(Linear):
         hidden = gather_tokens(hidden, self.heads)
         if labels is None:
             return super().forward(hidden)
-        return summed_cross_entropy(hidden, local(self.weight), labels, self.piece_loss, self.heads, self.scores)
+        return summed_cross_entropy(hidden, self.local_weight(), labels, self.piece_loss, self.heads, self.scores)
 
     def compile_loss(self, backend: str) -> None:
         """Everything between the matrix products as one compiled function."""

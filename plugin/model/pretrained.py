@@ -23,7 +23,7 @@ from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
 
-from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
+from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig, check_types
 from .transformer import Transformer, meta_model
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -176,6 +176,7 @@ def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
         record = json.loads(path.read_text())
         if record["model_type"] != "interdomain":
             raise KeyError("model_type")
+        check_types(record, tokenizer=dict, weights=dict | None, facts=dict)
         return from_transformers(record), record
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path} is damaged, or not of this project and version ({type(e).__name__}: {e}).") from e

@@ -7,7 +7,7 @@
 All are collective, forward and backward: every rank of the group must call them, the first and the last too.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,6 @@ class Part(NamedTuple):
 def own(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
     """This rank's part of x along a dimension, a view; x itself where part is None."""
     return x if part is None else x.chunk(part.size, dim)[part.rank]
-
-
-def local(p: Any) -> Tensor:
-    """What this rank has of a parameter: p itself, or the part of a DTensor, with its gradient."""
-    return p.to_local() if hasattr(p, "placements") else p  # torch.compile sees no method by hasattr
 
 
 def gather_tokens(x: Tensor, part: Part | None) -> Tensor:

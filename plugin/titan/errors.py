@@ -36,13 +36,13 @@ def stop(message: str) -> NoReturn:
 
 
 def one_paragraph(check: Callable[P, R]) -> Callable[P, R]:
-    """For hooks whose ValueError, FileNotFoundError and PermissionError are refusals of what the user gave."""
+    """For hooks whose ValueError and OSError (a folder that cannot be written, say) are refusals of what the user gave."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return check(*args, **kwargs)
-        except (ValueError, FileNotFoundError, PermissionError) as e:
+        except (ValueError, OSError) as e:
             stop(str(e))
 
     return checked

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor import distribute_tensor
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
@@ -26,7 +26,7 @@ from .host import (
     disable_fsdp_gradient_division,
     logger,
 )
-from .meshes import Meshes, part_of
+from .meshes import Meshes, is_split, part_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 # A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
@@ -53,6 +53,10 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
     if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
         model.output.compile_loss(job_config.compile.backend)
     shard(model, meshes.data, job_config)
+    if meshes.tensor.size() > 1:
+        for unit in (model.tok_embeddings, *model.layers.values(), model.output):
+            if unit is not None:
+                read_local_slices(unit)
 
 
 def split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
@@ -61,6 +65,22 @@ def split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         if (dim := SHARDED.get(name.rpartition(".")[2])) is not None:
             weight: Any = module.weight
             module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Split(dim)], src_data_rank=None))
+
+
+def read_local_slices(unit: nn.Module) -> None:
+    """Before each forward pass of `unit`, give this rank's slices of its split matrices to their modules, as plain tensors.
+
+    After FSDP2's own hook, which gathers them, and outside of what is compiled: torch.compile would pass a DTensor's mesh from
+    the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
+    """
+    split: Any = [module for module in unit.modules() if isinstance(getattr(module, "weight", None), DTensor)]
+    split = [module for module in split if is_split(module.weight)]
+
+    def read(*_: Any) -> None:
+        for module in split:
+            module._buffers["local"] = module.weight.to_local()  # a Parameter is refused by nn.Module
+
+    unit.register_forward_pre_hook(read)
 
 
 def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:

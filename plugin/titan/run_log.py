@@ -1,6 +1,8 @@
 """A run's TensorBoard folder: one curve across restarts, what the run is, and a page of charts."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ class RunLog(BaseLogger):
         self, folder: Path, plan: RunPlan, job_config: Any, first_step: int, fingerprints: dict[str, str]
     ) -> None:
         self.plan = plan
-        self.writer = SummaryWriter(folder, max_queue=1000, purge_step=first_step)
+        self.writer: SummaryWriter | None = SummaryWriter(folder, max_queue=1000, purge_step=first_step)
         logger.info("TensorBoard: %s, from step %d", folder, first_step)
         # TensorBoard matches a pattern from the start only.
         self.writer.add_custom_scalars(
@@ -83,12 +85,26 @@ class RunLog(BaseLogger):
         metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
         if "throughput(tps)" in metrics:  # of one rank
             metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * self.plan.world_size
-        for tag, value in metrics.items():
-            self.writer.add_scalar(tag, value, step)
-        self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
+        if self.writer is None:
+            return
+        with self._until_it_fails():
+            for tag, value in metrics.items():
+                self.writer.add_scalar(tag, value, step)
+            self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            with self._until_it_fails():
+                self.writer.close()
+
+    @contextlib.contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        """A full disk ends the curve and not the run: its checkpoints decide for themselves."""
+        try:
+            yield
+        except OSError as e:
+            logger.warning("TensorBoard's events could not be written (%s): the curve ends here, the run goes on.", e)
+            self.writer = None
 
 
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:

@@ -97,3 +97,29 @@ def test_the_end_of_text(loaded, tokenizer):
 def test_generation_that_takes_tokens_back_is_refused(loaded):
     with pytest.raises(ValueError, match="stateful"):
         loaded("interdomain")[1].generate(random_texts(1, 9), max_new_tokens=2, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_a_row_that_is_whole_beside_rows_padded_on_the_right(loaded, case):
+    model, there = loaded(case)
+    rows = [random_texts(1, length, seed=length) for length in (3, 14)]
+    tokens, mask = padded(rows, "right")
+    text = there.generate(tokens, attention_mask=mask, max_new_tokens=6, **ON)[1]
+    assert torch.equal(text, greedy(model, rows[1], 6)[0])
+
+
+def test_continuous_batching_is_refused(loaded):
+    with pytest.raises(NotImplementedError, match="call generate with a padded batch"):
+        loaded(KINDS[0])[1].init_continuous_batching()
+
+
+@pytest.mark.parametrize("case", [case for case in KINDS if case != "mamba2"])
+def test_offloaded_weights(loaded, case):
+    """As device_map does it for modules on "cpu" or "disk": they are brought around the module's call."""
+    accelerate = pytest.importorskip("accelerate")
+    _, there = loaded(case)
+    tokens = random_texts(2, 9)
+    with torch.no_grad():
+        expected = there(tokens).logits
+        offloaded = accelerate.cpu_offload(copy.deepcopy(there), execution_device=torch.device("cpu"))
+        assert torch.equal(offloaded(tokens).logits, expected)

@@ -277,6 +277,12 @@ def two(tmp_path_factory, corpus, short, pairs, launch):
     runs.add("context answers", **answers, **parallel(context=2), data__reset_state_at_documents=True)
     runs.add("tensor answers", **answers, **parallel(tensor=2))
     runs.add("pipeline answers", **answers, **parallel(pipeline=2), **INTERLEAVED)
+    for mode in ("selective", "full"):  # a DTensor must not enter what is compiled: softmax layers cannot save its mesh
+        both = {**COMPILED, "compile__backend": "aot_eager", "activation_checkpoint__mode": mode}
+        runs.add(f"tensor softmax {mode}", **parallel(tensor=2), **both, mixer__condition="softmax", training__steps=2)
+        runs.add(
+            f"tensor layers {mode}", **parallel(tensor=2), **LAYERS | {"training__steps": 2}, **both, data__corpus=short
+        )
     for condition in ("softmax", "s4d"):
         runs.add(f"context {condition}", **parallel(context=2), mixer__condition=condition, training__steps=4)
     hybrid = LAYERS | {"data__corpus": short}

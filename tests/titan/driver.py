@@ -135,6 +135,11 @@ def run(job):
         with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
             trainer.train()
             assert not job["stops"]
+    seen["timeouts"] = {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in torch.distributed.distributed_c10d._world.pg_map
+        if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
+    }
     trainer.close()
     calls = compiled.call_args_list
     seen["compiled"] = [call.kwargs for call in calls if call.args and isinstance(call.args[0], torch.nn.Module)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -136,3 +137,17 @@ def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(one, two):
     assert [event.step for event in again] == [4, 5, 6]
     merged = read_events(one.folder / "after two" / "tb").Scalars(LOSS)
     assert [event.wall_time for event in merged[3:]] == [event.wall_time for event in again]
+
+
+def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):
+    log = RunLog(tmp_path / "tb", make_plan(job, 1), job, 1, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (events,) = (tmp_path / "tb").glob("events*")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size, before[1]))
+        for step in range(1, 4):
+            log.log({LOSS: 1.0}, step)
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caplog.text.count("the curve ends here, the run goes on") == 1

@@ -163,3 +163,17 @@ def test_other_conditions_agree_on_two_ranks(one, two, name):
     assert_same_run(two.seen(name)["log"], one.seen(condition)["log"])
     # Other models than the interdomain one: the switch reaches the model.
     assert two.seen(name)["log"][1]["loss"] != one.seen("interdomain")["log"][1]["loss"]
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("name", ["softmax", "layers"])
+def test_softmax_layers_compiled_and_checkpointed_under_tensor_parallelism(one, two, name, mode):
+    ours, whole = two.seen(f"tensor {name} {mode}")["log"], one.seen(name)["log"]
+    for step in (1, 2):
+        for scalar in ("loss", "grad_norm"):
+            assert ours[step][scalar] == pytest.approx(whole[step][scalar], rel=1e-5)
+
+
+def test_the_time_limits_of_comm_reach_all_process_groups(two):
+    """After the first step; the groups of this run and of no other, for it was the first."""
+    assert two.seen("interdomain")["timeouts"] == {100.0}

@@ -50,15 +50,16 @@ THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGT
         ("ask(signal.SIGUSR1, launcher); wait(); say('stopped'); sys.exit(1)", REFUSED, ""),
         # Schedulers and terminals signal every process: torchrun must not die of what is for the launcher.
         ("ask(signal.SIGUSR1, me); ask(signal.SIGHUP, me); sys.exit(4)", 4, ""),
-        ("os.kill(launcher, signal.SIGINT); sys.exit(1)", _torchrun.INTERRUPTED, ""),
+        # Ctrl-C once is SIGTERM; twice ends the run, whatever it does. A terminal sends it to torchrun as well.
+        ("ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')", CONTINUE, "Ctrl-C: saving"),
+        ("ask(signal.SIGINT, launcher); ask(signal.SIGINT, launcher); time.sleep(600)", _torchrun.INTERRUPTED, ""),
+        ("os.kill(me, signal.SIGKILL)", 137, "torchrun was ended by SIGKILL"),
     ],
 )
 def test_what_the_end_of_torchrun_means(program, status, said, capfd):
-    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT
     before = [signal.getsignal(number) for number in numbers]
-    # Ignored in a shell's background jobs.
-    with _torchrun.handlers({signal.SIGINT: signal.default_int_handler}):
-        assert run(program) == status
+    assert run(program) == status
     assert said in capfd.readouterr().err
     assert [signal.getsignal(number) for number in numbers] == before
 
@@ -69,7 +70,7 @@ def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
     default = get_args_parser().parse_args(["x.py"]).signals_to_handle
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
     handled = get_args_parser().parse_args(["x.py"]).signals_to_handle
-    assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP"}  # torchrun would take back what nohup gave
+    assert {*default.split(",")} - {*handled.split(",")} == {"SIGHUP", "SIGINT"}  # it would take back what nohup gave
 
 
 def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):

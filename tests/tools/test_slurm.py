@@ -38,7 +38,7 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     gpus_and_cores = {"--gpus-per-node=4", "--cpus-per-task=144"}
     assert {"srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none", *gpus_and_cores} <= {*own}
     assert ranks == "4"
-    args = get_args_parser().parse_args(torchrun[torchrun.index("torch.distributed.run") + 1 :])
+    args = get_args_parser().parse_args(torchrun[torchrun.index("interdomain.tools._elastic") + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == ("4", "4", 3, "node")
     assert (args.rdzv_id, args.rdzv_endpoint, args.standalone) == ("4242", "nid001:24242", False)
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]

@@ -1,0 +1,54 @@
+"""What a config.json may say, and what of it a folder keeps that is saved anew."""
+
+import json
+
+import pytest
+
+hf = pytest.importorskip("interdomain.hf", exc_type=ImportError)
+from interdomain.model import build_config  # noqa: E402
+from interdomain.model.pretrained import read_config, to_transformers  # noqa: E402
+
+
+def test_layer_types_say_which_layers_have_a_cache_of_keys_and_values():
+    hybrid = build_config("debug", "interdomain", layers=["interdomain", "softmax"], window=8)
+    types = {
+        "interdomain": ["linear_attention"] * 4,
+        "gla": ["linear_attention"] * 4,
+        "softmax": ["full_attention"] * 4,
+    }
+    for condition, expected in types.items():
+        assert hf.InterdomainConfig(**to_transformers(build_config("debug", condition))).layer_types == expected
+    assert hf.InterdomainConfig(**to_transformers(hybrid)).layer_types == ["linear_attention", "sliding_attention"] * 2
+
+
+def test_what_is_known_of_the_weights_is_not_kept_for_others(tmp_path):
+    config = hf.InterdomainConfig(weights={"model.safetensors": "0"}, facts={"step": 400, "validation": {"loss": 2.4}})
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert not {"weights", "facts"} & saved.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: the head has a matrix of its own"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: 1 to"),
+        ({"hidden_size": 2**40}, "hidden_size is 1099511627776; allowed: 1 to"),
+    ],
+)
+def test_a_configuration_that_cannot_be(settings, said):
+    with pytest.raises(ValueError, match=said):
+        hf.InterdomainConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**9), ("hidden_size", 2**40), ("tokenizer", [1]), ("weights", [1]), ("facts", [1])],
+)
+def test_a_damaged_folder(tmp_path, name, value):
+    record = {"model_type": "interdomain", **to_transformers(build_config("debug")), "tokenizer": {}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(record | {name: value}))
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        read_config(tmp_path)
