@@ -13,6 +13,9 @@
     [settings.text]                        # optional: a third axis, such as corpora or learning rates
     data.corpus = "data/stdlib"
 
+    [corpora]                              # optional: of a corpus that runs read, the options of prepare_data that make it
+    "data/mqar" = "--synthetic mqar"
+
     [[runs]]                               # a product of names; what is left out means all
     conditions = ["softmax"]
     seeds = [1, 2, 3]
@@ -48,7 +51,7 @@ from ._curves import (
 )
 
 AXES = ("sizes", "conditions", "settings")
-TOP = ("config", "output", "results", "ranks", "all", *AXES, "runs")
+TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
 VALIDATION = "validation_metrics/loss"
 # Tags of a record.
 KEPT = re.compile(
@@ -128,8 +131,11 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Study:
+    """corpora: {folder: options of prepare_data that make it}."""
+
     name: str
     runs: list[StudyRun]
+    corpora: dict[str, str]
 
     def missing(self) -> list[StudyRun]:
         return [run for run in self.runs if not run.is_finished]
@@ -143,14 +149,18 @@ def read_study(path: Path) -> Study:
     for axis in ("sizes", "conditions"):
         if not table.get(axis):
             raise ValueError(f"{path} names no {axis}: add a table [{axis}.NAME] with that one's settings.")
+    corpora = table.get("corpora", {})
+    if not isinstance(corpora, dict) or not all(isinstance(options, str) for options in corpora.values()):
+        raise ValueError(
+            f'{path}: corpora must be a table of folders with options of prepare_data, as "data/mqar" = "--synthetic mqar": '
+            f"got {corpora!r}."
+        )
     output = Path(table.get("output", f"outputs/studies/{path.stem}"))
     results = Path(table.get("results", output / "records"))
     runs: dict[str, StudyRun] = {}
-    for grid in table.get("runs", [{}]):
+    for grid in _grids(path, table):
         names = [_named(path, table, grid, axis) for axis in AXES]
         seeds = grid.get("seeds", [42])
-        if unknown := [key for key in grid if key not in (*AXES, "seeds")]:
-            raise ValueError(f"{path}: [[runs]] has no {', '.join(unknown)}; allowed: {', '.join(AXES)}, seeds.")
         for seed, *labels in itertools.product(seeds, *names):
             named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
             name = "/".join([*map(_file_name, named.values()), f"seed-{seed}"])
@@ -162,7 +172,21 @@ def read_study(path: Path) -> Study:
             settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
             labels = {axis.removesuffix("s"): label for axis, label in named.items()}
             runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
-    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed))
+    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora)
+
+
+def _grids(path: Path, table: dict) -> list[dict[str, list]]:
+    """The tables [[runs]], each with lists that are not empty; without any, one that names nothing and means all."""
+    grids = table.get("runs", [{}])
+    if unknown := [key for grid in grids for key in grid if key not in (*AXES, "seeds")]:
+        raise ValueError(f"{path}: [[runs]] has no {', '.join(unknown)}; allowed: {', '.join(AXES)}, seeds.")
+    for key, value in [("runs", grids), *(item for grid in grids for item in grid.items())]:
+        if not isinstance(value, list) or not value:
+            raise ValueError(
+                f"{path}: {key} = {value!r} names no run. Give a list with at least one entry, or leave {key} out: then "
+                f"{'the seed is 42' if key == 'seeds' else f'all {key} are meant'}."
+            )
+    return grids
 
 
 def _named(path: Path, table: dict, grid: dict, axis: str) -> list:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,8 +13,12 @@ import time
 import torch
 from tqdm import tqdm
 
+from interdomain.titan.data_folders import folders_of
+from interdomain.titan.settings import job_config_of
+
 from ._study import StudyRun
-from ._torchrun import CONTINUE, INTERRUPTED, handlers
+from ._torchrun import CONTINUE, INTERRUPTED, handlers, python_here
+from .launch import check_data
 
 LOG = "log.txt"  # in a run's folder: what it printed
 PROGRESS = re.compile(rb"([\d.]+) % of [\d,]+ steps")  # titan.metrics prints it
@@ -62,6 +67,29 @@ def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
     threads = max(1, len(os.sched_getaffinity(0)) // (jobs * ranks))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
+
+
+def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
+    """Open the data of every run as the run will, and prepare the embedded corpus if it is not there.
+
+    corpora: of a study. Raises: ValueError with the runs whose data cannot be opened, and the commands that make it.
+    """
+    errors: dict[str, list[str]] = {}  # with the names of their runs
+    commands: dict[str, None] = {}
+    for run in missing:
+        job = job_config_of(run.settings)
+        try:
+            check_data(job)
+        except (ValueError, FileNotFoundError) as e:
+            errors.setdefault(str(e), []).append(run.name)
+            for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:
+                if corpus in corpora and not os.path.exists(corpus):
+                    prepare = [python_here(), "-m", "interdomain.tools.prepare_data", *shlex.split(corpora[corpus])]
+                    commands[shlex.join([*prepare, "--output", corpus])] = None
+    if errors:
+        lines = [f"{len(names)} run(s), the first of them {names[0]}: {error}" for error, names in errors.items()]
+        lines += ["This makes what is missing:", *commands] if commands else []
+        raise ValueError("\n".join(["data cannot be read, so no run was started.", *lines]))
 
 
 def run_here(missing: list[StudyRun], jobs: int) -> int:

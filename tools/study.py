@@ -18,7 +18,7 @@ import fnmatch
 import json
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from ._bench import markdown_rows
 from ._cli import OUTPUT, Help, argument_parser, user_errors
 from ._plots import draw
 from ._study import Study, read_study, record_of
-from ._study_run import run_here, submit
+from ._study_run import require_data, run_here, submit
 
 
 def parse(argv) -> argparse.Namespace:
@@ -73,7 +73,7 @@ def chosen(args: argparse.Namespace) -> Study:
     runs = [run for run in study.runs if fnmatch.fnmatch(run.name, args.only)]
     if not runs:
         raise ValueError(f"--only {args.only} matches no run. A run's name is like {study.runs[0].name}.")
-    return Study(study.name, runs)
+    return replace(study, runs=runs)
 
 
 def plan(study: Study) -> str:
@@ -119,10 +119,12 @@ def main(argv=None) -> int:
             raise ValueError(
                 f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own. Give {gpus} or fewer."
             )
+        missing = study.missing()
+        require_data(missing, study.corpora)
         if args.sbatch:
-            submit(study.missing(), study.name, shlex.split(args.sbatch))
+            submit(missing, study.name, shlex.split(args.sbatch))
             return 0
-        code = run_here(study.missing(), args.jobs)
+        code = run_here(missing, args.jobs)
         if not code:
             print(f"all runs are finished: python -m interdomain.tools.study show {args.study}")
         return code

@@ -20,11 +20,14 @@ from .plan import model_config
 from .schema import JobConfig
 
 
+def folders_of(corpus: str | list[str]) -> list[str]:
+    """`data.corpus` as a list. A string may be a list too: on the command line lists have commas."""
+    return corpus.split(",") if isinstance(corpus, str) else list(corpus)
+
+
 def corpora_of(job_config: JobConfig) -> list[str]:
     """`data.corpus` as a list, checked to exist, with weights that fit."""
-    data = job_config.data
-    # A string may be a list too: on the command line lists have commas.
-    corpora = data.corpus.split(",") if isinstance(data.corpus, str) else list(data.corpus)
+    data, corpora = job_config.data, folders_of(job_config.data.corpus)
     for corpus in corpora or [""]:
         _require_corpus(corpus)
     if (len(corpora) > 1 and len(data.weights) != len(corpora)) or len(corpora) == 1 < len(data.weights):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog
 from interdomain.titan.settings import read_job_config
-from interdomain.tools import _study, _study_tables, study
+from interdomain.tools import _study, _study_tables, launch, prepare_data, study
 
 from ..common import REPOSITORY
 
@@ -190,14 +191,28 @@ def test_a_begun_run_with_other_settings_is_refused(described, tmp_path, capsys)
 
 
 def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
-    """Those that are not in the queue, each by its own file and name."""
+    """Those that are not in the queue, each by its own file and name; none before there is data, which a command makes."""
     (tmp_path / "bin").mkdir()
     scripts = {"squeue": "echo mine/debug/softmax/seed-42", "sbatch": f'echo "$@" >> {tmp_path}/asked; echo job 7'}
     for name, script in scripts.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    command = ["run", str(described()), "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
+    options, corpus = "--synthetic mqar --synthetic-examples 200 --validation-fraction 0.2", f"{tmp_path}/recall"
+    data = f'[all]\ndata.corpus = "{corpus}"\n'
+    study_file = described(
+        f'[corpora]\n"{corpus}" = "{options}"\n'.join(STUDY.replace("[all]\n", f"@{data}").split("@"))
+    )
+    command = ["run", str(study_file), "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
+    assert study.main(command) == 2
+    *_, error, _, make = capsys.readouterr().err.splitlines()
+    assert error.startswith(
+        f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no such"
+    )
+    assert not (tmp_path / "asked").exists()
+    _, *program = shlex.split(make)
+    assert program[:2] == ["-m", "interdomain.tools.prepare_data"]
+    assert prepare_data.main(program[2:]) == 0
     assert study.main(command) == 0
     folder = tmp_path / "out/debug/softmax"
     assert (tmp_path / "asked").read_text().splitlines() == [
@@ -205,6 +220,15 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
         for seed in (1, 2)
     ]
     assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
+
+
+def test_the_studies_of_the_repository_say_how_to_make_their_data(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    for file in Path("train_configs/studies").iterdir():
+        read = _study.read_study(file)
+        assert {run.settings["data"]["corpus"] for run in read.runs} <= {launch.EMBEDDED_CORPUS, *read.corpora}
+        for corpus, options in read.corpora.items():
+            prepare_data.parse([*shlex.split(options), "--output", corpus])
 
 
 def test_what_is_refused(write, described, tmp_path, capsys):
@@ -224,6 +248,7 @@ def test_what_is_refused(write, described, tmp_path, capsys):
             "--only x matches no run. A run's name is like debug/softmax/seed-1",
         ),
         (["plan", str(described("sizes.debug.model.flavor = 'debug'"))], "names no conditions: add a table"),
+        (["plan", str(described(STUDY + "seeds = []"))], "seeds = [] names no run. Give a list with at least one"),
         (["plan", str(described(STUDY + "sizse = 1"))], "[[runs]] has no sizse; allowed: sizes, conditions"),
         (
             ["plan", str(described(STUDY.replace('ns = ["softmax"]', 'ns = ["sofmax"]')))],
