@@ -28,14 +28,12 @@ PAPER = {
     "760M": {"softmax": 10.08, "interdomain": 8.94, "s4d": 10.67},
     "1.3B": {"softmax": 8.63, "interdomain": 7.98, "s4d": 9.13},
 }
-# What two runs must share for their perplexities to be of the same text; by section of the configuration.
-SAME_TEXT = {
-    "data": ("corpus", "validation_corpus", "tokenizer", "reset_state_at_documents"),
-    "validation": ("tokens", "seq_len"),
-}
+# Settings that two runs must share, beside the text and the tokens read, for their perplexities to be compared.
+SHARED = {"data": ("reset_state_at_documents",), "validation": ("tokens", "seq_len")}
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
-Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities.
+Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
+where both read as many tokens of the same text.
 Training loss: mean over the last quarter of the run; runs of one seed read the same text. Position: of the last validation.
 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
@@ -68,14 +66,18 @@ class Run:
             before = max(s for s in logged if s <= step)
             return logged[before] + (step - before) * facts["tokens_per_step"]
 
+        trained = max(tokens_at(step) for curve in (logged, *curves.values()) for step in curve)
         curves = {tag: {tokens_at(s): x for s, x in sorted(c.items()) if math.isfinite(x)} for tag, c in curves.items()}
         if not (losses := curves.get(VALIDATION)):
             raise ValueError(f"{name} was never validated: train with validation.enable = true.")
         best = min(losses, key=lambda tokens: losses[tokens])  # the first of several
         own = {"size": facts["model"], "condition": facts["condition"]}
-        text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SAME_TEXT.items() for n in names}
+        text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SHARED.items() for n in names}
+        data = configuration.get("data", {})
+        paths = {"train": data.get("corpus"), "validation": data.get("validation_corpus") or data.get("corpus")}
+        of = facts.get("fingerprints") or paths  # older records have paths alone
+        text |= {"the training text": of.get("train"), "the validation text": of.get("validation")}
         labels = {k: v for k, v in (record.get("run") or own).items() if k != "seed"}
-        trained = max(*logged.values(), *losses)
         return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained)
 
     @property
@@ -92,6 +94,11 @@ class Run:
     def group(self) -> tuple[str, ...]:
         """Runs of one group are compared: the same size and setting."""
         return tuple(str(value) for name, value in self.labels.items() if name != "condition")
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """What another run must share for the two perplexities to be compared, by name."""
+        return {name: str(value) for name, value in self.text.items()} | {"tokens": f"{self.trained:,}"}
 
     @property
     def compute(self) -> float:
@@ -142,11 +149,12 @@ def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
 
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
-    """One row per cell, against softmax of the same group, and beside the paper's figures of the same cell."""
+    """One row per cell, against softmax of the same group, text and tokens, and beside the paper's figures of the same cell."""
     found = []
     for group, cells in cells_of(runs).items():
-        softmax = [cell.perplexity[0] for cell in cells if cell.label == "softmax"]
         for cell in cells:
+            alike = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
+            softmax = [other.perplexity[0] for other in alike]
             first = cell.runs[0]
             paper = PAPER.get(first.facts["model"], {})
             theirs = paper.get(first.facts["condition"])  # a condition with a setting of its own has another name
@@ -219,18 +227,20 @@ def state_in_words(fixed: int, growing: int) -> str:
     return " + ".join([f"{fixed:,}"] * bool(fixed or not growing) + [f"{growing:,} a token"] * bool(growing))
 
 
+def differences(cells: list[Cell]) -> dict[str, list[str]]:
+    """What the runs do not share, of that which makes their perplexities comparable: {name: its values}."""
+    shared = [run.shared for cell in cells for run in cell.runs]
+    values = {name: sorted({of[name] for of in shared}) for name in shared[0]}
+    return {name: those for name, those in values.items() if len(those) > 1}
+
+
 def remarks(runs: list[Run]) -> list[str]:
-    """Where runs of one group were not validated on the same text."""
-    found = []
-    for group, cells in cells_of(runs).items():
-        texts = [run.text for cell in cells for run in cell.runs]
-        for name in texts[0]:
-            values = sorted({str(text[name]) for text in texts})
-            if len(values) > 1:
-                found.append(
-                    f"{' '.join(group)}: {name} differs ({', '.join(values)}): perplexities of different text."
-                )
-    return found
+    """Why runs of one group are not compared."""
+    return [
+        f"{' '.join(group)}: runs differ in {name} ({'; '.join(values)}), so no percentage compares them."
+        for group, cells in cells_of(runs).items()
+        for name, values in differences(cells).items()
+    ]
 
 
 def page(runs: list[Run]) -> str:

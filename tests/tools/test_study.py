@@ -84,7 +84,10 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     assert large["of_planned"] < 0.05
     assert capsys.readouterr().out.startswith(text)
     assert "| 125M | interdomain | 0.003 | 42 | 135,416,208 | 2,359,296 | 2,500,329,472 | 100.0% |" in text
-    assert "differs" not in text
+    # One step against 4,769.
+    assert ablated["vs_softmax"] is None
+    assert "- 125M: runs differ in tokens (2,500,329,472; 524,288), so no percentage compares them." in text
+    assert text.count("no percentage") == 1
     _, small, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
     assert small.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]][1:]  # not the untrained model's
 
@@ -112,10 +115,26 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
     assert (ours.y, ours.error) == ([pytest.approx(math.exp(mean))], [pytest.approx(math.exp(mean) * deviation)])
 
 
-def test_runs_that_were_not_validated_on_the_same_text(write, capsys):
-    whole = write("whole", "interdomain", LOSSES["interdomain"])
-    assert study.main(["show", whole, write("other", "softmax", {1: 10.0}, "--validation.tokens", "4096")]) == 0
-    assert "- 125M: validation.tokens differs (" in capsys.readouterr().out
+def test_runs_on_other_text_are_not_compared(write, tmp_path):
+    """The text counts, by its fingerprint, not the folder. Older records have folders alone."""
+    text, none = FINGERPRINTS, {}
+    theirs = [write(f"softmax{i}", "softmax", LOSSES["softmax"], fingerprints=x) for i, x in enumerate((text, none))]
+    for i, (softmax, fingerprints, flags, reason) in enumerate(
+        (
+            (theirs[0], text, ["--data.corpus", "moved"], None),
+            (theirs[0], text | {"validation": "b2"}, [], "the validation text (b1; b2)"),
+            (theirs[0], text | {"train": "b2"}, ["--validation.tokens", "4096"], "the training text (b0; b2)"),
+            (theirs[0], none, [], "the training text (b0; data/edu)"),
+            (theirs[1], none, [], None),
+            (theirs[1], none, ["--data.corpus", "moved"], "the training text (data/edu; moved)"),
+        )
+    ):
+        ours = write(f"ours{i}", "interdomain", LOSSES["interdomain"], *flags, fingerprints=fingerprints)
+        cells, page = shown(tmp_path / f"shown{i}", softmax, ours)
+        assert [cell["vs_softmax"] is None for cell in cells] == [reason is not None, False]
+        assert reason is None or f"- 125M: runs differ in {reason}, so no percentage compares them." in page
+        assert ("no percentage" in page) == (reason is not None)
+        assert ("differ in validation.tokens (4096; 4194304)" in page) == ("4096" in flags)
 
 
 STUDY = """
