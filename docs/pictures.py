@@ -229,7 +229,7 @@ FAMILIES = {  # colour and line of a condition
     "hybrid": (PINK, "-"),
     "s4d": (ORANGE, "-"),
     "dual-linear": (ORANGE, "--"),
-    "s4d, S4D's scale": (ORANGE, "-."),
+    "s4d, linear_scale 0.7071": (ORANGE, "-."),
     "gla": (GREEN, "--"),
     "gated-deltanet": (GREEN, "-"),
 }

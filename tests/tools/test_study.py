@@ -241,13 +241,16 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
 
 
-def test_the_studies_of_the_repository_say_how_to_make_their_data(monkeypatch):
+def test_the_studies_of_the_repository(monkeypatch):
+    """They say how to make their data, and a condition at S4D's scale has C there (not c)."""
     monkeypatch.chdir(REPOSITORY)
     for file in Path("train_configs/studies").iterdir():
         read = _study.read_study(file)
         assert {run.settings["data"]["corpus"] for run in read.runs} <= {launch.EMBEDDED_CORPUS, *read.corpora}
         for corpus, options in read.corpora.items():
             prepare_data.parse([*shlex.split(options), "--output", corpus])
+        named = [run for run in read.runs if "S4D's scale" in run.labels["condition"]]
+        assert {run.settings["mixer"].get("c_scale") for run in named} <= {1}
 
 
 def test_what_is_refused(write, described, tmp_path, capsys):
