@@ -271,7 +271,7 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     return StateShape(width // own, 2 * mixer.n_basis if wide else own, own)
 
 
-LARGEST = 2**20  # of a size: a damaged number would take all memory, or for ever
+LARGEST = 2**20  # of a size
 MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
 
@@ -443,10 +443,3 @@ def _check_fields(prefix: str, config: Any, without: str = "") -> None:
             raise ValueError(f"{name} must be at least {LEAST.get(f.name, 1)}: got {got}.")
         elif type(got) is int and f.name != "max_seq_len" and got > LARGEST:
             raise ValueError(f"{name} must be at most {LARGEST:,}: got {got}.")
-
-
-def check_types(record: dict[str, Any], **kinds: Any) -> None:
-    """What a record has of these names must be of these types. Raises: ValueError."""
-    for name, kind in kinds.items():
-        if name in record and not isinstance(record[name], kind):
-            raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .config import ModelConfig, check_types
+from .config import ModelConfig
 
 SIDECAR = "interdomain.json"
 VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
@@ -132,6 +132,13 @@ def latest_checkpoint(folder: Path | str) -> Path:
     if not steps:
         raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
     return steps[max(steps)]
+
+
+def check_types(record: dict[str, Any], **kinds: Any) -> None:
+    """What a record has of these names must be of these types. Raises: ValueError."""
+    for name, kind in kinds.items():
+        if name in record and not isinstance(record[name], kind):
+            raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")
 
 
 def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -23,7 +23,8 @@ from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.indexed import file_sha256
 from interdomain.data.tokenizer_export import padding_id
 
-from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig, check_types
+from .config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
+from .distributed_checkpoint import check_types
 from .transformer import Transformer, meta_model
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
