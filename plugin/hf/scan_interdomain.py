@@ -250,8 +250,7 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias: Any = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(self) -> tuple[Tensor, Any]:
-        """The parameters; by a call, around which accelerate brings what it has offloaded."""
+    def forward(self) -> tuple[Tensor, Any]:  # by a call, around which accelerate brings what it has offloaded
         return self.weight, self.bias
 
 
@@ -260,12 +259,9 @@ class InputNorm(nn.Module):
 
     def __init__(self, n_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(head_dim))
-        self.bias = nn.Parameter(torch.empty(n_heads, head_dim))
+        self.weight, self.bias = (nn.Parameter(torch.empty(*shape)) for shape in ((head_dim,), (n_heads, head_dim)))
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """As ShortConv's."""
-        return self.weight, self.bias
+    forward = ShortConv.forward
 
 
 class KeptInFloat32(nn.Module):
