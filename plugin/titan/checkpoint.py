@@ -102,6 +102,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     # Saving
 
+    @one_paragraph
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
         self._refuse_not_finite(checkpoint_id)
         self.saving = str(checkpoint_id)
@@ -175,6 +176,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             result |= {} if accuracy is None else {"accuracy": accuracy}
             write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
 
+    @one_paragraph
     def lacks_validation(self, step: int) -> bool:
         """Whether this step was saved and not validated. Collective; the same on all ranks."""
         folder = self._folder_of(step) if self.enable else None
@@ -212,6 +214,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     # Loading
 
+    @one_paragraph
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.

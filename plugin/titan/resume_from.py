@@ -48,7 +48,6 @@ class ResumePoint(NamedTuple):
     branched_from: int | None = None  # for the records of the checkpoints that follow
 
 
-@one_paragraph
 def on_rank_0(act: Callable[[], Any]) -> Any:
     """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
     outcome: list[Any] = [None, None]
@@ -63,6 +62,7 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
+@one_paragraph
 def loads_a_model(job_config) -> bool:
     """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
     config = job_config.checkpoint

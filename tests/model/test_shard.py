@@ -73,7 +73,7 @@ def part_of(mesh):
 
 
 def distribute(model, mesh):
-    """As a run does: DTensors in place of the parameters that have parts."""
+    """As a run does: DTensors in place of the parameters that have parts, which the modules read as local tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, module in model.named_modules():
@@ -81,6 +81,7 @@ def distribute(model, mesh):
         if dim is not None:
             whole = module.weight.detach()
             module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+            module._buffers["local"] = module.weight.to_local()
 
 
 def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=False):
