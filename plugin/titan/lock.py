@@ -109,7 +109,9 @@ class FolderLock:
 @one_paragraph
 def hold_folder(job_config) -> FolderLock | None:
     """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
-    if not (job_config.checkpoint.enable or job_config.metrics.enable_tensorboard) or int(os.environ["RANK"]):
+    metrics = job_config.metrics
+    writes = job_config.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb
+    if not writes or int(os.environ["RANK"]):
         return None
     lock = FolderLock(job_config.job.dump_folder)
     lock.acquire()

@@ -1,5 +1,6 @@
 """TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
 
+import copy
 import math
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ from .host import LoggerContainer, MetricsProcessor, ParallelDims, logger
 from .meshes import Meshes
 from .optimizer import GroupedOptimizers
 from .plan import RunPlan
-from .run_log import RunLog
+from .run_log import RunLog, WandbLog
 
 
 class InterdomainMetrics(MetricsProcessor):
@@ -28,21 +29,25 @@ class InterdomainMetrics(MetricsProcessor):
     optimizers: GroupedOptimizers
 
     def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
-        # TorchTitan's TensorBoard folder has the time of the start as its name: every restart would open another run.
-        wanted, job_config.metrics.enable_tensorboard = job_config.metrics.enable_tensorboard, False
-        super().__init__(job_config, parallel_dims)
-        job_config.metrics.enable_tensorboard = wanted
-        if not isinstance(self.logger, LoggerContainer):
-            self.logger = LoggerContainer()
+        # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
+        without_curves = copy.copy(job_config)
+        without_curves.metrics = copy.copy(job_config.metrics)
+        without_curves.metrics.enable_tensorboard = without_curves.metrics.enable_wandb = False
+        super().__init__(without_curves, parallel_dims)
+        self.job_config, self.logger = job_config, LoggerContainer()
         self.plan, self.meshes, self.num_flops_per_token = plan, meshes, plan.flops_per_token
         self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
 
     def begin(self, first_step: int) -> None:
         """Open the curves of a start of the run, once a checkpoint has been loaded."""
-        config = self.job_config
-        if config.metrics.enable_tensorboard and dist.get_rank() == 0:
-            folder = Path(config.job.dump_folder) / config.metrics.save_tb_folder
-            self.logger.add_logger(RunLog(folder, self.plan, config, first_step, self.fingerprints))
+        config, folder = self.job_config, Path(self.job_config.job.dump_folder)
+        if dist.get_rank() != 0:
+            return
+        if config.metrics.enable_tensorboard:
+            run_log = RunLog(folder / config.metrics.save_tb_folder, self.plan, config, first_step, self.fingerprints)
+            self.logger.add_logger(run_log)
+        if config.metrics.enable_wandb:
+            self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
 
     def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
         """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""

@@ -1,7 +1,9 @@
-"""A run's TensorBoard folder: one curve across restarts, what the run is, and a page of charts."""
+"""A run's curves in TensorBoard and Weights & Biases: one across restarts, what the run is, and a page of charts."""
 
 import contextlib
 import json
+import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from interdomain.environment import environment
+from interdomain.folders import write_whole
 
 from .device import device_here
+from .errors import stop
 from .host import BaseLogger, logger
 from .plan import RunPlan
 
@@ -71,24 +75,16 @@ class RunLog(BaseLogger):
                 for category, charts in CHARTS.items()
             }
         )
-        texts = {
-            "plan": plan.describe(),
-            "hyperparameters": json.dumps(hyperparameters(plan, job_config) | {"fingerprints": fingerprints}),
-            "configuration": json.dumps(job_config.to_dict(), indent=2, default=str),
-            "environment": json.dumps(environment(device_here())),
-        }
-        for tag, text in texts.items():
+        for tag, facts in facts_of(plan, job_config, fingerprints).items():
+            text = facts if isinstance(facts, str) else json.dumps(facts, indent=2 * (tag == "configuration") or None)
             self.writer.add_text(f"run/{tag}", f"```\n{text}\n```", first_step)
         self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
-        if "throughput(tps)" in metrics:  # of one rank
-            metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * self.plan.world_size
         if self.writer is None:
             return
         with self._until_it_fails():
-            for tag, value in metrics.items():
+            for tag, value in with_our_tags(metrics, self.plan).items():
                 self.writer.add_scalar(tag, value, step)
             self.writer.flush()  # a run that is killed must not take its last two minutes of metrics with it
 
@@ -105,6 +101,62 @@ class RunLog(BaseLogger):
         except OSError as e:
             logger.warning("TensorBoard's events could not be written (%s): the curve ends here, the run goes on.", e)
             self.writer = None
+
+
+class WandbLog(BaseLogger):
+    """Logs to one run of Weights & Biases across restarts, whose id is the file wandb_id in `folder`.
+
+    WANDB_PROJECT, WANDB_RUN_NAME, WANDB_MODE and the other variables of Weights & Biases hold. The x axis is the value `step`,
+    not the number of the record: Weights & Biases drops records whose number it has had.
+    """
+
+    def __init__(self, folder: Path, plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> None:
+        import wandb
+
+        self.plan, id_file = plan, folder / "wandb_id"
+        if not id_file.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(id_file, secrets.token_hex(8).encode())
+        try:
+            self.run = wandb.init(
+                id=id_file.read_text().strip(),
+                resume="allow",
+                dir=folder,
+                project=os.environ.get("WANDB_PROJECT", "interdomain"),
+                name=os.environ.get("WANDB_RUN_NAME", folder.name),
+                config=facts_of(plan, job_config, fingerprints),
+            )
+        except wandb.Error as e:
+            stop(
+                f"metrics.enable_wandb: Weights & Biases cannot be used ({e}). Log in with `wandb login`, set WANDB_MODE=offline, "
+                "or leave the setting out."
+            )
+        self.run.define_metric("*", step_metric="step")
+        logger.info("Weights & Biases: run %s of project %s", self.run.id, self.run.project)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.run.log({"step": step, **with_our_tags(metrics, self.plan)})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
+    """TorchTitan's metrics, with our names for some of them, and the throughput of all ranks."""
+    metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
+    if "throughput(tps)" in metrics:  # of one rank
+        metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.world_size
+    return metrics
+
+
+def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> dict[str, Any]:
+    """Facts of a start of a run: its plan as text; hyperparameters, configuration and machine as tables."""
+    return {
+        "plan": plan.describe(),
+        "hyperparameters": hyperparameters(plan, job_config) | {"fingerprints": fingerprints},
+        "configuration": job_config.to_dict(),
+        "environment": environment(device_here()),
+    }
 
 
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:

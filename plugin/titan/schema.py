@@ -87,7 +87,7 @@ class Metrics:
     enable_tensorboard: bool = False  # Write TensorBoard events.
     disable_color_printing: bool = False  # Log without colours.
     save_tb_folder: str = "tb"  # Folder of the TensorBoard events, in job.dump_folder.
-    enable_wandb: bool = False  # Log to Weights & Biases as well.
+    enable_wandb: bool = False  # Log to Weights & Biases as well (needs the package wandb).
     #: Steps between two records of each layer's timescales, 1 - |Lambda| and Delta, at logged steps only; 0: never.
     mixer_freq: CountOr0 = 100
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib.util
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,10 @@ def _fits(value: Any, kind: Any) -> bool:
 def refuse_unsupported(job_config: JobConfig) -> None:
     """Raises: ValueError with the setting, what was got, and what is allowed."""
     refuse_wrong_values(job_config)
+    if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
+        )
     checkpoint = job_config.checkpoint
     if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
         raise ValueError(

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,8 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 
 from interdomain.titan.plan import make_plan
-from interdomain.titan.run_log import CHARTS, RunLog, hyperparameters
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.run_log import CHARTS, RunLog, WandbLog, hyperparameters
+from interdomain.titan.settings import read_job_config, refuse_unsupported
 from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
 from .conftest import flags
@@ -151,3 +152,33 @@ def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caplog.text.count("the curve ends here, the run goes on") == 1
+
+
+def test_weights_and_biases_has_one_run_over_restarts(tmp_path, job, monkeypatch):
+    """On a stand-in for the package, which is not in the tests' environment."""
+    inits, records = [], []
+
+    def init(**settings):
+        inits.append(settings)
+        return SimpleNamespace(
+            id=settings["id"], project=settings["project"], log=records.append, define_metric=lambda *a, **k: None
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=RuntimeError))
+    monkeypatch.setenv("WANDB_PROJECT", "mixers")
+    for step in (1, 2):
+        WandbLog(tmp_path / "run", make_plan(job, 1), job, {"train": "text"}).log({"mfu(%)": 40.0}, step)
+    first, second = inits
+    assert first == second
+    assert (first["resume"], first["project"], first["name"]) == ("allow", "mixers", "run")
+    assert first["id"] == (tmp_path / "run" / "wandb_id").read_text()
+    assert first["config"]["configuration"] == job.to_dict()
+    assert first["config"]["hyperparameters"]["fingerprints"] == {"train": "text"}
+    assert records == [{"step": step, "mfu(%)": 40.0, "machine/mfu_percent": 40.0} for step in (1, 2)]
+
+
+def test_weights_and_biases_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    wanted = read_job_config([*flags("corpus", "folder"), "--metrics.enable_wandb"])
+    with pytest.raises(ValueError, match="pip install wandb"):
+        refuse_unsupported(wanted)
