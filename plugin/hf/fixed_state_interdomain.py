@@ -56,6 +56,9 @@ class StepSize(KeptInFloat32):
         for name in ("A_log", "dt_bias", "D") if config.mixer == "mamba2" else ("A_log", "dt_bias"):
             setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
 
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:  # by a call, as ShortConv's
+        return self.A_log, self.dt_bias, getattr(self, "D", None)
+
     def init_values(self) -> None:
         """A new model's; within transformers' `_init_weights`."""
         low, high = math.log(self.config.dt_min), math.log(self.config.dt_max)
@@ -125,14 +128,15 @@ class FixedStateMixer(nn.Module):
 
     def _core(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, padding: Padding | None) -> Any:
         """(o [B, T, H, V], the state after the last token that is no padding)."""
-        dtype, beta, u = wide(x.dtype), None, v
+        dtype, beta, u, D = wide(x.dtype), None, v, None
         decay = x.new_zeros(*x.shape[:2], 1, 1, dtype=dtype)
         if self.kind == "gla":
             gate = self.gate_up(self.gate_down(x)).to(dtype) + self.gate_bias
             decay = (F.logsigmoid(gate) / LOW_RANK).unflatten(-1, (-1, k.shape[-1]))
         elif hasattr(self, "ssm"):
-            dt = F.softplus(self.wa(x).to(dtype) + self.ssm.dt_bias.to(dtype))
-            decay = (-self.ssm.A_log.to(dtype).exp() * dt)[..., None]
+            A_log, dt_bias, D = self.ssm()
+            dt = F.softplus(self.wa(x).to(dtype) + dt_bias.to(dtype))
+            decay = (-A_log.to(dtype).exp() * dt)[..., None]
             u = (v * dt[..., None]).to(v.dtype) if self.kind == "mamba2" else v
         if self.wb is not None:
             q, k = (F.normalize(y.to(dtype), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
@@ -145,8 +149,8 @@ class FixedStateMixer(nn.Module):
         S = x.new_zeros(len(x), *self.shape, dtype=dtype) if S is None else S
         with torch.autocast(x.device.type, enabled=False):
             o, S = recurrence(q.to(dtype), k.to(dtype), u.to(dtype), decay, beta, S)
-        if self.kind == "mamba2":
-            o = o.to(v.dtype) + self.ssm.D[:, None] * v
+        if D is not None:
+            o = o.to(v.dtype) + D[:, None] * v
         return o.to(v.dtype), S
 
 

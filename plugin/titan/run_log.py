@@ -128,8 +128,8 @@ class WandbLog(BaseLogger):
             )
         except wandb.Error as e:
             stop(
-                f"metrics.enable_wandb: Weights & Biases cannot be used ({e}). Log in with `wandb login`, set WANDB_MODE=offline, "
-                "or leave the setting out."
+                f"metrics.enable_wandb: Weights & Biases cannot be used ({e}). Log in with `wandb login`, set "
+                "WANDB_MODE=offline, or leave the setting out."
             )
         self.run.define_metric("*", step_metric="step")
         logger.info("Weights & Biases: run %s of project %s", self.run.id, self.run.project)

@@ -113,7 +113,7 @@ def test_continuous_batching_is_refused(loaded):
         loaded(KINDS[0])[1].init_continuous_batching()
 
 
-@pytest.mark.parametrize("case", [case for case in KINDS if case != "mamba2"])
+@pytest.mark.parametrize("case", KINDS)
 def test_offloaded_weights(loaded, case):
     """As device_map does it for modules on "cpu" or "disk": they are brought around the module's call."""
     accelerate = pytest.importorskip("accelerate")
