@@ -138,7 +138,7 @@ def config(folder, save=True, draw=False):
     parts = {
         "job": {"dump_folder": str(folder)},
         "checkpoint": {"enable": save},
-        "metrics": {"enable_tensorboard": draw},
+        "metrics": {"enable_tensorboard": draw, "enable_wandb": False},
     }
     return SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
 
