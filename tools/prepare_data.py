@@ -21,21 +21,33 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
-from interdomain.data.readers import READ, find_inputs, in_validation, list_spans, read_documents
+from interdomain.data.readers import (
+    READ,
+    BadDocument,
+    find_inputs,
+    in_validation,
+    list_spans,
+    read_documents,
+    skip_bad,
+)
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
 
-from ._cli import OUTPUT, argument_parser, user_errors
+from ._cli import OUTPUT, argument_parser, user_errors, visible
 
 REQUEST = "request.json"  # in an unfinished folder: what was asked for
-OF_TEXT = ("--input", "--text-field", "--max-bytes", "--tokenizer", "--vocab-size", "--workers")  # not for --synthetic
+# Not for --synthetic.
+OF_TEXT = ("--input", "--text-field", "--max-bytes", "--skip-bad", "--tokenizer", "--vocab-size", "--workers")
+LEAST = {"max_bytes": 1, "skip_bad": 0, "shard_tokens": 1, "workers": 1}
+SHOWN = 20  # skipped documents that the output names; the manifest names all
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
 
@@ -58,6 +70,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument("--text-field", default="text", metavar="NAME", help=what)
     what = "read at most so many bytes of the input files, in whole pieces (default: all)"
     text.add_argument("--max-bytes", type=int, metavar="N", help=what)
+    what = (
+        "skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8); name each"
+    )
+    text.add_argument("--skip-bad", type=int, default=0, metavar="N", help=what)
     tokenizer = text.add_mutually_exclusive_group()
     kinds = "a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder that holds one"
     tokenizer.add_argument("--tokenizer", metavar="PATH", help=f"use this tokenizer: {kinds}")
@@ -88,6 +104,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
+    for name, least in LEAST.items():
+        if (n := getattr(args, name)) is not None and n < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {n}.")
     return args
 
 
@@ -95,9 +114,10 @@ def describe(folder: Path, verb: str, verify: bool = False) -> str:
     """The result line for a complete corpus. Opening every split compares its files with the manifest."""
     manifest = read_manifest(folder)
     counts = {split: TokenCorpus(folder, split, verify=verify).num_tokens for split in manifest["splits"]}
+    skipped = f", {len(manifest['skipped']):,} bad document(s) skipped" if "skipped" in manifest else ""
     return (
         f"{verb} {folder} ({counts['train']:,} training tokens, {counts.get('validation', 0):,} validation tokens, "
-        f"vocabulary {manifest['vocab_size']:,})"
+        f"vocabulary {manifest['vocab_size']:,}{skipped})"
     )
 
 
@@ -105,7 +125,10 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, given: Tokenizer | No
     """The corpus's tokenizer, in `folder`: the given one, or one trained on the training documents."""
     path = given.write(folder) if given else folder / SentencePieceTokenizer.file
     if not path.exists():  # it does if an earlier run was killed later on
-        documents = read_documents(args.input, args.text_field, args.max_bytes)
+        skipped: list[BadDocument] = []
+        documents = read_documents(
+            args.input, args.text_field, args.max_bytes, lambda bad: skip_bad([bad], skipped, args.skip_bad)
+        )
         documents = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
         # Validation text stays unseen by the tokenizer too.
         training = (text for text in documents if not in_validation(text, args.validation_fraction))
@@ -113,17 +136,24 @@ def make_tokenizer(folder: Path, args: argparse.Namespace, given: Tokenizer | No
     return load_tokenizer(path)
 
 
-def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> None:
-    """Encodes the parts in `folder`, but for those that an earlier run left there."""
+def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer: Tokenizer) -> list[BadDocument]:
+    """Encodes the parts in `folder`, but for those that an earlier run left there. Returns what all of them skipped."""
     size = sum(part.size for part in parts)
     workers = args.workers or max(1, min(len(os.sched_getaffinity(0)), size // BYTES_PER_WORKER))
     if done := sum(part.is_encoded(folder) for part in parts):
         print(f"continuing an earlier run: {done} of {len(parts)} parts are there", flush=True)
-    encoding = Encoding(folder, tokenizer.path, args.text_field, args.validation_fraction)
+    encoding = Encoding(folder, tokenizer.path, args.text_field, args.validation_fraction, args.skip_bad)
+    skipped: list[BadDocument] = []
     seconds = 0.1 if sys.stderr.isatty() else 60  # a line a minute in a log
     said = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
     with tqdm(total=size, unit="B", unit_scale=True, desc=said, mininterval=seconds, delay=seconds) as bar:
-        encode_parts(parts, encoding, workers, report=lambda part: bar.update(part.size))
+
+        def report(part: Part) -> None:
+            bar.update(part.size)
+            skip_bad(part.skipped(folder), skipped, args.skip_bad)
+
+        encode_parts(parts, encoding, workers, report)
+    return skipped
 
 
 def check_request(work: Path, request: dict) -> None:
@@ -139,7 +169,7 @@ def check_request(work: Path, request: dict) -> None:
     write_whole(path, json.dumps(request).encode())
 
 
-def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: dict) -> None:
+def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: dict, **further: Any) -> None:
     """Raises: ValueError if a split that was asked for is empty."""
     fraction = request["validation_fraction"]
     if "train" not in splits or (fraction and "validation" not in splits):
@@ -164,11 +194,16 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
     check_request(work, request)
     tokenizer = make_tokenizer(work, args, given)
-    encode(work, args, parts, tokenizer)
+    skipped = encode(work, args, parts, tokenizer)
+    for bad in skipped[:SHOWN]:
+        print(f"skipped: {visible(str(bad))}")
+    if len(skipped) > SHOWN:
+        print(f"skipped: {len(skipped) - SHOWN:,} more, which {args.output / MANIFEST} names")
+    further = {"skipped": [{"file": x.file, "place": x.place, "reason": x.reason} for x in skipped]} if skipped else {}
     with new_folder(args.output) as folder:
         tokenizer.write(folder)
         splits = merge_parts(work, parts, folder, tokenizer.vocab_size, args.shard_tokens)
-        write_manifest(folder, tokenizer, request, splits)
+        write_manifest(folder, tokenizer, request, splits, **further)
 
 
 def prepare_synthetic(args: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ made them, and `manifest.json`:
     {"format": "interdomain-corpus", "format_version": 1,
      "tokenizer": {"file": "tokenizer.model", "sha256": ...}, "vocab_size": 2048, "eos_id": 2,
      "source": {...},             what was asked for: options, and the inputs' names and sizes
+     "skipped": [{"file": ..., "place": ..., "reason": ...}],    only if bad documents were skipped
      "answers": {"example_tokens": 256, "per_example": 32},      only of a corpus whose loss is that of its answers
      "splits": {"train": [{"name": "train-00000", "documents": ..., "tokens": ...,
                            "bin_bytes": ..., "bin_sha256": ..., "idx_bytes": ..., "idx_sha256": ...}, ...],

@@ -12,14 +12,15 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
@@ -53,6 +54,32 @@ class Span:
     size: int = 0  # bytes on the disk
 
 
+class BadDocument(NamedTuple):
+    """A row or a text file that holds no text. path: of its file; file: its name in a manifest; lines and rows count from 1."""
+
+    path: str
+    file: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.place}, cannot be read: {self.reason}"
+
+
+def refuse(bad: BadDocument) -> None:
+    raise ValueError(f"{bad}.")
+
+
+def skip_bad(bad: Iterable[BadDocument], skipped: list[BadDocument], limit: int) -> None:
+    """Add to `skipped`. Raises ValueError that names the first one beyond the limit."""
+    skipped += bad
+    if len(skipped) > limit:
+        raise ValueError(
+            f"{skipped[limit]}. Correct it and start again, or repeat the command with a larger --skip-bad than {limit}: it "
+            "continues, skips at most that many bad documents, and names each."
+        )
+
+
 def in_validation(text: str, fraction: float) -> bool:
     """Whether a document belongs to the validation split: sha256 of its UTF-8 text modulo 10,000, below fraction * 10,000.
 
@@ -61,16 +88,31 @@ def in_validation(text: str, fraction: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big") % 10_000 < round(fraction * 10_000)
 
 
-def read_documents(inputs: Iterable, text_field: str = "text", max_bytes: int | None = None) -> Iterator[str]:
+def read_documents(
+    inputs: Iterable,
+    text_field: str = "text",
+    max_bytes: int | None = None,
+    skip: Callable[[BadDocument], None] = refuse,
+) -> Iterator[str]:
     """Documents in a fixed order: a text file is one, so is a row of any other. Empty ones are left out.
 
     Args:
         text_field: the column, or the field of a JSON row, that holds the text.
         max_bytes: as `list_spans`.
+        skip: called with every bad document; the default raises ValueError.
     Raises: as `find_inputs` and `read_span`.
     """
-    for span in list_spans(find_inputs(inputs).files, text_field, max_bytes):
-        yield from filter(None, read_span(span, text_field))
+    yield from documents_of(list_spans(find_inputs(inputs).files, text_field, max_bytes), text_field, skip)
+
+
+def documents_of(spans: Iterable[Span], text_field: str, skip: Callable[[BadDocument], None]) -> Iterator[str]:
+    """Documents of spans as `read_documents` gives them."""
+    for span in spans:
+        for document in read_span(span, text_field):
+            if isinstance(document, BadDocument):
+                skip(document)
+            elif document:
+                yield document
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
@@ -169,8 +211,8 @@ def _spans(file: SourceFile, text_field: str) -> list[Span]:
     return [Span(file, size=file.size)]
 
 
-def read_span(span: Span, text_field: str) -> Iterator[str]:
-    """The documents of a span, empty ones included. Raises ValueError naming file and row, and what is wrong there."""
+def read_span(span: Span, text_field: str) -> Iterator[str | BadDocument]:
+    """The documents of a span, empty and bad ones included. Raises ValueError naming a damaged file, and what is wrong."""
     with _named(span.file):
         yield from READERS[span.file.kind](span, text_field)
 
@@ -181,7 +223,15 @@ def _named(file: SourceFile) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, EOFError, zlib.error) as e:
-        raise ValueError(f"{file.name if file.kind == HUGGING_FACE else file.path} cannot be read: {e}") from e
+        raise ValueError(f"{_shown(file)} cannot be read: {e}") from e
+
+
+def _shown(file: SourceFile) -> str:
+    return file.name if file.kind == HUGGING_FACE else str(file.path)
+
+
+def _bad(file: SourceFile, place: str, error: ValueError) -> BadDocument:
+    return BadDocument(_shown(file), file.name, place, str(error).rstrip("."))
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -195,31 +245,65 @@ def _open_zstd(path: Path, mode: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
-def _read_text(span: Span, _: str) -> Iterator[str]:
+def _read_text(span: Span, _: str) -> Iterator[str | BadDocument]:
     with _opened(span.file.path) as f:
-        yield f.read().decode()  # from bytes: reading in text mode would turn CRLF into LF
+        data = f.read()
+    try:
+        yield data.decode()  # from bytes: reading in text mode would turn CRLF into LF
+    except UnicodeDecodeError as e:
+        yield _bad(span.file, "the whole file", e)
 
 
-def _read_lines(span: Span, text_field: str) -> Iterator[str]:
+def _read_lines(span: Span, text_field: str) -> Iterator[str | BadDocument]:
     with _opened(span.file.path) as f:  # binary: lines end at \n only, not at U+2028
         at = span.start
         if at:  # the line that lies across the start belongs to the span before
             f.seek(at - 1)
             at += len(f.readline()) - 1
+        first, lines = at, 0
         while (span.stop is None or at < span.stop) and (line := f.readline()):
+            at, lines = at + len(line), lines + 1
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    yield _text(_json(line), text_field)
                 except ValueError as e:
-                    raise ValueError(f"a line is not JSON ({e}): {line[:EXCERPT]!r}") from e
-                yield _text(row, text_field)
-            at += len(line)
+                    yield _bad(span.file, f"line {_lines_before(span.file.path, first) + lines}", e)
 
 
-def _read_parquet(span: Span, text_field: str) -> Iterator[str]:
+def _json(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"it is not JSON ({e}): {line[:EXCERPT]!r}") from e
+
+
+def _lines_before(path: Path, at: int) -> int:
+    """How many lines end before a byte of the file."""
+    counted = _counted(path)
+    if at < counted[0]:
+        counted[:] = 0, 0
+    with open(path, "rb") as f:
+        f.seek(counted[0])
+        while block := f.read(min(SPAN_BYTES, at - counted[0])):
+            counted[:] = counted[0] + len(block), counted[1] + block.count(b"\n")
+    return counted[1]
+
+
+@functools.lru_cache(1)  # a worker reads one file's spans in order: it counts each line once
+def _counted(path: Path) -> list[int]:
+    """[bytes, lines in them] that `_lines_before` has counted of a file."""
+    return [0, 0]
+
+
+def _read_parquet(span: Span, text_field: str) -> Iterator[str | BadDocument]:
     file = _parquet(span.file.path, text_field)
     batches = file.iter_batches(batch_size=512, row_groups=[span.start], columns=[text_field], use_threads=False)
-    return (_text(row, text_field) for batch in batches for row in batch.to_pylist())
+    for i, value in enumerate(itertools.chain.from_iterable(batch.column(0) for batch in batches)):
+        try:
+            yield _text({text_field: value.as_py()}, text_field)  # bytes that are not UTF-8 are an error here
+        except ValueError as e:
+            before = sum(file.metadata.row_group(group).num_rows for group in range(span.start))
+            yield _bad(span.file, f"row {before + i + 1}", e)
 
 
 @functools.lru_cache(1)  # a worker reads one file's row groups one after another
@@ -234,9 +318,13 @@ def _parquet(path: Path, text_field: str) -> Any:
     return file
 
 
-def _read_dataset(span: Span, text_field: str) -> Iterator[str]:
+def _read_dataset(span: Span, text_field: str) -> Iterator[str | BadDocument]:
     dataset = open_stream(span.file.name)
-    return (_text(row, text_field) for row in dataset.shard(dataset.num_shards, span.start))
+    for i, row in enumerate(dataset.shard(dataset.num_shards, span.start)):
+        try:
+            yield _text(row, text_field)
+        except ValueError as e:
+            yield _bad(span.file, f"shard {span.start + 1}, row {i + 1}", e)
 
 
 def _text(row: object, text_field: str) -> str:

@@ -8,6 +8,7 @@ that was killed goes on with the parts that lack one. Until the end parts take a
 import concurrent.futures
 import contextlib
 import itertools
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,8 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
-from interdomain.data.readers import Span, in_validation, read_span
+from interdomain.data.readers import BadDocument, Span, documents_of, in_validation, skip_bad
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
+from interdomain.folders import write_whole
 
 SPLITS = ("train", "validation")
 SMALLEST_PART, LARGEST_PART = 2_000_000, 64_000_000  # bytes on the disk
@@ -30,12 +32,13 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a part becomes ids: a function of nothing else."""
+    """How a part becomes ids: a function of nothing else. skip_bad: how many bad documents it may have."""
 
     folder: Path  # of the parts
     tokenizer: Path
     text_field: str
     validation_fraction: float
+    skip_bad: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,14 @@ class Part:
         """Of its shards, in the order of SPLITS."""
         return [folder / f"{self.name}-{split}" for split in SPLITS]
 
+    def skipped_file(self, folder: Path) -> Path:
+        return folder / f"{self.name}-skipped.json"
+
+    def skipped(self, folder: Path) -> list[BadDocument]:
+        """Bad documents that were left out of its shards."""
+        file = self.skipped_file(folder)
+        return [BadDocument(*bad) for bad in json.loads(file.read_text())] if file.exists() else []
+
     def is_encoded(self, folder: Path) -> bool:
         return all(prefix.with_suffix(".idx").exists() for prefix in self.prefixes(folder))
 
@@ -59,9 +70,9 @@ class Part:
 def cut(spans: list[Span]) -> list[Part]:
     """The input in parts: a function of the spans alone."""
     limit = min(LARGEST_PART, max(SMALLEST_PART, sum(span.size for span in spans) // 200))
-    groups, size = [], limit
+    groups, size = [], 0
     for span in spans:
-        if size + span.size > limit:
+        if not groups or size + span.size > limit:
             groups.append([])
             size = 0
         groups[-1].append(span)
@@ -72,12 +83,14 @@ def cut(spans: list[Span]) -> list[Part]:
 def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
     """Writes the part's shards, unless an earlier run did.
 
-    Raises: ValueError for what is wrong with the text, naming file and row; OSError.
+    Raises: ValueError for a bad document beyond encoding.skip_bad, naming file and row, and for a damaged file; OSError.
     """
     if part.is_encoded(encoding.folder):
         return
-    texts = (text for span in part.spans for text in read_span(span, encoding.text_field) if text)
+    skipped: list[BadDocument] = []
+    texts = documents_of(part.spans, encoding.text_field, lambda bad: skip_bad([bad], skipped, encoding.skip_bad))
     with contextlib.ExitStack() as stack:
+        part.skipped_file(encoding.folder).unlink(missing_ok=True)
         writers = []
         for prefix in part.prefixes(encoding.folder):
             prefix.with_suffix(".idx").unlink(missing_ok=True)  # of a run that was killed
@@ -88,6 +101,8 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
             for split, writer in enumerate(writers):
                 mine = list(itertools.compress(rows, (split == own for own in splits)))
                 writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
+        if skipped:
+            write_whole(part.skipped_file(encoding.folder), json.dumps(skipped).encode())
 
 
 def encode_parts(parts: list[Part], encoding: Encoding, workers: int, report: Callable[[Part], object]) -> None:

@@ -152,12 +152,20 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
 
     Bytes stand in for what the vocabulary lacks, digits stand alone, text is not normalised, whitespace survives exactly.
 
-    Raises: ValueError if the text does not fit the vocabulary size.
+    Raises: ValueError if the text does not fit the vocabulary size; what `documents` raises.
     """
-    model = io.BytesIO()
+    model, raised = io.BytesIO(), []
+
+    def lines() -> Iterator[str]:
+        try:
+            yield from _lines(documents)
+        except BaseException as e:  # the library makes a RuntimeError of it
+            raised.append(e)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=_lines(documents),
+            sentence_iterator=lines(),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -176,6 +184,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as e:
+        if raised:
+            raise raised[0] from None
         why = str(e).rsplit("] ", 1)[
             -1
         ]  # "Vocabulary size too high (5000). Please set it to a value <= 1234." and the like

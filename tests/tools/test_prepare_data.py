@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from interdomain.data import TokenCorpus, load_tokenizer, read_manifest, readers
+from interdomain.data import TokenCorpus, load_tokenizer, read_manifest, readers, tokenize_parallel
 from interdomain.data.readers import find_inputs, in_validation, list_spans, read_documents, read_span, stdlib_files
 from interdomain.folders import kept_folder
 from interdomain.tools import prepare_data
@@ -143,8 +143,13 @@ if __name__ == "__main__":
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, tmp_path):
-    """SIGKILL until a run comes through; its workers end too; another number of them changes no byte."""
-    line = f"--input {sources}/rows.jsonl --tokenizer {tokenizer.path} --validation-fraction 0.1 --shard-tokens 10000"
+    """SIGKILL until a run comes through; its workers end too; another number of them changes no byte. Bad rows are named."""
+    lines = (sources / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    for at in (700, 300, 5):
+        lines.insert(at, b'{"text": \n')
+    (tmp_path / "rows.jsonl").write_bytes(b"".join(lines))
+    line = f"--input {tmp_path}/rows.jsonl --tokenizer {tokenizer.path} --validation-fraction 0.1 --shard-tokens 10000"
+    line += " --skip-bad 3"
     run = [sys.executable, "-c", PROGRAM, *line.split(), "--output"]
     done = subprocess.run([*run, tmp_path / "undisturbed", "--workers", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -174,7 +179,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
     assert subprocess.run(run).returncode == 0
     assert contents(out) == contents(tmp_path / "undisturbed")
     assert len(TokenCorpus(out).shards) > 3
-    assert sorted(os.listdir(tmp_path)) == ["corpus", "undisturbed"]
+    assert [bad["place"] for bad in read_manifest(out)["skipped"]] == ["line 6", "line 302", "line 703"]
+    assert sorted(os.listdir(tmp_path)) == ["corpus", "rows.jsonl", "undisturbed"]
 
 
 def running(pid):
@@ -214,9 +220,12 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
     table = pq.read_table(sources / "rows.parquet")
     for i, start in enumerate((0, 300, 600)):
         pq.write_table(table.slice(start, 300), tmp_path / "set" / f"rows-{i}.parquet")
+    pq.write_table(pa.table({"text": ["last", None]}), tmp_path / "set" / "rows-3.parquet")
     name = f"hf:{tmp_path / 'set'}"
-    assert len(list(list_spans(find_inputs([name]).files, "text"))) == 3
-    assert decoded(prepare(name, options=["--validation-fraction", 0, "--workers", 1])) == [t for t in texts if t]
+    assert len(list(list_spans(find_inputs([name]).files, "text"))) == 4
+    out = prepare(name, options=["--validation-fraction", 0, "--workers", 1, "--skip-bad", 1])
+    assert decoded(out) == [t for t in texts if t] + ["last"]
+    assert [(bad["file"], bad["place"]) for bad in read_manifest(out)["skipped"]] == [(name, "shard 4, row 2")]
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for name, message in (("hf:", "is no dataset"), ("hf:HuggingFaceFW/fineweb-edu:sample-10BT", "download its files")):
         prepare(name, out=tmp_path / "none", expect=2)
@@ -225,9 +234,12 @@ def test_a_local_folder_as_a_hugging_face_dataset(sources, texts, prepare, tmp_p
 
 
 BAD = {
-    "latin.txt": (b"a\xff", "can't decode byte 0xff"),
-    "row.jsonl": (b'{"text": "a"}\n' * 500 + b'{"text": 3}\n', "no text under 'text' in the row {'text': 3}"),
-    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "a line is not JSON"),
+    "latin.txt": (b"a\xff", "latin.txt, the whole file, cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    "row.jsonl": (
+        b'{"text": "a"}\n' * 500 + b'{"text": 3}\n',
+        "row.jsonl, line 501, cannot be read: there is no text under",
+    ),
+    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3, cannot be read: it is not JSON"),
     "list.json": (b'["text"]\n', "in the row ['text']"),
     "half.jsonl": (b'{"text": "\\ud800"}\n', "surrogates not allowed"),
     "empty.jsonl": (b"", "no split"),
@@ -250,6 +262,70 @@ def test_bad_files(sources, prepare, tmp_path, capsys, monkeypatch):
     assert [path for path in tmp_path.iterdir() if path.name != ".out.unfinished"] == []
 
 
+@pytest.fixture
+def with_bad(tmp_path, monkeypatch):
+    """Three documents of 400 are bad, in each kind of file: {input: their names and places}."""
+    monkeypatch.setattr(readers, "SPAN_BYTES", 1000)
+    monkeypatch.setattr(tokenize_parallel, "SMALLEST_PART", 3000)
+    rows = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(400)]
+    rows[2], rows[100], rows[300] = b"{\n", b'{"text": null}\n', b'{"text": "\xff"}\n'
+    for name, compress in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(compress(b"".join(rows)))
+    values = [None if i in (2, 100) else b"document %d" % i for i in range(400)]
+    values[300] = b"\xff"
+    column = pa.array(values, pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "rows.parquet", row_group_size=90)
+    (tmp_path / "texts").mkdir()
+    for i in range(400):
+        (tmp_path / "texts" / f"{i:03}.txt").write_bytes(b"\xff" if i in (2, 100, 300) else b"document %d" % i)
+    lines = ["line 3", "line 101", "line 301"]
+    return {
+        "rows.jsonl": [("rows.jsonl", place) for place in lines],
+        "rows.jsonl.gz": [("rows.jsonl.gz", place) for place in lines],
+        "rows.parquet": [("rows.parquet", place.replace("line", "row")) for place in lines],
+        "texts": [(f"{i:03}.txt", "the whole file") for i in (2, 100, 300)],
+    }
+
+
+def test_bad_documents_are_skipped_counted_and_named(with_bad, prepare, tmp_path, capsys):
+    """More than --skip-bad stop with an error, and the same command with a larger number continues from there."""
+    wanted = [f"document {i}" for i in range(400) if i not in (2, 100, 300)]
+    for name, places in with_bad.items():
+        out = tmp_path / f"out-{name}"
+        options = ["--validation-fraction", 0, "--workers", 2 if name == "rows.jsonl" else 1, "--skip-bad"]
+        prepare(tmp_path / name, out=out, options=[*options, 2], expect=2)
+        file, place = places[2]
+        assert f"{file}, {place}, cannot be read: " in (message := error(capsys))
+        assert "repeat the command with a larger --skip-bad than 2" in message
+        prepare(tmp_path / name, out=out, options=[*options, 3])
+        printed = capsys.readouterr().out
+        assert ("continuing an earlier run" in printed) == (name != "rows.jsonl.gz")  # one part
+        assert [line.split(", cannot")[0] for line in printed.splitlines() if line.startswith("skipped: ")] == [
+            f"skipped: {tmp_path / ('texts' if name == 'texts' else '') / file}, {place}" for file, place in places
+        ]
+        assert printed.endswith("3 bad document(s) skipped)\n")
+        skipped = read_manifest(out)["skipped"]
+        assert [(bad["file"], bad["place"]) for bad in skipped] == places
+        assert all(bad["reason"] for bad in skipped)
+        assert decoded(out) == wanted
+
+
+def test_training_the_tokenizer_gives_the_reader_s_own_error(with_bad, tmp_path, capsys):
+    line = f"--input {tmp_path}/rows.jsonl --vocab-size 280 --validation-fraction 0 --output {tmp_path}/out --skip-bad"
+    assert prepare_data.main([*line.split(), "1"]) == 2
+    message = error(capsys)
+    assert "rows.jsonl, line 101, cannot be read: there is no text under 'text'" in message
+    assert "vocabulary" not in message
+    assert prepare_data.main([*line.split(), "3"]) == 0
+
+
+def test_an_empty_file_may_come_first(prepare, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__init__.py").write_text("")
+    (tmp_path / "folder" / "a.py").write_text("a = 1\n")
+    assert decoded(prepare(tmp_path / "folder")) == ["a = 1\n"]
+
+
 def test_columns(prepare, tmp_path, capsys):
     pq.write_table(pa.table({"text": ["a", None], "id": [1, 2], "body": ["\u2028", "b"]}), tmp_path / "x.parquet")
     options = ["--validation-fraction", 0, "--text-field"]
@@ -270,6 +346,10 @@ def test_bad_requests(tmp_path, capsys, monkeypatch):
         ("--output o --max-bytes 10000 --vocab-size 100", "Vocabulary size is smaller"),
         ("--output o --tokenizer bad.model", "bad.model is not a tokenizer"),
         ("--output o --validation-fraction 1", "must be at least 0 and below 1"),
+        ("--output o --max-bytes 0", "--max-bytes must be at least 1: got 0"),
+        ("--output o --shard-tokens -5", "--shard-tokens must be at least 1: got -5"),
+        ("--output o --workers 0", "--workers must be at least 1: got 0"),
+        ("--output o --skip-bad -1", "--skip-bad must be at least 0: got -1"),
         ("--output short.txt", "exists and is not empty"),
     ):
         assert prepare_data.main(options.split()) == 2
