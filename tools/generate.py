@@ -46,7 +46,7 @@ def parse(argv):
 
 
 def prompts_of(args) -> list[str]:
-    """Raises: ValueError for text that is not UTF-8."""
+    """Raises: ValueError for text that is not UTF-8, and for an empty standard input."""
     try:
         prompts = args.prompt
         if not prompts:
@@ -56,6 +56,10 @@ def prompts_of(args) -> list[str]:
             prompt.encode()  # what a shell hands over may be bytes in any encoding
     except UnicodeError:
         raise ValueError("the prompt is not UTF-8. Convert it first, as by iconv -f latin1 -t utf-8.") from None
+    if "" in prompts:
+        if not args.prompt:
+            raise ValueError("standard input is empty. Give a text, or --prompt '' for a text from nothing.")
+        print("[an empty prompt: the model begins a text]", file=sys.stderr)
     return prompts
 
 

@@ -49,6 +49,8 @@ def test_the_text_is_the_decoded_tokens(source, capsys, tokenizer, prompt):
     ids, new = continuation(source, prompt, 40)
     assert out == tokenizer.decode(ids + new) + "\n"
     assert out.startswith(prompt)
+    if not prompt:
+        err = err.removeprefix("[an empty prompt: the model begins a text]\n")
     assert re.fullmatch(r"\[40 tokens in \d+\.\d s, \d+\.\d tokens/s after the first\]\n", err)
 
 
@@ -63,7 +65,7 @@ def test_several_prompts_are_each_alone(source, capsys):
     for block in blocks:
         assert block in out
     assert len(out) == sum(map(len, blocks))
-    assert err.startswith("[100 tokens in ")
+    assert err.startswith("[an empty prompt: the model begins a text]\n[100 tokens in ")
 
 
 def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
@@ -108,11 +110,14 @@ def test_the_end_of_text_and_ctrl_c(source, capsys, tokenizer, monkeypatch, no_s
     assert stops == [None if no_stop else tokenizer.eos_id]
 
 
-def test_a_prompt_from_a_pipe_and_one_that_is_not_utf8(source, capsys, monkeypatch):
+def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(source, capsys, monkeypatch):
     """From a shell, and from a pipe as Python reads it in two locales."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run(source, "--max-tokens", 5, "--temperature", 0)
     assert capsys.readouterr().out.startswith("import os")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    run(source, expect=2)
+    assert "error: standard input is empty" in capsys.readouterr().err
     run(source, "--prompt", os.fsdecode(b"\xe9"), expect=2)
     assert "the prompt is not UTF-8" in error(capsys)
     for errors in ("strict", "surrogateescape"):
