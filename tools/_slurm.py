@@ -77,6 +77,36 @@ def read_site(name: str) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
+def _number(name: str, environment: dict[str, str]) -> int:
+    """A variable that counts, 0 if it is not set: "4", or of GPUs by type "h200:4" or "a100:2,h100:2". Raises: ValueError."""
+    text = environment.get(name) or "0"
+    counts = [count.rpartition(":")[2] for count in text.split(",")]
+    if not all(count.isdecimal() for count in counts):
+        raise ValueError(
+            f"{name} must be a number: got {text!r}. Set what SLURM had set, or unset it (then --ranks N says how many GPUs of "
+            f"a node to use), or give --site {LOCAL} for this machine alone."
+        )
+    return sum(map(int, counts))
+
+
+def _hosts() -> list[str]:
+    """The allocation's nodes. Raises: ValueError where SLURM's variables or its commands are not there, as in containers."""
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    why = "SLURM_JOB_NODELIST is not set"
+    if nodes:
+        try:
+            show = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True)
+            if show.stdout.split() and not show.returncode:
+                return show.stdout.split()
+            why = f"scontrol cannot read SLURM_JOB_NODELIST = {nodes!r}: {show.stderr.strip()}"
+        except OSError as e:
+            why = f"scontrol cannot be run ({e.strerror})"
+    raise ValueError(
+        f"SLURM_JOB_ID is set, but {why}, as in a container. To run on this machine alone, give --site {LOCAL} or set "
+        f"INTERDOMAIN_SITE={LOCAL}. To use the allocation, start this command where SLURM's commands and variables are."
+    )
+
+
 def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocation | None:
     """The allocation that this process stands in, or None for this machine alone.
 
@@ -84,7 +114,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     Raises: ValueError for an allocation that cannot be used as it stands.
     """
     site, job = site or os.environ.get("INTERDOMAIN_SITE"), os.environ.get("SLURM_JOB_ID")
-    step = int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP))
+    step = os.environ.get("SLURM_STEP_ID", "")
     if site == LOCAL or (not job and not site):
         return None
     if not job:
@@ -92,7 +122,7 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
             f"--site {site} needs a SLURM allocation, and this is none (SLURM_JOB_ID is not set). Run the same command under "
             f"sbatch or after salloc. To run on this machine alone, leave --site out or give --site {LOCAL}."
         )
-    if step < FIRST_SPECIAL_STEP:
+    if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:  # SLURM's own may also have names, such as batch
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1":
             raise ValueError(
@@ -101,14 +131,13 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
         return None  # in a shell of the user's (srun --pty)
     variables = read_site(site or "plain")
     environment = variables | {name: value for name, value in os.environ.items() if not SHARES.match(name)}
-    show = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-    hosts = subprocess.run(show, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-    # The second is what salloc sets in a login node's shell: "4" or "h200:4".
-    said = os.environ.get("SLURM_GPUS_ON_NODE") or os.environ.get("SLURM_GPUS_PER_NODE") or "0"
-    gpus = int(said.rpartition(":")[2])
+    hosts = _hosts()
+    _number("SLURM_JOB_ID", environment)
+    # The second is what salloc sets in a login node's shell.
+    gpus = _number("SLURM_GPUS_ON_NODE", environment) or _number("SLURM_GPUS_PER_NODE", environment)
     # The smallest node's: "288(x3),72".
     cpus = min(map(int, re.findall(r"(?:^|,)(\d+)", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))), default=0)
-    ranks = ranks or gpus or int(environment.get("INTERDOMAIN_GPUS_PER_NODE") or 0) or ranks_here
+    ranks = ranks or gpus or _number("INTERDOMAIN_GPUS_PER_NODE", environment) or ranks_here
     return Allocation(job, hosts, ranks, gpus, cpus, variables, environment)
 
 

@@ -24,6 +24,7 @@ BEAT_SECONDS = 10.0
 LOOK_SECONDS = 1.0
 # Looks, not seconds: where the file system stands still, looking takes long, and nobody can touch the file.
 PATIENCE = 60
+KINDS = dict(token=str, pid=int, host=str, machine=str, since=str, slurm_job=str | None, slurm_restarts=int)
 
 
 class FolderLock:
@@ -33,14 +34,19 @@ class FolderLock:
         self.folder, self.path, self.lost = folder, Path(folder) / NAME, False
         # One boot of one machine, and the container in it that has process numbers of its own.
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
+        if not restarts.isdecimal():
+            raise ValueError(
+                f"SLURM_RESTART_COUNT must be a number: got {restarts!r}. Unset it, or set what SLURM had set."
+            )
         self.record = {
             **{"token": secrets.token_hex(8), "pid": os.getpid(), "host": os.uname().nodename, "machine": machine},
             **{"since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "slurm_job": os.environ.get("SLURM_JOB_ID")},
-            "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),  # how often the job was requeued
+            "slurm_restarts": int(restarts),  # how often the job was requeued
         }
 
     def acquire(self) -> None:
-        """Raises: ValueError that names a holder that lives on."""
+        """Raises: ValueError that names a holder that lives on, or for a file that is no lock."""
         self._wait_for_holder()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
@@ -74,10 +80,14 @@ class FolderLock:
         return requeued and holder["slurm_job"] == self.record["slurm_job"]
 
     def holder(self) -> dict:
-        """The holder's record, and when it was last `touched`; empty where there is no holder."""
-        with contextlib.suppress(FileNotFoundError), open(self.path) as f:  # opened anew: NFS looks at the server then
+        """The holder's record, and when it was last `touched`; empty where there is no holder.
+
+        Raises: ValueError for a file that is no lock.
+        """
+        # Opened anew: NFS looks at the server then.
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as f:
             if text := f.read():
-                return json.loads(text) | {"touched": os.fstat(f.fileno()).st_mtime_ns}
+                return _record(self.path, text) | {"touched": os.fstat(f.fileno()).st_mtime_ns}
         return {}
 
     def _keep_beating(self) -> None:
@@ -87,7 +97,8 @@ class FolderLock:
 
     def beat(self) -> None:
         """Touch the lock, or note that it is another's."""
-        with contextlib.suppress(OSError):  # a file system that is away comes back, or fails the next save
+        # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
+        with contextlib.suppress(OSError, ValueError):
             self.lost |= self.holder().get("token", self.record["token"]) != self.record["token"]
             if not self.lost:
                 os.utime(self.path)
@@ -101,9 +112,21 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             if self.holder().get("token") == self.record["token"]:
                 self.path.unlink()
+
+
+def _record(path: Path, text: bytes) -> dict:
+    """A lock's text as `FolderLock.record` has it. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(text)
+        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in KINDS.items()):
+            return {name: record.get(name) for name in KINDS}
+    raise ValueError(
+        f"{path} is not a lock of this version: it holds {text[:60]!r}. If no run trains in {path.parent}, remove that file. "
+        "Else give this run another folder with --job.dump_folder."
+    )
 
 
 @one_paragraph

@@ -89,6 +89,26 @@ def test_a_silent_holder_elsewhere_is_dead(tmp_path):
     acquire(tmp_path)
 
 
+@pytest.mark.parametrize("text", [b"[1]", b'{"token": "x", "pid": 7}', b"\xff", b'{"token"'])
+def test_a_file_that_is_no_lock(tmp_path, capsys, monkeypatch, text):
+    """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
+    first, path = acquire(tmp_path), tmp_path / NAME
+    path.write_bytes(text)
+    first.beat()
+    first.require()
+    first.release()
+    monkeypatch.setenv("RANK", "0")
+    error = refusal(capsys, hold_folder, config(tmp_path))
+    assert f"{path} is not a lock of this version" in error
+    assert path.read_bytes() == text
+
+
+def test_slurm_s_restarts_must_be_a_number(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
+    assert "SLURM_RESTART_COUNT must be a number: got 'twice'" in refusal(capsys, hold_folder, config(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("job", "restarts", "taken"),
     [("42", 1, True), ("42", 2, False), ("41", 0, False)],

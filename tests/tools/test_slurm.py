@@ -51,6 +51,8 @@ def test_ranks_per_node(slurm, capsys):
         ({"GPUS_PER_NODE": "h200:8"}, [], 8),
         ({"GPUS_ON_NODE": "2", "GPUS_PER_NODE": "8"}, [], 2),
         ({"GPUS_ON_NODE": "4"}, ["--ranks", "1"], 1),
+        ({"GPUS_ON_NODE": "", "GPUS_PER_NODE": "a100:2,h100:2"}, [], 4),
+        ({"GPUS_ON_NODE": "4", "STEP_ID": "batch"}, [], 4),  # a number elsewhere
     ):
         slurm("a", **variables)
         assert dry(capsys, *argv, *batch)["nodes"].startswith(f"1 x {ranks} rank(s)")
@@ -130,14 +132,25 @@ def test_the_batch_script_requeues_the_job_that_it_is_a_start_of(tmp_path, monke
     assert ("requeue 77" in (tmp_path / "asked").read_text()) == requeued
 
 
-def test_refusals(slurm, capsys):
+def test_refusals(slurm, tmp_path, capsys, monkeypatch):
     for variables, argv, words in (
         ({}, ["--site", "isambard"], "alps, isambard-ai, plain, local"),
         ({"JOB_ID": ""}, ["--site", "alps"], "needs a SLURM allocation"),
         ({"STEP_ID": "0", "STEP_NUM_TASKS": "2"}, [], "srun started this command 2 times"),
+        ({"JOB_NODELIST": ""}, [], "SLURM_JOB_NODELIST is not set, as in a container. To run on this machine alone"),
+        ({"GPUS_ON_NODE": "all"}, [], "SLURM_GPUS_ON_NODE must be a number: got 'all'"),
+        ({"JOB_ID": "12_3"}, [], "SLURM_JOB_ID must be a number: got '12_3'"),
     ):
         slurm("a", "b", **variables)
         assert launch.main([*argv, "--dry-run"]) == 2
+        assert words in capsys.readouterr().err
+        for name in variables:
+            monkeypatch.delenv(f"SLURM_{name}", raising=False)
+    for script, words in (("echo bad list >&2; exit 1", "SLURM_JOB_NODELIST = 'a': bad list"), (None, "cannot be run")):
+        scontrol = tmp_path / "bin" / "scontrol"
+        scontrol.write_text(f"#!/bin/sh\n{script}\n") if script else scontrol.unlink()
+        slurm("a")
+        assert launch.main(["--dry-run"]) == 2
         assert words in capsys.readouterr().err
 
 
