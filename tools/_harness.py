@@ -37,6 +37,12 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
     tokenizer: of the texts that are made to a length in tokens; without one, for --fetch, tasks that make theirs are left out.
     Raises: ValueError for an unknown name or a task that lacks a package, FileNotFoundError for data that cannot be had.
     """
+    if tokenizer is not None:
+        # Only --fetch asks the hub: without a network its libraries try again for half a minute per data set. They read
+        # this when they are imported. "error": each data set would be a warning.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("DATASETS_VERBOSITY", "error")
+
     from lm_eval.defaults import DEFAULT_OTHER_SEED
     from lm_eval.tasks import TaskManager
 

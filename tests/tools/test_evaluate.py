@@ -42,13 +42,13 @@ RECALLED = ("phonebook_16", "niah_single_1_1024")
 DRIVER = """
 import contextlib, functools, io, json, sys
 from interdomain.tools import evaluate
-import lm_eval.tasks
 said = []
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
         status = evaluate.main(argv)
     said.append((status, err.getvalue().strip().split(chr(10))[-1]))
-    # Reading the harness's own tasks takes it seconds, and is left out from here on.
+    # Reading the harness's own tasks takes it seconds, and is left out from here on. Imported when the tool has.
+    import lm_eval.tasks
     lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
 print(json.dumps(said))
 """
@@ -330,6 +330,8 @@ def write_task(folder, name, kind, rows, metrics, **more):
 def ran(folders, tmp_path_factory):
     """(results, those of made tasks, what each further command said)."""
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    import datasets
+
     path = tmp_path_factory.mktemp("harness")
     tasks = path / "tasks"
     tasks.mkdir()
@@ -339,6 +341,14 @@ def ran(folders, tmp_path_factory):
     write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
     texts = dict(doc_to_text="", doc_to_target="{{t}}")
     write_task(tasks, "rolling", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
+    # A data set of the hub that was read before: it is in the cache.
+    write_task(tasks, "cached", "loglikelihood_rolling", [{"t": TEXT}], ["bits_per_byte"], **texts)
+    (path / "kept").mkdir()
+    (tasks / "cached.jsonl").rename(path / "kept" / "test.jsonl")
+    datasets.load_dataset(str(path / "kept"), cache_dir=str(path / "home" / "datasets"))
+    (path / "home" / "datasets" / "kept").rename(path / "home" / "datasets" / "nobody___kept")
+    cached = json.loads((tasks / "cached.yaml").read_text()) | {"dataset_path": "nobody/kept", "dataset_kwargs": {}}
+    (tasks / "cached.yaml").write_text(json.dumps(cached))
 
     include = ["--include-path", tasks, "--output"]
     options = ["--max-length", MAX_LENGTH, "--batch-size", 3]
@@ -348,15 +358,17 @@ def ran(folders, tmp_path_factory):
         [folders[0], "--tasks", "choice", "gone", *include, path / "none"],
         [folders[0], "--tasks", "no_such_task", "choice", *include, path / "none"],
         ["--fetch", "--tasks", "phonebook_16", "based_nq"],
+        [folders[0], "--tasks", "cached", *include, path / "cached"],
         ["--fetch", "--tasks", "choice", "--include-path", tasks],
     ]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
+    # Nothing listens there: as without a network. The first command sets the hub's offline mode for all.
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(path / "home"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps([[str(word) for word in command] for command in commands])],
         capture_output=True,
         text=True,
         cwd=tasks,  # not where a folder is named as the package
-        env={**os.environ, **offline},
+        env={name: x for name, x in os.environ.items() if not name.endswith("_OFFLINE")} | offline,
     )
     assert done.returncode == 0, done.stderr
     assert not (path / "none").exists()
@@ -403,9 +415,10 @@ def test_a_long_text_and_choices(ran, folders, i):
 
 
 def test_tasks_that_cannot_be(ran):
-    gone, unknown, made, fetched = ran[2]
-    assert [status for status, _ in (gone, unknown, made, fetched)] == [2, 2, 2, 0]
+    gone, unknown, made, cached, fetched = ran[2]
+    assert [status for status, _ in (gone, unknown, made, cached, fetched)] == [2, 2, 2, 0, 0]
     assert "the data of gone cannot be read" in gone[1]
+    assert "OfflineModeIsEnabled" in gone[1]  # no try after try
     assert "evaluate --fetch --tasks choice gone`" in gone[1]
     assert "unknown tasks: no_such_task" in unknown[1]
     assert "the data of based_nq cannot be read" in made[1]
