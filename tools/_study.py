@@ -20,6 +20,7 @@
     conditions = ["softmax"]
     seeds = [1, 2, 3]
 
+The n_basis of a table that conditions share is not for a condition that does not read it, such as softmax.
 A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
 A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
 """
@@ -37,7 +38,7 @@ from interdomain.folders import write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.model.distributed_checkpoint import finished_steps
 from interdomain.titan.plan import RunPlan, make_plan, model_config
-from interdomain.titan.settings import IN_TOKENS, job_config_of, pairs, read_toml
+from interdomain.titan.settings import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
 
 from ._curves import (
     EVENTS,
@@ -109,7 +110,7 @@ class StudyRun:
 
     def _refuse_changes(self, path: Path, settings: dict[str, Any]) -> None:
         """Raises: ValueError if the settings in a file of this run are not those of the study."""
-        there, here = dict(pairs(settings)), dict(pairs(self.settings))
+        there, here = dict(pairs(_without_unread(settings))), dict(pairs(self.settings))
         names = [name for name in there | here if not name.startswith("job.") and there.get(name) != here.get(name)]
         if changed := [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]:
             raise ValueError(
@@ -216,10 +217,20 @@ def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
             _put(settings, read_toml(file))
         per_parameter = layer.pop("tokens_per_parameter", per_parameter)
         _put(settings, layer)
+    if "mixer.n_basis" not in dict(pairs(table["conditions"][named["conditions"]])):
+        settings = _without_unread(settings)
     if per_parameter is not None:
         parameters = count_parameters(meta_model(model_config(job_config_of(settings))))
         settings.setdefault("training", {})["tokens"] = round(per_parameter * parameters)
     return settings
+
+
+def _without_unread(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's sections without an n_basis that its layers do not read. Records made before that was refused have it."""
+    mixer = settings.get("mixer", {})
+    if reads_n_basis(mixer):
+        return settings
+    return settings | {"mixer": {name: value for name, value in mixer.items() if name != "n_basis"}}
 
 
 def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:

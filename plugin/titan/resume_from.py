@@ -24,7 +24,7 @@ from interdomain.model.distributed_checkpoint import (
 from .errors import one_paragraph
 from .host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
 from .schema import JobConfig
-from .settings import pairs
+from .settings import pairs, reads_n_basis
 
 OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
 # Outside of [model] and [mixer] the one setting that changes what the model computes from the same tokens and weights.
@@ -169,7 +169,10 @@ def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: boo
     compared = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
     if len(models[0].mixers) == len(models[1].mixers):
         for mixers in zip(*(m.mixers for m in models), strict=True):
-            compared += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in MIXER_SETTINGS]
+            now = mixers[1]
+            unread = () if reads_n_basis({"condition": now.kind, "state_heads": now.state_heads}) else ("n_basis",)
+            names = [name for name in MIXER_SETTINGS if name not in unread]
+            compared += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in names]
     else:
         compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
     if batch:

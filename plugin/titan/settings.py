@@ -4,12 +4,14 @@ import argparse
 import difflib
 import importlib.util
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
+
+from interdomain.model.config import FIXED_STATE
 
 from .host import TORCHTITAN_DEFAULTS
 from .schema import JobConfig
@@ -56,7 +58,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     for steps, tokens in IN_TOKENS.items():
         if steps in given:
             _set(job, tokens, 0)
-    return tyro.cli(
+    job = tyro.cli(
         JobConfig,
         args=arguments,
         default=job,
@@ -64,6 +66,17 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
         "A flag wins over the file. The defaults shown are those of the file.",
     )
+    # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
+    chosen = given & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
+    if chosen and "mixer.n_basis" not in given and not reads_n_basis(vars(job.mixer)):
+        job.mixer.n_basis = None
+    return job
+
+
+def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
+    """Whether a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
+    unread = {"softmax"} | ({*FIXED_STATE} - {"mamba2"} if mixer.get("state_heads") else set())
+    return not unread.issuperset(mixer.get("layers") or [mixer.get("condition", "interdomain")])
 
 
 def job_config_of(table: dict[str, Any]) -> JobConfig:
@@ -157,7 +170,12 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         raise ValueError(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
-    checkpoint = job_config.checkpoint
+    mixer, checkpoint = job_config.mixer, job_config.checkpoint
+    if mixer.n_basis is not None and not reads_n_basis(vars(mixer)):
+        raise ValueError(
+            f"mixer.n_basis = {mixer.n_basis} is not possible: no layer reads it. It is not for softmax, and with "
+            "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
+        )
     if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
         raise ValueError(
             "checkpoint.initial_load_path has no effect while checkpoint.enable is off: nothing is loaded or saved. "

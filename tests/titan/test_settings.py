@@ -1,11 +1,15 @@
 """What is read from a TOML file and flags, and what is refused in one paragraph before anything is built."""
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
+from interdomain.model import build_config
 from interdomain.titan import entry, host, schema, settings, trainer
 from interdomain.titan.plan import make_plan
+from interdomain.titan.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings import read_job_config
 
+from ..common import REPOSITORY
 from .conftest import CONTEXT, PIPELINE, TENSOR, TINY, refusal
 from .test_plan import arguments
 
@@ -39,6 +43,16 @@ REFUSED = {
     ),
     "unknown readout": ({"mixer__readout": "imag"}, "mixer.readout = 'imag'", "complex, real, hermitian"),
     "switch of another mixer": ({"mixer__condition": "softmax", "mixer__output_gate": True}, "no switches but"),
+    "a size of no layer": (
+        {"mixer__condition": "softmax", "mixer__n_basis": 8},
+        "mixer.n_basis = 8",
+        "no layer reads it",
+    ),
+    "two sizes of the state": (
+        {"mixer__condition": "gla", "mixer__n_basis": 8, "mixer__state_heads": 4},
+        "mixer.n_basis = 8",
+        "with mixer.state_heads not for gla",
+    ),
     "heads that do not divide": ({"mixer__n_kv_heads": 3}, "n_kv_heads must divide n_heads = 4", "got 3"),
     "layers of a hybrid": ({"mixer__softmax_every": 9}, "mixer.softmax_every = 9", "from 2 to n_layers = 4"),
     "unknown layers": ({"mixer__layers": "s4"}, "mixer.layers must be of softmax, interdomain,", "got ['s4']"),
@@ -213,6 +227,34 @@ def test_toml_files_of_before_are_read(tmp_path):
     toml.write_text(old + TINY.read_text())
     job = entry.read([str(toml)])[1]
     assert make_plan(job, 1) == make_plan(read_job_config(["--job.config_file", str(TINY)]), 1)
+
+
+def test_a_condition_from_the_command_line_need_not_read_the_n_basis_of_the_file(tmp_path):
+    file = ["--job.config_file", str(REPOSITORY / "train_configs/recall.toml")]
+    for flags, n_basis in (
+        ([], 16),
+        (["--mixer.condition", "gla"], 16),
+        (["--mixer.condition", "mamba2", "--mixer.state_heads", "2"], 16),
+        (["--mixer.condition", "softmax"], None),
+        (["--mixer.condition", "interdomain", "--mixer.softmax_every", "2"], 16),
+        (["--mixer.layers", "softmax", "softmax"], None),
+        (["--mixer.condition", "gla", "--mixer.state_heads", "2"], None),
+    ):
+        job = read_job_config([*file, *flags])
+        make_plan(job, 1)
+        assert job.mixer.n_basis == n_basis, flags
+
+
+def test_a_resume_compares_no_n_basis_that_is_not_read(tmp_path, capsys):
+    """A run of softmax may have recorded one that it was given."""
+
+    def resume(condition):
+        before, now = ({"model": build_config("debug", condition, n_basis=n).to_dict()} for n in (16, 32))
+        record = {**before, "size": "debug", "condition": condition}
+        require_same_run(ResumePoint(tmp_path, Metadata({}), record, "latest"), now, {}, batch=False)
+
+    resume("softmax")
+    assert "mixer.n_basis is 16 there and 32 here" in refusal(capsys, resume, "gla")
 
 
 def test_the_command_line_wins_over_the_file(tmp_path, caplog):

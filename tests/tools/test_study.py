@@ -253,6 +253,25 @@ def test_the_studies_of_the_repository(monkeypatch):
         assert {run.settings["mixer"].get("c_scale") for run in named} <= {1}
 
 
+def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch, described, capsys):
+    """The committed records stay those of their runs, whether they have it or not. A condition's own is refused."""
+    monkeypatch.chdir(REPOSITORY)
+    runs = [run for run in _study.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
+    assert len(runs) > 50
+    assert all(run.is_finished for run in runs)
+    recall = [run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1]
+    given = {run.labels["condition"]: run.settings["mixer"].get("n_basis") for run in recall}
+    assert given.pop("softmax") is None
+    assert {*given.values()} == {16}
+    softmax = next(run for run in recall if run.labels["condition"] == "softmax")
+    recorded = json.loads(softmax.record.read_text())
+    assert recorded["settings"]["mixer"]["n_basis"] == 16
+    assert softmax.plan.n_params == recorded["facts"]["parameters"]
+    own = STUDY.replace('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')
+    assert study.main(["plan", str(described(own))]) == 2
+    assert "debug/softmax/seed-1: mixer.n_basis = 8 is not possible" in capsys.readouterr().err
+
+
 def test_what_is_refused(write, described, tmp_path, capsys):
     with SummaryWriter(str(tmp_path / "other" / "tb")) as writer:
         writer.add_scalar("loss", 1.0, 1)
