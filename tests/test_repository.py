@@ -91,6 +91,7 @@ ALLOWED = {
     },
     "hf": {"torch", "transformers", "interdomain.scan", "interdomain.features"},
     "titan": {
+        "wandb",  # late: where metrics.enable_wandb asks for it
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         "interdomain.environment",
@@ -110,7 +111,7 @@ ALLOWED = {
 }
 NETWORK = {
     *("socket", "ssl", "http", "urllib", "ftplib", "smtplib", "xmlrpc", "asyncio", "webbrowser"),
-    *("requests", "httpx", "aiohttp", "urllib3", "huggingface_hub", "wandb", "boto3", "fsspec"),
+    *("requests", "httpx", "aiohttp", "urllib3", "huggingface_hub", "boto3", "fsspec"),
 }
 
 
