@@ -361,7 +361,7 @@ def _runs(page: str) -> list[str]:
 
 def main(argv=None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, metavar="FOLDER", help="for map: made by interdomain.tools.convert")
+    p.add_argument("--model", type=Path, metavar="FOLDER", help="for map: made by interdomain convert")
     p.add_argument("--layer", type=int, default=1, help="for map (default: 1)")
     p.add_argument("--heads", type=int, nargs="+", default=[0, 1, 2, 3], help="for map (default: 0 1 2 3)")
     p.add_argument("--run", type=Path, metavar="FOLDER", help="for tensorboard: a run's job.dump_folder")

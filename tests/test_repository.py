@@ -267,13 +267,11 @@ COMMANDS = {f"interdomain.tools.{file.stem}": name for name, file in main.TOOLS.
 def test_a_tool_s_first_line_can_be_pasted(tool):
     """Its docstring opens with it. argparse, which ends the process at an unknown option, accepts it and the other examples."""
     first, blank, *rest = ast.get_docstring(ast.parse(MODULES[tool].read_text()), clean=False).split("\n")
-    assert first.startswith(f"python -m {tool} ")
+    assert first.startswith(f"interdomain {COMMANDS.get(tool, '')}")
     assert blank == ""
-    for example in (first, *(line for line in rest if line.startswith("    ") and tool in line)):
-        module, line = importlib.import_module(tool), shlex.split(example.partition(f"-m {tool} ")[2])
-        if module is main:
-            module, *line = importlib.import_module(f"interdomain.tools.{main.TOOLS[line[0]].stem}"), *line[1:]
-        module.parse(line)
+    for example in (first, *(line for line in rest if line.startswith("    ") and "interdomain " in line)):
+        name, *line = shlex.split(example.partition("interdomain ")[2])
+        importlib.import_module(f"interdomain.tools.{main.TOOLS[name].stem}").parse(line)
 
 
 def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
@@ -286,7 +284,7 @@ def test_every_tool_is_a_command_with_help(capsys, monkeypatch):
                 call([*argv, "--help"])
             assert not ended.value.code
             shown = capsys.readouterr().out
-            assert shown.startswith("usage: "), name
+            assert shown.startswith(f"usage: {'./launch.sh' if name == 'launch' else f'interdomain {name}'} "), name
             (page,) = re.findall(r"^Documentation: (docs/[\w-]+\.md)", shown, re.MULTILINE)
             assert (REPOSITORY / page).is_file(), name
 

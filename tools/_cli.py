@@ -11,7 +11,7 @@ import textwrap
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
-STANDALONE = "standalone folder (made by interdomain.tools.convert)"
+STANDALONE = "standalone folder (made by interdomain convert)"
 
 
 class Help(argparse.HelpFormatter):
@@ -39,9 +39,7 @@ def argument_parser(doc: str, usage: str = "") -> argparse.ArgumentParser:
     """
     line, *paragraphs = doc.strip().split("\n\n")
     n = next(i for i, paragraph in enumerate(paragraphs) if paragraph.startswith("    "))
-    name = " ".join(line.split()[:3])  # python -m interdomain.tools.NAME
-    if sys.argv[0].startswith("interdomain "):  # tools.main puts `interdomain COMMAND` there
-        name = sys.argv[0]
+    name = " ".join(line.split()[:2])  # interdomain COMMAND
     return argparse.ArgumentParser(
         name,
         usage=" ".join([name, *usage.split(), "[OPTIONS]"]),

@@ -66,7 +66,7 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
             loaded = {"tasks": {name: _recall.make(name, tokenizer)}} if name in _recall.NAMES else manager.load([name])
         except (OSError, ValueError) as e:
             raise FileNotFoundError(
-                f"the data of {name} cannot be read ({e}). They need a network once: run `python -m interdomain.tools.evaluate "
+                f"the data of {name} cannot be read ({e}). They need a network once: run `interdomain evaluate "
                 f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:

@@ -89,7 +89,7 @@ def read_record(folder: Path) -> dict[str, dict]:
     """{corpus: its row}. Raises: FileNotFoundError for corpora that are not there, ValueError for changed ones."""
     if not (folder / SOURCES).is_file():
         raise FileNotFoundError(
-            f"{folder} does not hold the paper's corpora (no {SOURCES}). Run `python -m interdomain.tools.evaluate --fetch "
+            f"{folder} does not hold the paper's corpora (no {SOURCES}). Run `interdomain evaluate --fetch "
             f"--perplexity {NAME} --corpora {folder}` where there is a network, and copy the folder here."
         )
     record = json.loads((folder / SOURCES).read_text())

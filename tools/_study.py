@@ -13,7 +13,7 @@
     [settings.text]                        # optional: a third axis, such as corpora or learning rates
     data.corpus = "data/stdlib"
 
-    [corpora]                              # optional: of a corpus that runs read, the options of prepare_data that make it
+    [corpora]                              # optional: of a corpus that runs read, the options of prepare-data that make it
     "data/mqar" = "--synthetic mqar"
 
     [[runs]]                               # a product of names; what is left out means all
@@ -132,7 +132,7 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Study:
-    """corpora: {folder: options of prepare_data that make it}."""
+    """corpora: {folder: options of prepare-data that make it}."""
 
     name: str
     runs: list[StudyRun]
@@ -153,7 +153,7 @@ def read_study(path: Path) -> Study:
     corpora = table.get("corpora", {})
     if not isinstance(corpora, dict) or not all(isinstance(options, str) for options in corpora.values()):
         raise ValueError(
-            f'{path}: corpora must be a table of folders with options of prepare_data, as "data/mqar" = "--synthetic mqar": '
+            f'{path}: corpora must be a table of folders with options of prepare-data, as "data/mqar" = "--synthetic mqar": '
             f"got {corpora!r}."
         )
     output = Path(table.get("output", f"outputs/studies/{path.stem}"))

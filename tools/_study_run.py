@@ -17,7 +17,7 @@ from interdomain.titan.data_folders import folders_of
 from interdomain.titan.settings import job_config_of
 
 from ._study import StudyRun
-from ._torchrun import CONTINUE, INTERRUPTED, handlers, python_here
+from ._torchrun import CONTINUE, INTERRUPTED, command_here, handlers
 from .launch import check_data
 
 LOG = "log.txt"  # in a run's folder: what it printed
@@ -84,7 +84,7 @@ def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
             errors.setdefault(str(e), []).append(run.name)
             for corpus in [*folders_of(job.data.corpus), job.data.validation_corpus]:
                 if corpus in corpora and not os.path.exists(corpus):
-                    prepare = [python_here(), "-m", "interdomain.tools.prepare_data", *shlex.split(corpora[corpus])]
+                    prepare = [*command_here("prepare-data"), *shlex.split(corpora[corpus])]
                     commands[shlex.join([*prepare, "--output", corpus])] = None
     if errors:
         lines = [f"{len(names)} run(s), the first of them {names[0]}: {error}" for error, names in errors.items()]

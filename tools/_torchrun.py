@@ -54,6 +54,12 @@ def python_here() -> str:
     return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
 
 
+def command_here(name: str) -> list[str]:
+    """The words that start one of our commands: this environment's `interdomain NAME`, or the module if that is missing."""
+    script = Path(python_here()).with_name("interdomain")
+    return [str(script), name] if script.is_file() else [python_here(), "-m", "interdomain.tools.main", name]
+
+
 def environment(ranks: int) -> dict[str, str]:
     """The run's environment: what the user set wins. Raises: PermissionError if others could write to the kernels' cache."""
     # Compiled kernels on this machine's own disk: thousands of small files, which every rank of a shared disk would wait for.

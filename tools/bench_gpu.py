@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_gpu --output benchmarks/results/today
+"""interdomain bench-gpu --output benchmarks/results/today
 
 Check and measure everything on this machine's GPU.
 
@@ -6,7 +6,7 @@ The parts run one after the other, the most important first, each in a process w
 check, the kernels, training, a profile, memory checks, the GPU tests, inference. summary.md is written after every
 part. benchmarks/gpu.sh runs this. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
-    python -m interdomain.tools.bench_gpu --time-limit 1200 --output benchmarks/results/long
+    interdomain bench-gpu --time-limit 1200 --output benchmarks/results/long
 
 Exit status: 0 every part passed or was skipped; 1 a part failed; 2 the check could not run, or a wrong option
 

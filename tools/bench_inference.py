@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_inference --output benchmarks/results/today
+"""interdomain bench-inference --output benchmarks/results/today
 
 Time decoding and the reading of prompts, as the paper does.
 
@@ -6,7 +6,7 @@ A decode step of the whole model is timed over batch size and prefix length, for
 without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are
 random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
-    python -m interdomain.tools.bench_inference --quick --sizes 125M --output benchmarks/results/quick
+    interdomain bench-inference --quick --sizes 125M --output benchmarks/results/quick
 
 Documentation: docs/benchmarks.md
 """

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_kernels --output benchmarks/results/today
+"""interdomain bench-kernels --output benchmarks/results/today
 
 Time the scan alone, beside attention and other mixers.
 
@@ -6,7 +6,7 @@ Forward and backward are timed on the same q, k and v: this package's backends, 
 other packages that are installed. The table also has the roofline of the GPU's datasheet, the time of each kernel, and
 a whole layer. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
-    python -m interdomain.tools.bench_kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 --output benchmarks/results/1
+    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 --output benchmarks/results/1
 
 Documentation: docs/benchmarks.md
 """

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.bench_training --output benchmarks/results/today
+"""interdomain bench-training --output benchmarks/results/today
 
 Time training steps by condition, size and sequence length.
 
@@ -7,8 +7,8 @@ torch.compile and activation checkpointing. The table has tokens per second, mem
 run's own log. A case that fails says why, and the others go on. Without a GPU it trains a tiny model on the CPU, and
 the results say so.
 
-    python -m interdomain.tools.bench_training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
-    python -m interdomain.tools.bench_training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager
+    interdomain bench-training --sizes 350M --seq-len 4096 65536 --tokens 65536 --output benchmarks/results/long
+    interdomain bench-training --cases softmax:eager:none s4d:eager:none --output benchmarks/results/eager
 
 Documentation: docs/benchmarks.md
 """

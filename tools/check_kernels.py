@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.check_kernels --output benchmarks/results/today
+"""interdomain check-kernels --output benchmarks/results/today
 
 Compare the kernels' results with float64 on this machine.
 
@@ -6,7 +6,7 @@ The scan, the one-token step and whole layers run on the GPU. Outputs, states an
 the same inputs, by relative RMS error. Many cases run twice and must agree in every bit. Run this before you believe a
 benchmark. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
 
-    python -m interdomain.tools.check_kernels --groups layer step --device cpu --output benchmarks/results/layer
+    interdomain check-kernels --groups layer step --device cpu --output benchmarks/results/layer
 
 Exit status: 0 every case passed; 1 a case failed (NaN, an exception, different bits, or 3 times the allowed error); 2 a
 wrong option; 3 no case failed, but one has more than the allowed error

@@ -1,12 +1,12 @@
-"""python -m interdomain.tools.compare_runs outputs/125M outputs/125M-again
+"""interdomain compare-runs outputs/125M outputs/125M-again
 
 Compare two training runs step by step.
 
 The first step that differs is shown. Loss, gradient norm and validation loss are compared. A run is its folder, or a
 file that --save-curve wrote. The restarts of a run count as one run.
 
-    python -m interdomain.tools.compare_runs outputs/debug --save-curve outputs/debug-curve.json
-    python -m interdomain.tools.compare_runs outputs/debug outputs/debug-curve.json --tolerance 1e-3 --common
+    interdomain compare-runs outputs/debug --save-curve outputs/debug-curve.json
+    interdomain compare-runs outputs/debug outputs/debug-curve.json --tolerance 1e-3 --common
 
 Exit status: 0 no difference; 1 a difference, or one run lacks what the other has; 2 a wrong option or file
 

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.convert outputs/debug --output exports/debug
+"""interdomain convert outputs/debug --output exports/debug
 
 Convert a checkpoint into a standalone folder, or back.
 
@@ -6,8 +6,8 @@ A standalone folder holds weights (safetensors), config.json, a tokenizer, a mod
 runs. Checkpoints of this project and of Megatron-Core are read. You can convert while the run goes on. The result is
 read back and compared with the source: every value, and the logits of a forward pass.
 
-    python -m interdomain.tools.convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
-    python -m interdomain.tools.convert exports/debug --to-checkpoint --output outputs/start
+    interdomain convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
+    interdomain convert exports/debug --to-checkpoint --output outputs/start
 
 Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """

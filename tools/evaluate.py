@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.evaluate exports/softmax exports/interdomain --tasks paper
+"""interdomain evaluate exports/softmax exports/interdomain --tasks paper
 
 Evaluate standalone folders on tasks and by perplexity.
 
@@ -7,8 +7,8 @@ Several folders stand side by side in one table. Tasks are those of lm-evaluatio
 folder, with machine and versions. With matplotlib, perplexity is drawn too. Tasks and the paper's corpora come from the
 Hugging Face hub: use --fetch once where there is a network.
 
-    python -m interdomain.tools.evaluate --fetch --tasks paper --perplexity paper
-    python -m interdomain.tools.evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
+    interdomain evaluate --fetch --tasks paper --perplexity paper
+    interdomain evaluate exports/debug --perplexity README.md --packed --lengths 256 512 --limit 4
 
 Documentation: docs/evaluation.md; for --perplexity docs/length.md
 """
@@ -207,9 +207,7 @@ def main(argv=None) -> int:
         fetch(args, names)
         return 0
     if not args.folders:
-        raise ValueError(
-            "no folder was given. Name one or more standalone folders (interdomain.tools.convert makes them)."
-        )
+        raise ValueError("no folder was given. Name one or more standalone folders (interdomain convert makes them).")
     device = _bench.choose_device(args.device)
     _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)

@@ -1,12 +1,12 @@
-"""python -m interdomain.tools.generate exports/debug --prompt "def main(" --max-tokens 200
+"""interdomain generate exports/debug --prompt "def main(" --max-tokens 200
 
 Continue text with a standalone folder.
 
 The model reads the prompt in chunks and then writes token by token, from its state. One prompt is printed as it is
 written; several are decoded together and printed at the end. TorchTitan is not needed.
 
-    python -m interdomain.tools.generate exports/debug --prompt "import " --prompt "class " --temperature 0
-    head -c 2000 README.md | python -m interdomain.tools.generate exports/debug
+    interdomain generate exports/debug --prompt "import " --prompt "class " --temperature 0
+    head -c 2000 README.md | interdomain generate exports/debug
 
 Documentation: docs/checkpoints.md
 """

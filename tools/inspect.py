@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.inspect exports/debug --text "def main(argv): return main(argv)" --output outputs/inspect
+"""interdomain inspect exports/debug --text "def main(argv): return main(argv)" --output outputs/inspect
 
 Show attention maps, and what the recurrences learned.
 
@@ -6,7 +6,7 @@ For a text, every layer and head gets an attention map; for a recurrence it is t
 Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
 Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
 
-    python -m interdomain.tools.inspect exports/debug --text-file README.md --max-tokens 9000 --layers 0
+    interdomain inspect exports/debug --text-file README.md --max-tokens 9000 --layers 0
 
 Documentation: docs/inspect.md
 """

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.kernel_view --output outputs/kernel-view
+"""interdomain kernel-view --output outputs/kernel-view
 
 Measure the kernel approximation behind the layer, on a CPU.
 
@@ -6,7 +6,7 @@ The first table says how near equation 9 of the paper comes to equation 4, by ba
 input. The second says which signs the denominators of small models have, before and after training. Tables are printed.
 With matplotlib, the first is drawn.
 
-    python -m interdomain.tools.kernel_view --tokens 64 --steps 0 --output outputs/kernel-view
+    interdomain kernel-view --tokens 64 --steps 0 --output outputs/kernel-view
 
 Documentation: docs/kernel-view.md
 """

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.launch train_configs/125M.toml --mixer.condition s4d --dry-run
+"""interdomain launch train_configs/125M.toml --mixer.condition s4d --dry-run
 
 Check a training run and start it.
 
@@ -31,7 +31,7 @@ from interdomain.model.distributed_checkpoint import finished_steps
 from . import _slurm, _torchrun
 from ._cli import argument_parser, user_errors
 from ._curves import EVENTS, read_curves
-from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, python_here, torchrun_command
+from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, python_here, torchrun_command
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -117,13 +117,13 @@ def check_data(job, dry_run: bool = False) -> str:
 
 def next_steps(argv: list[str], job, plan) -> str:
     """Commands that watch, convert, generate and train on, ready to paste. argv: the command line of this run."""
-    python, dump = python_here(), Path(job.job.dump_folder)
+    dump = Path(job.job.dump_folder)
     runs = dump.parent if dump.parent.name else dump  # beside it are other runs, to compare with
-    lines = {"watch": [python, "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
+    lines = {"watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
     if job.checkpoint.enable:
         last, export = dump / job.checkpoint.folder / f"step-{plan.steps}", f"exports/{dump.name}-step{plan.steps}"
-        lines["convert to a standalone folder"] = [python, "-m", "interdomain.tools.convert", last, "--output", export]
-        lines["generate"] = [python, "-m", "interdomain.tools.generate", export, "--prompt", "def main("]
+        lines["convert to a standalone folder"] = [*command_here("convert"), last, "--output", export]
+        lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
         if longer := train_on(argv, job, plan):
             lines["train on, to twice the length, at the last learning rate"] = ["./launch.sh", *argv, *longer]
     return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())

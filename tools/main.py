@@ -1,7 +1,7 @@
-"""python -m interdomain.tools.main convert outputs/debug --output exports/debug
+"""interdomain convert outputs/debug --output exports/debug
 
-Run any of the commands. Once the project is installed, `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE
-...`.
+Run any of the commands. `interdomain COMMAND ...` is `python -m interdomain.tools.MODULE ...`, where the project is
+installed.
 """
 
 import ast
@@ -44,7 +44,6 @@ def main(argv=None) -> int:
         return 0
     if name not in TOOLS:
         raise ValueError(f"there is no command '{name}'. `interdomain --help` lists the commands.")
-    sys.argv[0] = f"interdomain {name}"  # what the tool's --help and errors call it
     # Imported only now: some tools need libraries that others do without.
     return importlib.import_module(f"interdomain.tools.{TOOLS[name].stem}").main(arguments)
 

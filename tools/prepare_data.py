@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.prepare_data --input stdlib --output data/stdlib
+"""interdomain prepare-data --input stdlib --output data/stdlib
 
 Turn text, or a made-up recall task, into a prepared corpus.
 
@@ -6,9 +6,9 @@ A prepared corpus is a folder of token ids (Megatron's .bin/.idx files) in a tra
 tokenizer and a manifest of checksums. The same input gives the same bytes, with any number of worker processes. If the
 command is killed, run it again: it continues where it stopped.
 
-    python -m interdomain.tools.prepare_data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
-    python -m interdomain.tools.prepare_data --synthetic mqar --output data/mqar
-    python -m interdomain.tools.prepare_data --verify data/stdlib
+    interdomain prepare-data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
+    interdomain prepare-data --synthetic mqar --output data/mqar
+    interdomain prepare-data --verify data/stdlib
 
 Documentation: docs/data.md; for --synthetic docs/recall.md
 """

@@ -1,4 +1,4 @@
-"""python -m interdomain.tools.study run train_configs/studies/small.toml
+"""interdomain study run train_configs/studies/small.toml
 
 Train and compare the runs of a study.
 
@@ -6,9 +6,9 @@ A study is a TOML file of model sizes, conditions, settings and seeds. `plan` pr
 trains those that are not finished. If it is killed, the same command continues. `show` prints a table of the finished
 runs. `study COMMAND --help` lists a command's options.
 
-    python -m interdomain.tools.study plan train_configs/studies/small.toml
-    python -m interdomain.tools.study show train_configs/studies/small.toml --output outputs/small-study
-    python -m interdomain.tools.study run train_configs/studies/small.toml --only '*/seed-1' --jobs 2
+    interdomain study plan train_configs/studies/small.toml
+    interdomain study show train_configs/studies/small.toml --output outputs/small-study
+    interdomain study run train_configs/studies/small.toml --only '*/seed-1' --jobs 2
 
 Documentation: docs/study.md
 """
@@ -100,7 +100,7 @@ def shown(paths: list[Path]) -> list[_study_tables.Run]:
             continue
         done = [run for run in read_study(path).runs if run.is_finished]
         if not done:
-            raise ValueError(f"{path}: no run is finished. Train with: python -m interdomain.tools.study run {path}")
+            raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
         found += [_study_tables.Run.of(run.name, json.loads(run.record.read_text())) for run in done]
     return found
 
@@ -126,7 +126,7 @@ def main(argv=None) -> int:
             return 0
         code = run_here(missing, args.jobs)
         if not code:
-            print(f"all runs are finished: python -m interdomain.tools.study show {args.study}")
+            print(f"all runs are finished: interdomain study show {args.study}")
         return code
     if args.output:
         require_empty(args.output)

@@ -48,8 +48,8 @@ def read_manifest(folder: Path | str) -> dict:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} is not a prepared corpus: it has no {MANIFEST}. Make one with `python -m interdomain.tools."
-            f"prepare_data --output {folder}`, or give the prefixes of .bin/.idx shards instead of a folder."
+            f"{folder} is not a prepared corpus: it has no {MANIFEST}. Make one with "
+            f"`interdomain prepare-data --output {folder}`, or give the prefixes of .bin/.idx shards instead of a folder."
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

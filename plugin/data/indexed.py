@@ -81,7 +81,7 @@ class IndexedDataset:
         if magic != MAGIC or version != 1:
             raise ValueError(
                 f"{self.idx_path} is not a Megatron index of version 1: it starts with {magic!r} and version {version}. Give "
-                "the prefix of a .bin/.idx pair that Megatron, NeMo, datatrove or interdomain.tools.prepare_data wrote."
+                "the prefix of a .bin/.idx pair that Megatron, NeMo, datatrove or `interdomain prepare-data` wrote."
             )
         if code not in DTYPES:
             raise self._damaged(f"has dtype code {code}, token ids are integers, codes 1 to 5 and 8")

@@ -89,7 +89,7 @@ class Tokenizer:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model` file: Llama 2's, or one that `interdomain.tools.prepare_data --vocab-size` trained.
+    """A sentencepiece `.model` file: Llama 2's, or one that `interdomain prepare-data --vocab-size` trained.
 
     With byte fallback and identity normalisation decode(encode(text)) == text, whitespace included, but for U+2581, which
     sentencepiece takes for a space.

@@ -150,7 +150,7 @@ class InterdomainAttention(MegatronModule):
         if inference_context is not None or inference_params is not None:
             raise NotImplementedError(
                 "Megatron's inference engines keep keys and values, and this mixer keeps a state of fixed size. Convert the "
-                "checkpoint to a folder (python -m interdomain.tools.convert) and generate from there."
+                "checkpoint to a folder (interdomain convert) and generate from there."
             )
         x, _ = self.in_proj(hidden_states)
         order = torch.arange(x.shape[0], device=x.device)

@@ -59,7 +59,7 @@ def install() -> None:
         parser = standard_arguments(parser)
         group = parser.add_argument_group(title="interdomain")
         group.add_argument("--model.size", choices=SIZES, action=Size, help="of the study; what comes after it wins")
-        group.add_argument("--data.corpus", action=Corpus, help="folder of interdomain.tools.prepare_data")
+        group.add_argument("--data.corpus", action=Corpus, help="folder of interdomain prepare-data")
         add_mixer_arguments(group)
         parser.parse_known_args = _checked(parser)  # by which parse_args reads, too
         return parser

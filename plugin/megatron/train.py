@@ -52,7 +52,7 @@ RECOMPUTE = {
 def parse(argv: list[str] | None) -> argparse.Namespace:
     line, description = str(__doc__).split("\n\n")
     p = argparse.ArgumentParser("interdomain.megatron.train", description=description, epilog=f"Example: {line}")
-    p.add_argument("--data.corpus", required=True, help="folder of interdomain.tools.prepare_data")
+    p.add_argument("--data.corpus", required=True, help="folder of interdomain prepare-data")
     p.add_argument("--model.size", choices=SIZES, default="debug")
     p.add_argument("--mixer.condition", choices=SUPPORTED, default="interdomain")
     mixer = p.add_argument_group("mixer")

@@ -98,7 +98,7 @@ def text_fingerprint(dataset: PackedDataset | MixtureDataset) -> str:
 
 
 def _require_corpus(corpus: str) -> None:
-    prepare = "Prepare one (python -m interdomain.tools.prepare_data --help) and pass --data.corpus FOLDER"
+    prepare = "Prepare one (interdomain prepare-data --help) and pass --data.corpus FOLDER"
     if not corpus:
         raise ValueError(f"data.corpus is not set. {prepare}, or set it in the TOML file.")
     if not os.path.exists(corpus) and not glob.glob(f"{corpus}*"):

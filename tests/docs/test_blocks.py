@@ -14,6 +14,7 @@ import importlib
 import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from unittest import mock
@@ -30,7 +31,6 @@ from .conftest import WRITTEN
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-PYTHON = (".venv/bin/python", "python")
 FRESH = "docs/tutorials/first-run.md"  # before the first run there is nothing
 
 
@@ -45,10 +45,8 @@ def fewer(text):
 
 def tool_of(command):
     """(module, arguments) of one of our commands, or None."""
-    if command[0] in PYTHON and command[1:2] == ["-m"] and command[2].startswith("interdomain.tools."):
-        return importlib.import_module(command[2]), command[3:]
-    if command[0] in (".venv/bin/interdomain", "interdomain"):
-        return tools, command[1:]
+    if command[0] == ".venv/bin/interdomain":
+        return importlib.import_module(f"interdomain.tools.{tools.TOOLS[command[1]].stem}"), command[2:]
     if command[0] == "./launch.sh" and command[1:2] != ["test"]:
         return launch, command[1:]
     return None
@@ -56,8 +54,6 @@ def tool_of(command):
 
 def parse(module, argv):
     """Whether the tool knows the options, and the launcher the settings."""
-    if module is tools and argv[0] in tools.TOOLS:
-        module, argv = importlib.import_module(f"interdomain.tools.{tools.TOOLS[argv[0]].stem}"), argv[1:]
     parsed = getattr(module, "parse", len)(argv)
     if module is launch:
         launch.job_config(parsed[0].config, parsed[1])
@@ -147,10 +143,10 @@ def test_what_a_page_names_in_passing_exists(page, capsys):
     for section, field in re.findall(r"--([a-z_]+)\.([a-z][\w-]*)", text):
         if section in sections:
             assert f"{section}.{field.removeprefix('no-').replace('-', '_')}" in KINDS, f"no setting {section}.{field}"
-    for module, rest in re.findall(r"`(?:\.venv/bin/)?python -m (interdomain\.tools\.[a-z]\w*)([^`]*)`", text):
-        subcommand = re.findall(r"^\s+([a-z]+)\b", rest)
+    for name, rest in re.findall(rf"`(?:\.venv/bin/interdomain )?({'|'.join(tools.TOOLS)})( [^`]*)`", text):
+        subcommand = re.findall(r"^ ([a-z]+)\b", rest)
         with pytest.raises(SystemExit):
-            importlib.import_module(module).main([*subcommand, "--help"])
+            tools.main([name, *subcommand, "--help"])
         shown = capsys.readouterr().out
-        for option in re.findall(r"(?<!\S)--[\w-]+", rest):
-            assert re.search(rf"{option}\b", shown), f"{module} has no {option}"
+        for option in (word for word in shlex.split(rest) if word.startswith("--")):
+            assert re.search(rf"{option}\b", shown), f"{name} has no {option}"

@@ -196,7 +196,7 @@ def test_what_data_needs(corpus, alone, capsys, tmp_path):
     for missing in (tmp_path / "nowhere", tmp_path):  # not there at all, and a folder that is no corpus
         error = refusal(capsys, build, parse(missing))
         assert str(missing) in error
-        assert "interdomain.tools.prepare_data" in error
+        assert "interdomain prepare-data" in error
     assert "data.tokenizer" in refusal(capsys, build, parse(corpus / "train-00000"))
     job = parse(corpus / "train-00000", data__tokenizer=corpus / "tokenizer.model", validation__enable=True)
     assert "data.validation_corpus" in refusal(capsys, FixedValidator, job_config=job, **VALIDATOR)

@@ -229,9 +229,7 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
         f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no such"
     )
     assert not (tmp_path / "asked").exists()
-    _, *program = shlex.split(make)
-    assert program[:2] == ["-m", "interdomain.tools.prepare_data"]
-    assert prepare_data.main(program[2:]) == 0
+    assert prepare_data.main(shlex.split(make.partition(" prepare-data ")[2])) == 0
     assert study.main(command) == 0
     folder = tmp_path / "out/debug/softmax"
     assert (tmp_path / "asked").read_text().splitlines() == [
@@ -283,7 +281,7 @@ def test_what_is_refused(write, described, tmp_path, capsys):
             ["show", write("never", "softmax", {1: math.nan})],
             "was never validated: train with validation.enable = true",
         ),
-        (["show", str(described())], "no run is finished. Train with: python -m interdomain.tools.study run"),
+        (["show", str(described())], "no run is finished. Train with: interdomain study run"),
         (
             ["plan", str(described()), "--only", "x"],
             "--only x matches no run. A run's name is like debug/softmax/seed-1",
