@@ -1,18 +1,48 @@
-"""mkdocs: links that show mkdocstrings the repository's folders as `interdomain`, and the settings of a run as tables."""
+"""mkdocs: links that show mkdocstrings the folders as `interdomain`; what the site shows otherwise than GitHub."""
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
 
+from mkdocs.structure.files import File
+
 ROOT = Path(__file__).parent.parent
+# A light and a dark picture, as GitHub shows them. The site has a switch of its own, which its theme knows by the links' ends.
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)">\s*</picture>'
+)
 
 
 def on_startup(command, dirty):
     subprocess.run([ROOT / ".ci" / "links"], check=True)
 
 
+def on_files(files, config):
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        files.remove(notebook)
+        page = notebook.src_uri.replace(".ipynb", ".md")
+        files.append(File.generated(config, page, content=as_markdown(json.loads(notebook.content_string))))
+
+
+def as_markdown(notebook):
+    """Its cells, each with its output: text, or a picture."""
+    out = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        out.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                out.append(f"```text\n{''.join(output['text'])}```")
+            else:
+                out.append(f"![output](data:image/png;base64,{''.join(output['data']['image/png']).strip()})")
+    return "\n\n".join(out)
+
+
 def on_page_markdown(markdown, **_):
+    markdown = markdown.replace(".ipynb)", ".md)")
+    markdown = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
     return markdown.replace("<!-- settings -->", settings()) if "<!-- settings -->" in markdown else markdown
 
 

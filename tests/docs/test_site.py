@@ -1,15 +1,51 @@
-"""The documentation builds as a site: links lead somewhere, every page is in the navigation, the API's names exist."""
+"""The documentation builds as a site: links lead somewhere, every page is in the navigation, the API's names exist.
+
+Its pages are also read on GitHub, which does not know everything that the site's theme does.
+"""
 
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+
 from ..common import REPOSITORY
+from .pages import PAGES, prose
 
 
-def test_the_site_builds(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    path = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(path)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site/index.html").is_file()
+    return path
+
+
+def page_of(site, page):
+    """The HTML of a page of docs/."""
+    name = page.relative_to(REPOSITORY / "docs").with_suffix("")
+    return (site / ("" if name.stem == "index" else name) / "index.html").read_text()
+
+
+def test_every_page_is_there(site):
+    for page in PAGES[1:]:
+        assert "<h1" in page_of(site, page), page
+
+
+def test_pictures_and_boxes_on_github_and_on_the_site(site):
+    """A light and a dark picture: on GitHub one of them shows by <picture>, on the site by the theme's rule for links."""
+    css = "".join(path.read_text() for path in (site / "assets/stylesheets").glob("*.css"))
+    assert all(f'img[src$="#only-{theme}"]' in css for theme in ("light", "dark"))
+    for page in PAGES:
+        text = prose(page)
+        pictures = re.findall(r"<picture>\n.*\n.*\n</picture>", text)
+        files = [re.findall(r"pictures/[\w-]+\.\w+", picture) for picture in pictures]
+        assert all(len(pair) == 2 for pair in files)
+        assert len(pictures) == len(re.findall(r"pictures/[\w-]+-light\.\w+", text)), page
+        assert not re.search(r"^ *(!!!|\?\?\?)", text, re.MULTILINE), f"{page}: GitHub shows this box as plain text"
+        if page.parent != REPOSITORY:
+            html = page_of(site, page) if pictures else ""
+            assert all(f'{file}#only-{file.split("-")[-1][:-4]}"' in html for pair in files for file in pair), page
