@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ..common import REPOSITORY
-from .pages import PAGES, prose
+from .pages import PAGES, blocks, prose
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +49,17 @@ def test_pictures_and_boxes_on_github_and_on_the_site(site):
         if page.parent != REPOSITORY:
             html = page_of(site, page) if pictures else ""
             assert all(f'{file}#only-{file.split("-")[-1][:-4]}"' in html for pair in files for file in pair), page
+
+
+def test_formulas_on_github_and_on_the_site(site):
+    """`$...$`, and blocks of the language math. MathJax sets what stands in `arithmatex`; nothing else is fetched."""
+    for page in PAGES[1:]:
+        text = re.sub(r"`[^`\n]*`", "", prose(page))
+        inline = re.findall(r"\$[^$\n]+\$", text)
+        # GitHub's Markdown takes a backslash before such a character, and a bar ends a table's cell.
+        assert not [formula for formula in inline if re.search(r"\\[^a-zA-Z]|\|", formula)], page
+        html, blocks_of_math = page_of(site, page), [block for block in blocks(page) if block.language == "math"]
+        if page.suffix == ".md":
+            assert html.count('class="arithmatex"') == len(inline) + len(blocks_of_math), page
+        fetched = re.findall(r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="(https?:[^"]+)"', html)
+        assert [address for address in fetched if not address.endswith("/es5/tex-chtml.js")] == [], page
