@@ -95,7 +95,8 @@ def require_data(missing: list[StudyRun], corpora: dict[str, str]) -> None:
 def run_here(missing: list[StudyRun], jobs: int) -> int:
     """Train `missing` in order, `jobs` at a time; a run that was begun goes on from its last checkpoint.
 
-    A run that fails is reported, and the others go on. SIGINT and SIGTERM ask the runs to save and leave.
+    A run that fails is reported, and the others go on. SIGINT and SIGTERM go on to the runs: they save and leave; a second
+    SIGINT ends them at once.
     Returns: 0, 1 if a run failed, CONTINUE if they were asked to leave.
     """
     waiting, running, failed, asked = list(missing), [], [], []
@@ -106,7 +107,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
         asked.append(number)
         for one in running:
             with contextlib.suppress(ProcessLookupError):
-                one.process.send_signal(signal.SIGTERM)
+                one.process.send_signal(number)
 
     with handlers({signal.SIGINT: leave, signal.SIGTERM: leave}), bar:
         done = 0.0

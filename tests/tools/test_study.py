@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import statistics
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 from interdomain.titan.plan import make_plan
 from interdomain.titan.run_log import RunLog
 from interdomain.titan.settings import read_job_config
-from interdomain.tools import _study, _study_tables, launch, prepare_data, study
+from interdomain.tools import _study, _study_run, _study_tables, launch, prepare_data, study
 
 from ..common import REPOSITORY
 
@@ -237,6 +238,18 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
         for seed in (1, 2)
     ]
     assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
+
+
+def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
+    """Each time: a run saves and leaves at the first, and ends at the second. Here the run presses it, in place of a user."""
+    press = "while True: os.kill(os.getppid(), signal.SIGINT); time.sleep(0.05)"
+    count = "seen = []\nsignal.signal(signal.SIGINT, lambda *_: seen.append(1) or seen[1:] and os._exit(130))"
+    (tmp_path / "run").write_text(f"#!{sys.executable}\nimport os, signal, time\n{count}\n{press}\n")
+    (tmp_path / "run").chmod(0o755)
+    monkeypatch.setattr(_study_run.sys, "executable", str(tmp_path / "run"))
+    (one, *_) = _study.read_study(described()).runs
+    assert _study_run.run_here([one], 1) == launch.CONTINUE
+    assert f"{one.name}: left at step 0" in capsys.readouterr().out
 
 
 def test_the_studies_of_the_repository(monkeypatch):
