@@ -96,10 +96,13 @@ def after_the_first_run(tmp_path_factory, environment, ranks):  # noqa: F811
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
-    """The working folder. What it holds from before is linked: nothing is written in place."""
+    """The working folder. What it holds from before is linked: nothing is written in place. Nothing may ask the user."""
     path = tmp_path / "workspace"
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
     monkeypatch.chdir(path)
     # A dry run of outputs/debug has more steps than what was trained there.
     monkeypatch.setattr("interdomain.titan.schedule.refuse_jump", lambda *job: None)
-    return Workspace(path, ranks)
+    asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
+    monkeypatch.setattr("builtins.input", asked.append)
+    yield Workspace(path, ranks)
+    assert not asked, "a reader would have to answer, or to wait"

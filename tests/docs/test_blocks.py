@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -78,7 +79,8 @@ def run(text, workspace, tutorial):
         command = command[2:] if stop else command
         if (tool := tool_of(command)) is None:
             if tutorial:
-                subprocess.run(["bash", "-euo", "pipefail", "-c", text], timeout=TIMEOUT, check=True)
+                bash = ["bash", "-euo", "pipefail", "-c", text]
+                subprocess.run(bash, stdin=subprocess.DEVNULL, timeout=TIMEOUT, check=True)
                 return
             exists(command)
             continue
@@ -118,6 +120,13 @@ def do(block, page, namespace, workspace):
             if isinstance(error, SystemExit) and not error.code:  # --help, --flags
                 continue
             raise AssertionError(f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}") from error
+
+
+def test_a_model_card_s_example_runs(workspace, capsys):
+    """Before the pages: some register the model in this process, and then transformers asks nothing."""
+    (example,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"]
+    exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
+    assert "Once upon a time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
