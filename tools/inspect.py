@@ -35,7 +35,7 @@ NOTES = f"""\
 error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
 own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
 how many tokens back; over how many tokens (exp of the entropy); the share of negative weights. By layer means over heads.
-timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes of which the bound on the decay takes more than {BINDS:.0%}."""
+timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the bound reduces by more than {BINDS:.0%}."""
 
 
 def parse(argv) -> argparse.Namespace:
