@@ -83,6 +83,8 @@ def write_card(folder: Path, config: ModelConfig, dtype: str, tokenizer, facts: 
         "validation perplexity": f"{validation['perplexity']:.3f}" if validation else "not recorded",
         "versions": ", ".join(f"{name} {version}" for name, version in facts["versions"].items()),
     }
+    if not run.get("settings_recorded", True):
+        rows["Megatron's settings"] = "not recorded: the run's logits may differ from this folder's"
     text = CARD.format(
         size=facts["size"],
         condition=facts["condition"],

@@ -26,7 +26,7 @@ from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
 from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model.megatron_checkpoint import MegatronCheckpoint, find_checkpoint, write_checkpoint
+from interdomain.model.megatron_checkpoint import FLAGS, MegatronCheckpoint, find_checkpoint, write_checkpoint
 
 from ._cli import OUTPUT, argument_parser, user_errors
 from ._model_card import write_card
@@ -186,7 +186,18 @@ def check_folder(folder: Path, checkpoint, args) -> str:
             f"the folder's logits differ from the checkpoint's by {difference:.3g} (relative RMS), allowed "
             f"{LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}; nothing was kept. Convert with --dtype float32."
         )
-    return f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
+    equal = f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
+    if not isinstance(checkpoint, MegatronCheckpoint):
+        return equal
+    if checkpoint.settings_recorded:
+        return f"{equal} by the plain model, whose settings are those that Megatron recorded"
+    print(
+        f"note: {checkpoint.folder} records no Megatron settings: an earlier version wrote it. The folder has the run's logits "
+        f"only if the run had {FLAGS}, and none of --quick-geglu, --glu-linear-offset, --activation-func-clamp-value, "
+        "--apply-layernorm-1p and --use-mup.",
+        file=sys.stderr,
+    )
+    return "weights equal, logits not certified: the checkpoint records no Megatron settings"
 
 
 def require_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:

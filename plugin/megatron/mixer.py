@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from interdomain.model.config import Execution, MixerConfig, ModelConfig
 from interdomain.model.initialize import initial_value
 from interdomain.model.layers import InputNorm, rope_of
-from interdomain.model.megatron_checkpoint import RECORD, config_in, record_of
+from interdomain.model.megatron_checkpoint import BACKBONE, FLAGS, RECORD, read_record, record_of
 from interdomain.model.ssm import KeptInFloat32
 from interdomain.model.transformer import mixer_class
 
@@ -83,6 +83,7 @@ class InterdomainAttention(MegatronModule):
             mixers=tuple(replace(mixer, n_kv_heads=shared) for mixer in mixers),
         )
         _refuse(config, tp, len(whole.mixers))
+        settings = _settings(config, whole)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
         own = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
         local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(own,))
@@ -119,7 +120,7 @@ class InterdomainAttention(MegatronModule):
         if config.perform_initialization:
             self._initialize(seed)
         core.to(config.params_dtype)  # as Megatron's own layers are made; the dynamics stay float32
-        self.record = record_of(self.whole)
+        self.record = record_of(self.whole, settings)
         selective = config.recompute_granularity == "selective"
         self.recompute = selective and "core_attn" in (config.recompute_modules or ())
 
@@ -203,7 +204,7 @@ class InterdomainAttention(MegatronModule):
         found = state_dict.pop(prefix + RECORD, None)
         if found is not None:
             same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
-            if (there := replace(config_in(found), **same)) != self.whole:
+            if (there := replace(read_record(found)[0], **same)) != self.whole:
                 raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -224,6 +225,22 @@ def _refuse(config: Any, tp: int, kinds: int) -> None:
         raise ValueError(
             "the script does not know this mixer's optimizer settings. Start it as python -m interdomain.megatron.run SCRIPT."
         )
+
+
+def _settings(config: Any, whole: ModelConfig) -> dict[str, Any]:
+    """BACKBONE as this run has it. Raises: ValueError for what the plain model does not have: it could not become a folder."""
+    found = {name: getattr(config, name, allowed) for name, allowed in BACKBONE.items()}  # use_mup: not in 0.16
+    found["activation_func"] = getattr(config.activation_func, "__name__", str(config.activation_func))
+    shapes = {"ffn_hidden_size": whole.ffn_hidden, "mtp_num_layers": None}
+    allowed = BACKBONE | shapes
+    here = found | {name: getattr(config, name) for name in shapes}
+    other = [f"{name} = {here[name]!r}, allowed {allowed[name]!r}" for name in allowed if here[name] != allowed[name]]
+    if other:
+        raise ValueError(
+            f"{'; '.join(other)}. No folder could be made of such a run. With Megatron-LM's script, give --model.size, or "
+            f"{FLAGS} --ffn-hidden-size {whole.ffn_hidden}. Leave out flags of another activation, norm or prediction layer."
+        )
+    return found
 
 
 def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:

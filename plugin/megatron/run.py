@@ -31,6 +31,10 @@ def check(args: Namespace) -> None:
         raise ValueError(
             f"--position-embedding-type {args.position_embedding_type}: this mixer rotates queries and keys itself. Set none."
         )
+    if not args.untie_embeddings_and_output_weights:
+        raise ValueError(
+            "this model has an output layer of its own: set --untie-embeddings-and-output-weights, or --model.size, which does."
+        )
     if (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
         raise ValueError(
             "the dynamics stay float32 in a half-precision model, and of Megatron's optimizers only the distributed one can "

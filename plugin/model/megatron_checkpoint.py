@@ -35,16 +35,32 @@ NAMES = {
     "feed_forward.w2.weight": "mlp.linear_fc2.weight",
     "attention.wo.weight": "self_attention.out_proj.weight",
 }
+# Settings of Megatron's TransformerConfig that change the logits and may leave all names and shapes: the plain model's values.
+BACKBONE = {
+    "activation_func": "silu",
+    "gated_linear_unit": True,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "use_mup": False,
+}
+FLAGS = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
 
 
-def record_of(config: ModelConfig) -> Tensor:
-    """uint8 [RECORD_BYTES]: what a checkpoint says of a layer. Not pickled, and by it another mixer's checkpoint is refused."""
-    return torch.frombuffer(bytearray(json.dumps(config.to_dict()).encode().ljust(RECORD_BYTES)), dtype=torch.uint8)
+def record_of(config: ModelConfig, backbone: dict[str, Any] = BACKBONE) -> Tensor:
+    """uint8 [RECORD_BYTES]: a layer's configuration and BACKBONE as JSON, which is read without unpickling."""
+    record = json.dumps(config.to_dict() | {"backbone": backbone}).encode()
+    return torch.frombuffer(bytearray(record.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
-def config_in(record: Tensor) -> ModelConfig:
-    """Inverse of `record_of`; the vocabulary's size is not known to a layer. Raises: ValueError."""
-    return ModelConfig.from_dict(json.loads(bytes(record.tolist()).decode()))
+def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any]]:
+    """Inverse of `record_of`; no layer knows the vocabulary's size, and older records have no BACKBONE. Raises: ValueError."""
+    found = json.loads(bytes(record.tolist()).decode())
+    backbone = found.pop("backbone", {})
+    return ModelConfig.from_dict(found), backbone
 
 
 def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
@@ -80,9 +96,10 @@ def find_checkpoint(folder: Path) -> Path | None:
 class MegatronCheckpoint:
     """The model's tensors in a checkpoint, by the plain model's names; nothing else in it is read, and nothing unpickled.
 
-    Attributes: config; record: facts of the run, as in a sidecar.
+    Attributes: config; record: facts of the run, as in a sidecar; settings_recorded: whether the checkpoint says that the run
+        had this BACKBONE.
 
-    Raises: FileNotFoundError, ValueError for a folder that is damaged or holds another model.
+    Raises: FileNotFoundError; ValueError for a folder that is damaged or holds another model: other settings, tensors too many.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,25 +109,41 @@ class MegatronCheckpoint:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
         self.stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
         found = checkpoints.read_tensors(folder, records, self.index)
-        layers = [config_in(found[key][0] if self.stacked else found[key]) for key in sorted(records, key=_layer)]
+        each_layer = [read_record(found[key][0] if self.stacked else found[key]) for key in sorted(records, key=_layer)]
+        layers, backbones = zip(*each_layer, strict=True)
+        if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
+            raise ValueError(
+                f"{folder} is of a run with {', '.join(sorted(other))}. A folder cannot have that: its logits would be others. "
+                f"Train with {FLAGS}, and without flags of another activation or norm."
+            )
+        self.settings_recorded = all(each.keys() >= BACKBONE.keys() for each in backbones)
         rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
         self.config = replace(layers[0], vocab_size=rows, mixers=tuple(layer.mixer for layer in layers))
         digits = re.search(r"\d+$", folder.name)
         facts = {
             "step": int(digits[0]) if digits else 0,
             "tokens": None,
-            "run": {"host": "Megatron-Core"},
+            "run": {"host": "Megatron-Core", "settings_recorded": self.settings_recorded},
             "versions": {},
         }
         self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
         expected = {name: list(t.shape) for name, t in meta_model(self.config).state_dict().items()}
+        known = {*records, *(place_of(name, self.stacked)[0] for name in expected)}
+        if more := sorted(key for key in self.index if key not in known and not OPTIMIZER.match(key)):
+            raise ValueError(
+                f"{folder} has {len(more)} tensor(s) for which a folder has no place, first of all {more[0]}. Without them "
+                f"the logits would be others. Train with {FLAGS}, and without experts, position embeddings or MTP layers."
+            )
         for name, shape in expected.items():
             key, layer = place_of(name, self.stacked)
             found = list(self.index[key].size) if key in self.index else "missing"
             rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
             wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
             if found != wanted:
-                raise ValueError(f"{folder}: {key} is {found}, and its record describes {wanted}. Take another step.")
+                raise ValueError(
+                    f"{folder}: {key} is {found}, and a folder needs {wanted}. Train with {FLAGS} and --ffn-hidden-size "
+                    f"{self.config.ffn_hidden}. If the run had these, the checkpoint is damaged: take another step."
+                )
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Raises: ValueError."""

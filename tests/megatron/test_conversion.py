@@ -38,7 +38,9 @@ def test_a_run_becomes_a_folder(leg, computed, tmp_path, capsys):
     shutil.copytree(folder / leg, tmp_path / "run")
     (tmp_path / "run" / "iter_0000005" / "common.pt").write_bytes(b"no pickle")
     run(tmp_path / "run", "--tokenizer", folder / "corpus", "--output", tmp_path / "out")
-    assert "step 5, logits equal" in capsys.readouterr().out
+    wrote = capsys.readouterr().out
+    assert "step 5, logits equal" in wrote
+    assert "by the plain model, whose settings are those that Megatron recorded" in wrote
     config, record = read_config(tmp_path / "out")
     assert config == ranks.config_of()
     facts = record["facts"]

@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from interdomain.megatron import layer_spec, overrides, run, spec, train
 from interdomain.model import SIZES, build_config
@@ -27,6 +28,7 @@ def parse(monkeypatch, corpus):
             parser.add_argument(f"--{name}", type=int)
         for name in ("bf16", "fp16", "use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable"):
             parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
         for name in ("save", "load"):
             parser.add_argument(f"--{name}")
         parser.add_argument("--spec", nargs="*")
@@ -88,6 +90,10 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         (f"{GOOD} --spec interdomain.nowhere x", "No module named 'interdomain.nowhere'"),
         (f"{GOOD} --spec interdomain.megatron.spec s5", "has no layer 's5'"),
         ("--spec interdomain.megatron.spec interdomain", "this mixer rotates queries and keys itself. Set none."),
+        (
+            "--spec interdomain.megatron.spec interdomain --position-embedding-type none",
+            "set --untie-embeddings-and-output-weights",
+        ),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
         (f"{GOOD} --mixer.linear_scale 2", "mixer.linear_scale = 2.0 is not possible"),
@@ -129,6 +135,27 @@ def test_specs():
     for size in SIZES:
         config = spec.transformer_config(build_config(size))
         assert (config.hidden_size, config.ffn_hidden_size) == (build_config(size).dim, build_config(size).ffn_hidden)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(dict(glu_linear_offset=1.0), dict(activation_func_clamp_value=0.1), dict(activation_func=quick_gelu)),
+        *(dict(normalization="LayerNorm"), dict(add_bias_linear=True), dict(ffn_hidden_size=512)),
+        *(dict(gated_linear_unit=False), dict(layernorm_zero_centered_gamma=True), dict(mtp_num_layers=1)),
+    ],
+    ids=str,
+)
+def test_a_model_that_could_not_be_converted_is_refused_when_it_is_built(settings):
+    config = spec.transformer_config(build_config("debug"))
+    for name, value in settings.items():
+        setattr(config, name, value)
+    attention, ranks = (
+        layer_spec("interdomain").submodules.self_attention,
+        SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    )
+    with pytest.raises(ValueError, match=f"^{next(iter(settings))} = .* No folder could be made"):
+        attention.module(config, 1, ranks, **attention.params)
 
 
 def test_the_group_of_the_dynamics():

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from interdomain.model import cell_of, count_parameters
 from interdomain.model import distributed_checkpoint as checkpoints
+from interdomain.model import megatron_checkpoint as megatron
 from interdomain.model.pretrained import BASE, read_config
 from interdomain.tools import convert
 
@@ -225,6 +226,63 @@ def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
     save = pretrained.save_file
     monkeypatch.setattr(pretrained, "save_file", flips)
     refused(checkpoint, "norm.weight did not read back as written")
+
+
+# Checkpoints of Megatron-Core. Those that Megatron wrote are in tests/megatron.
+
+OF_LAYERS = "decoder.layers.self_attention.interdomain"
+
+
+def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE):
+    """A run's folder with further tensors of these names, and with these settings of Megatron in the layers' records."""
+    model, step = small_model(), folder / "iter_0000007"
+    megatron.write_checkpoint(folder / "start", model.config, model.state_dict())
+    saved = of_checkpoint(folder / "start" / "release")
+    record = megatron.record_of(model.config, backbone)
+    saved[OF_LAYERS] = record.repeat(model.config.n_layers, 1)
+    checkpoints.write_tensors(step, saved | dict.fromkeys(tensors, torch.zeros(3)))
+    shutil.copyfile(folder / "start" / "release" / megatron.FORMAT, step / megatron.FORMAT)
+    (folder / megatron.TRACKER).write_text("7")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("decoder.layers.mlp.linear_fc1.bias", "decoder.final_layernorm.bias", "embedding.position_embeddings.weight"),
+        *("decoder.layers.mlp.router.weight", "mtp.layers.0.eh_proj.weight"),
+    ],
+)
+def test_a_tensor_that_the_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused, name):
+    run = megatron_run(tmp_path / "run", [name])
+    refused(run, f"no place, first of all {name}.", "--tokenizer", tokenizer.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("activation_func", "quick_gelu"), ("glu_linear_offset", 1.0), ("activation_func_clamp_value", 0.1)),
+        *(("normalization", "LayerNorm"), ("a setting of a newer version", True)),
+    ],
+)
+def test_a_megatron_setting_that_a_folder_cannot_have_is_refused(tmp_path, tokenizer, refused, name, value):
+    run = megatron_run(tmp_path / "run", backbone={**megatron.BACKBONE, name: value})
+    refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_logits_are_certified_only_where_megatron_s_settings_are_recorded(
+    tmp_path, tokenizer, output, capsys, recorded
+):
+    backbone = megatron.BACKBONE if recorded else {}
+    source = megatron_run(tmp_path / "run", ["optimizer.state.exp_avg.output_layer.weight"], backbone)
+    run(source, output, "--tokenizer", tokenizer.path)
+    out, err = capsys.readouterr()
+    assert ("logits equal to" in out) is recorded
+    assert ("logits not certified" in out) is ("the run had --swiglu" in err) is not recorded
+    assert ("the run's logits may differ" in (output / "README.md").read_text()) is not recorded
+    assert read_config(output)[1]["facts"]["run"]["settings_recorded"] is recorded
+    assert_same(stored(output), small_model().state_dict())
 
 
 def test_back_to_a_checkpoint_checks_its_source(tmp_path, checkpoint, refused):
