@@ -12,7 +12,9 @@ SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
 try:
     from megatron.core import __version__ as found
 except ImportError as e:
-    raise ImportError(f"interdomain.megatron needs megatron-core: pip install -e '.[megatron]' ({e}).") from e
+    raise ImportError(
+        f"interdomain.megatron needs megatron-core, the extra `megatron`: pip install 'interdomain[megatron]' ({e})."
+    ) from e
 if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
     raise ImportError(
         f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {found}. Install one of these."

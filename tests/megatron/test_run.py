@@ -144,7 +144,7 @@ def test_specs():
         *(dict(normalization="LayerNorm"), dict(add_bias_linear=True), dict(ffn_hidden_size=512)),
         *(dict(gated_linear_unit=False), dict(layernorm_zero_centered_gamma=True), dict(mtp_num_layers=1)),
     ],
-    ids=str,
+    ids=lambda settings: next(iter(settings)),
 )
 def test_a_model_that_could_not_be_converted_is_refused_when_it_is_built(settings):
     config = spec.transformer_config(build_config("debug"))
@@ -170,7 +170,10 @@ def test_the_group_of_the_dynamics():
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("raise ImportError('not here')", "needs megatron-core: pip install -e '.[megatron]'"),
+        (
+            "raise ImportError('not here')",
+            "needs megatron-core, the extra `megatron`: pip install 'interdomain[megatron]'",
+        ),
         ("__version__ = '0.15.3'", "runs with megatron-core 0.16 to 0.19; found 0.15.3."),
     ],
 )
