@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from interdomain.tools import main
+from interdomain.tools import _cli, main
 
 from .common import REPOSITORY
 
@@ -148,20 +148,36 @@ def test_every_package_folder_is_listed():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, unpacked; built from a copy, since setuptools leaves its traces in the source."""
-    path = tmp_path_factory.mktemp("wheel")
-    for name in ("plugin", "kernels", "tools"):
-        shutil.copytree(REPOSITORY / name, path / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copyfile(REPOSITORY / name, path / "source" / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*pip, "-w", path, path / "source"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (file,) = path.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
-        archive.extractall(path / "unpacked")
-    return path / "unpacked"
+def built(tmp_path_factory):
+    """(source distribution, the wheel made from it), unpacked. Of a copy: setuptools leaves its traces in the source."""
+    path = tmp_path_factory.mktemp("built")
+    for file in files():
+        copy = path / "source" / file.relative_to(REPOSITORY)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+    def build(*words):
+        done = subprocess.run([sys.executable, *words], cwd=path / "source", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    build("-c", f"import setuptools.build_meta as setuptools; setuptools.build_sdist({str(path)!r})")
+    (sdist,) = path.glob("*.tar.gz")
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    build("-m", "pip", "wheel", *options, "--wheel-dir", path, sdist)
+    (wheel,) = path.glob("*.whl")
+    shutil.unpack_archive(sdist, path / "sdist")
+    shutil.unpack_archive(wheel, path / "wheel", "zip")
+    return path / "sdist" / sdist.name.removesuffix(".tar.gz"), path / "wheel"
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return built[1]
+
+
+def test_the_source_distribution_holds_every_file(built):
+    held = {path.relative_to(built[0]) for path in built[0].rglob("*")}
+    assert {path.relative_to(REPOSITORY) for path in files()} <= held
 
 
 def test_the_wheel_holds_every_module(wheel):
@@ -177,8 +193,53 @@ def test_the_wheel_holds_every_module(wheel):
     assert (info / "licenses" / "LICENSE").is_file()
     assert "interdomain = interdomain.tools.main:main" in (info / "entry_points.txt").read_text()
     metadata = (info / "METADATA").read_text()
-    for dependency in PYPROJECT["project"]["dependencies"]:
-        assert f"Requires-Dist: {dependency}" in metadata
+    needed = {Requirement(line) for line in re.findall(r"^Requires-Dist: (.*)", metadata, re.MULTILINE)}
+    assert needed >= {Requirement(line) for line in PYPROJECT["project"]["dependencies"]}
+    targets = re.findall(r"\]\(([^)]*)\)|(?:src|srcset|href)=\"([^\"]*)\"", metadata)
+    assert "# Interdomain Attention" in metadata
+    assert all(target.startswith("https://") for pair in targets for target in pair if target)
+
+
+def test_commands_find_the_wheel_s_train_configs(wheel, tmp_path):
+    """From an empty folder."""
+    for line, words in (
+        ("main launch --dry-run", "data/stdlib, which the run prepares first"),
+        ("study plan train_configs/studies/small.toml", " missing: "),
+    ):
+        done = tool(line, tmp_path, wheel)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "extra"),
+    [
+        ("main launch", "tyro", "train"),
+        ("main study plan train_configs/studies/small.toml", "torchtitan", "train"),
+        ("study show one", "torchtitan", "train"),
+        ("compare_runs one two", "tensorboard", "train"),
+        ("evaluate folder --tasks mmlu", "lm_eval", "eval"),
+        ("prepare_data --input x.parquet --output out --tokenizer tokenizer.json", "tokenizers", "data"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_lacks(wheel, tmp_path, line, module, extra):
+    """In one line, where only the wheel's own dependencies are installed."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name in ("x.parquet", "one/events.out.tfevents.1", "two/events.out.tfevents.1"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    done = tool(line, tmp_path, wheel, without=set().union(*_cli.EXTRAS.values()))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert module in done.stderr
+    assert f"-m pip install 'interdomain[{extra}]'" in done.stderr
+
+
+def test_modules_of_extras_are_in_those_extras():
+    theirs = {"lm_eval": "lm-eval", "google": "protobuf"}
+    for extra, modules in _cli.EXTRAS.items():
+        listed = {re.match(r"[\w-]+", line)[0] for line in PYPROJECT["project"]["optional-dependencies"][extra]}
+        assert {theirs.get(module, module) for module in modules} <= listed
 
 
 def python(code, cwd, **env):
@@ -189,6 +250,18 @@ def python(code, cwd, **env):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )
+
+
+def tool(line, cwd, wheel, without=()):
+    """python -m interdomain.tools.MODULE ARGUMENTS, from the wheel, as if the packages `without` were not installed."""
+    module, *arguments = line.split()
+    code = f"""
+import runpy, sys
+sys.modules.update(dict.fromkeys({sorted(without)!r}))  # imports fail, find_spec finds nothing
+sys.argv[1:] = {arguments!r}
+runpy.run_module("interdomain.tools.{module}", run_name="__main__", alter_sys=True)
+"""
+    return python(code, cwd, PYTHONPATH=str(wheel))
 
 
 # A child in which a socket or a warning of ours is an error. Others' imports come first: their warnings are theirs.

@@ -7,11 +7,18 @@ import re
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 OUTPUT = "folder to write; it must be new or empty"
 RESULTS = "folder to write; existing results are never overwritten"
 DEVICE = "auto (a GPU if there is one, else the CPU), cpu, cuda or cuda:N"
 STANDALONE = "standalone folder (made by interdomain convert)"
+# Extras, with the modules that commands import late from each.
+EXTRAS = {
+    "train": ("torchtitan", "torchdata", "tyro", "tensorboard", "triton"),
+    "data": ("pyarrow", "datasets", "tokenizers", "tiktoken", "google"),
+    "eval": ("lm_eval", "accelerate", "transformers"),
+}
 
 
 class Help(argparse.HelpFormatter):
@@ -80,13 +87,28 @@ def choose_device(name: str):
     return device
 
 
+def python_here() -> str:
+    """This interpreter, by a path relative to the working folder where it lies inside."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra: in a checkout with its exact versions."""
+    place = f"-c constraints.txt -e '.[{extra}]'" if Path("constraints.txt").is_file() else f"'interdomain[{extra}]'"
+    return f"{python_here()} -m pip install {place}"
+
+
 def visible(text: str) -> str:
     """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
     return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def user_errors(main):
-    """Decorate a tool's `main`: ValueError and OSError say what was wrong; anything else is ours and keeps its traceback."""
+    """Decorate a tool's `main`: ValueError, OSError and a package that an extra has say what was wrong, with exit status 2.
+
+    Anything else is ours and keeps its traceback.
+    """
 
     @functools.wraps(main)
     def guarded(argv=None) -> int:
@@ -95,6 +117,16 @@ def user_errors(main):
         except BrokenPipeError:  # as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush would complain
             return 128 + signal.SIGPIPE
+        except ModuleNotFoundError as e:
+            module = str(e.name).partition(".")[0]
+            extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+            if extra is None:
+                raise
+            print(
+                f"error: this needs {module}, which is not installed. The extra `{extra}` has it: {install_command(extra)}",
+                file=sys.stderr,
+            )
+            return 2
         except (ValueError, OSError) as e:
             message = str(e)
             if isinstance(e, OSError) and e.strerror:  # Python's own: the file stands apart from the words

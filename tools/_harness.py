@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
+from ._cli import install_command
 from ._task_table import SUITES, task_names
 
-INSTALL = ".venv/bin/python -m pip install -c constraints.txt -e '.[eval]'"
 BOOTSTRAP = 1000  # resamples for the standard error of what is not a mean
 
 
@@ -28,7 +28,9 @@ def require_harness() -> None:
     """Raises ValueError where something is not installed."""
     missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here: {INSTALL}")
+        raise ValueError(
+            f"--tasks needs {', '.join(missing)}, not installed here. The extra `eval` has it: {install_command('eval')}"
+        )
 
 
 def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
@@ -70,7 +72,9 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
                 f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:
-            raise ValueError(f"{name} needs a package that is not installed ({e}). Install it: {INSTALL}") from e
+            raise ValueError(
+                f"{name} needs a package that is not installed ({e}). Install it: {install_command('eval')}"
+            ) from e
         found = {kind: found[kind] | loaded.get(kind, {}) for kind in found}
     for task in found["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:

@@ -8,7 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ._torchrun import CONTINUE, REFUSED, handlers, python_here, torchrun_command
+from ._cli import python_here
+from ._torchrun import CONTINUE, REFUSED, handlers, torchrun_command
 
 SITES = Path(__file__).parent / "sites"
 LOCAL = "local"  # --site local: this machine alone, even inside an allocation

@@ -20,7 +20,7 @@ import torch
 from interdomain.folders import private_folder
 from interdomain.outcome import LEFT, OUTCOME, STOPPED
 
-from ._cli import user_errors
+from ._cli import python_here, user_errors
 
 CONTINUE = os.EX_TEMPFAIL  # 75: "try again". The same command continues the run
 REFUSED = 2  # by the command line, or by a rank's decision, which another start would only repeat
@@ -46,12 +46,6 @@ def torchrun_command(
         *("--local-ranks-filter", "0"),  # one rank's lines on the console
         *("-m", "interdomain.titan.entry", config, *flags),
     ]
-
-
-def python_here() -> str:
-    """This interpreter, by a path relative to the working folder where it lies inside."""
-    python = Path(sys.executable)
-    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
 
 
 def command_here(name: str) -> list[str]:

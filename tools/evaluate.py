@@ -30,7 +30,7 @@ from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 
 from . import _bench, _harness, _length, _perplexity, _task_table
-from ._cli import RESULTS, STANDALONE, add_device, add_dtype, argument_parser, user_errors
+from ._cli import RESULTS, STANDALONE, add_device, add_dtype, argument_parser, install_command, user_errors
 from ._plots import Curve, Panel, draw
 from ._timing import release
 
@@ -255,7 +255,7 @@ def main(argv=None) -> int:
     written = f"wrote {report.json} and {MARKDOWN}"
     if spans:
         drawn = draw(output / PLOT, panels(report.contents["perplexity"]))
-        written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {_harness.INSTALL}"
+        written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {install_command('eval')}"
     print(written)
     return 0
 

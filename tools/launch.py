@@ -29,9 +29,9 @@ import torch
 from interdomain.model.distributed_checkpoint import finished_steps
 
 from . import _slurm, _torchrun
-from ._cli import argument_parser, user_errors
+from ._cli import argument_parser, python_here, user_errors
 from ._curves import EVENTS, read_curves
-from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, python_here, torchrun_command
+from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, torchrun_command
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -41,10 +41,16 @@ NO_GPUS = ("", "-1", "NoDevFiles")  # of CUDA_VISIBLE_DEVICES: by the user, by S
 SEE_ALL = ("--samples_per_plugin", "scalars=100000")
 
 
+def started_as() -> list[str]:
+    """The words with which a user repeats this command: `interdomain launch` needs no repository."""
+    return command_here("launch") if sys.argv[0].startswith("interdomain ") else ["./launch.sh"]
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our own arguments, the flags of settings). The TOML file may stand anywhere."""
     p = argument_parser(__doc__)
-    p.prog, p.usage = "./launch.sh", "./launch.sh [CONFIG.toml] [OPTIONS] [SETTINGS]"
+    p.prog = " ".join(started_as())
+    p.usage = f"{p.prog} [CONFIG.toml] [OPTIONS] [SETTINGS]"
     p.add_argument("--dry-run", action="store_true", help="check the settings, print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
     what = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
@@ -125,7 +131,7 @@ def next_steps(argv: list[str], job, plan) -> str:
         lines["convert to a standalone folder"] = [*command_here("convert"), last, "--output", export]
         lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
         if longer := train_on(argv, job, plan):
-            lines["train on, to twice the length, at the last learning rate"] = ["./launch.sh", *argv, *longer]
+            lines["train on, to twice the length, at the last learning rate"] = [*started_as(), *argv, *longer]
     return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
 
 

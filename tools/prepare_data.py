@@ -255,11 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     make = prepare_synthetic if args.synthetic else prepare
     try:
         print(describe(args.verify, "verified", verify=True) if args.verify is not None else make(args))
-    except ModuleNotFoundError as e:
-        raise ValueError(
-            f"{e}, which this input or tokenizer needs. Install the extra `data`: .venv/bin/python -m pip install "
-            "-c constraints.txt -e '.[data]'"
-        ) from e
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130

@@ -20,17 +20,20 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from interdomain.folders import require_empty
 
-from . import _study_tables
 from ._bench import markdown_rows
 from ._cli import OUTPUT, Help, argument_parser, user_errors
 from ._plots import draw
-from ._study import Study, read_study, record_of
-from ._study_run import require_data, run_here, submit
+
+# Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
+if TYPE_CHECKING:
+    from ._study import Study
+    from ._study_tables import Run
 
 
 def parse(argv) -> argparse.Namespace:
@@ -68,7 +71,9 @@ def parse(argv) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace) -> Study:
+def chosen(args: argparse.Namespace) -> "Study":
+    from ._study import read_study
+
     study = read_study(args.study)
     runs = [run for run in study.runs if fnmatch.fnmatch(run.name, args.only)]
     if not runs:
@@ -76,12 +81,14 @@ def chosen(args: argparse.Namespace) -> Study:
     return replace(study, runs=runs)
 
 
-def plan(study: Study) -> str:
+def plan(study: "Study") -> str:
     """The runs as a table, and what is missing."""
+    from ._study_tables import state_in_words
+
     lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
     for run in study.runs:
         of, finished = run.plan, run.is_finished
-        cost, state = of.flops_per_token * of.tokens, _study_tables.state_in_words(*of.state)
+        cost, state = of.flops_per_token * of.tokens, state_in_words(*of.state)
         is_ = "finished" if finished else f"at step {run.step:,} of {of.steps:,}" if run.step else "not begun"
         lines.append([run.name, f"{of.n_params:,}", state, f"{of.tokens:,}", f"{cost:.3g}", is_])
         tokens[finished] += of.tokens
@@ -91,23 +98,30 @@ def plan(study: Study) -> str:
     return "\n".join([*markdown_rows(lines), "", f"{total}, {flops[0]:.3g} of {sum(flops):.3g} FLOPs"])
 
 
-def shown(paths: list[Path]) -> list[_study_tables.Run]:
+def shown(paths: list[Path]) -> "list[Run]":
     """Raises: ValueError for a study without a finished run, and for a folder that holds no run."""
+    from ._study import read_study, record_of
+    from ._study_tables import Run
+
     found = []
     for path in paths:
         if path.suffix != ".toml":
-            found.append(_study_tables.Run.of(str(path), record_of(path)))
+            found.append(Run.of(str(path), record_of(path)))
             continue
         done = [run for run in read_study(path).runs if run.is_finished]
         if not done:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
-        found += [_study_tables.Run.of(run.name, json.loads(run.record.read_text())) for run in done]
+        found += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
     return found
 
 
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
+
+    from . import _study_tables
+    from ._study_run import require_data, run_here, submit
+
     if args.command == "plan":
         print(plan(chosen(args)))
         return 0

@@ -92,9 +92,13 @@ def job_config_of(table: dict[str, Any]) -> JobConfig:
 
 
 def read_toml(file: str | Path) -> dict[str, Any]:
-    """Raises: ValueError for a file that is no TOML, FileNotFoundError."""
+    """A file's table. The wheel brings train_configs/: a file that is not here is looked for there.
+
+    Raises: ValueError for a file that is no TOML, FileNotFoundError.
+    """
+    brought = Path(__file__).resolve().parents[1] / file
     try:
-        with open(file, "rb") as f:
+        with open(brought if brought.is_file() and not Path(file).exists() else file, "rb") as f:
             return tomllib.load(f)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ValueError(
