@@ -79,7 +79,7 @@ class Checkpoint:
                 raise ValueError(
                     f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
                 )
-        self.tokenizer = pretrained.load_checked_tokenizer(folder, self.config, self.record)
+        self.tokenizer = pretrained.load_checked_tokenizer(checkpoints.record_folder(folder), self.config, self.record)
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:
         return checkpoints.read_tensors(self.folder, names, self.index)
@@ -240,8 +240,7 @@ def to_checkpoint(args) -> str:
         "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__},
     }
     with new_folder(args.output) as folder:
-        tokenizer.write(folder)
-        (folder / checkpoints.SIDECAR).write_text(json.dumps(sidecar, indent=2) + "\n")
+        checkpoints.write_record(folder, sidecar, tokenizer)
         checkpoints.write_tensors(folder, tensors)
         index = checkpoints.tensor_index(folder)
         for name, tensor in tensors.items():

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from interdomain.folders import write_whole
+
 from .config import ModelConfig
 
 SIDECAR = "interdomain.json"
@@ -141,13 +143,30 @@ def check_types(record: dict[str, Any], **kinds: Any) -> None:
             raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")
 
 
+def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
+    """Write the record and the tokenizer into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.write(folder)
+    write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def record_folder(checkpoint: Path) -> Path:
+    """Where the record and the tokenizer of a checkpoint are: in it, or, if TorchTitan's own trainer wrote it, in the run's folder
+    (RUN/checkpoint/step-N)."""
+    run = checkpoint.absolute().parents[1]
+    return run if not (checkpoint / SIDECAR).is_file() and (run / SIDECAR).is_file() else checkpoint
+
+
 def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
-    path = checkpoint / SIDECAR
+    path = record_folder(checkpoint) / SIDECAR
     if not path.is_file():
         raise FileNotFoundError(f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder.")
     try:
         record = json.loads(path.read_text())
+        if path.parent != checkpoint:  # of the run, not of a step
+            step = step_of(checkpoint) or 0
+            record |= {"step": step, "tokens": step * record["run"]["tokens_per_step"]}
         missing = [name for name in (*SIDECAR_FACTS, "tokenizer") if name not in record]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")

@@ -19,7 +19,7 @@ from .interface import Mixer
 from .layers import Linear, RMSNorm, ShortConv, widened
 from .recurrence import CHUNK, recurrence
 from .shard import Part
-from .ssm import KeptInFloat32
+from .ssm import KeptInFloat32, copied
 from .state import MixerState, ModelState
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
@@ -39,7 +39,7 @@ class StepSize(KeptInFloat32):
             setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
 
     def forward(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, name).clone() for name in self.names)
+        return tuple(copied(getattr(self, name)) for name in self.names)
 
 
 class FixedStateMixer(Mixer):

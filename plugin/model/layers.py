@@ -25,35 +25,38 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
-class Matrix(nn.Module):
-    """Base of the modules whose weight tensor parallelism splits (`shard.SHARDED`).
+class LocalParameters(nn.Module):
+    """Base of the modules whose parameters tensor parallelism makes DTensors: they compute with `local` of each.
 
     Attributes:
-        local: this rank's slice of the weight as a plain tensor, where the weight is a DTensor; set before each forward pass.
-            None: the weight is a plain tensor. A buffer, whose shape torch.compile takes as fixed.
+        local_weight, local_bias: this rank's slice as a plain tensor, where the parameter is a DTensor; set before each forward
+            pass. None: the parameter is a plain tensor. Buffers, whose shapes torch.compile takes as fixed.
     """
 
     weight: nn.Parameter
-    local: Tensor | None
+    local_weight: Tensor | None
+    local_bias: Tensor | None
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        self.register_buffer("local", None, persistent=False)
+        self.register_buffer("local_weight", None, persistent=False)
+        self.register_buffer("local_bias", None, persistent=False)
 
     def reset_parameters(self) -> None:
         """Nothing: the module that holds it draws its values (`initialize`)."""
 
-    def local_weight(self) -> Tensor:
-        return self.weight if self.local is None else self.local
+    def local(self, name: str = "weight") -> Any:
+        local = getattr(self, f"local_{name}")
+        return getattr(self, name) if local is None else local
 
 
-class Embedding(Matrix, nn.Embedding):
+class Embedding(LocalParameters, nn.Embedding):
     """tokens [B, T] -> [B, T, dim]. With `heads`: from its part of the rows to its part of the tokens, [B, T / size, dim]."""
 
     heads: Part | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        rows = self.local_weight()
+        rows = self.local()
         if self.heads is None:
             return F.embedding(tokens, rows)
         tokens = tokens - self.heads.rank * len(rows)
@@ -62,25 +65,27 @@ class Embedding(Matrix, nn.Embedding):
         return scatter_tokens(found, self.heads)
 
 
-class Linear(Matrix, nn.Linear):
+class Linear(LocalParameters, nn.Linear):
     """Without a bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.local_weight())
+        return F.linear(x, self.local())
 
 
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(LocalParameters, nn.RMSNorm):
+    reset_parameters = nn.RMSNorm.reset_parameters
+
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y = F.rms_norm(x, self.normalized_shape, self.local(), self.eps)
         # Products read it: rounded here, it is rounded and kept for the backward pass once, not by each of them.
         rounded = autocast_dtype(x)
         return y if rounded is None else y.to(rounded)
 
 
-class ShortConv(nn.Module):
+class ShortConv(LocalParameters):
     """Parameters of a causal depthwise convolution over time (paper eq. 10, SC), W + 1 per channel."""
 
     def __init__(self, channels: int, width: int, bias: bool = True) -> None:
@@ -198,7 +203,7 @@ def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
     raise ValueError(f"there is no feature map {name!r}: use one of silu, rff, favor, {', '.join(POINTWISE)}.")
 
 
-class InputNorm(nn.Module):
+class InputNorm(LocalParameters):
     """Parameters of RMSNorm over R, scale shared by the heads, plus a bias per head (paper eq. 12): R + H R.
 
     The paper's text gives every head a scale of its own; its parameter counts leave no room for that.

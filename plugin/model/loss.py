@@ -44,7 +44,7 @@ class Head(Linear):
         hidden = gather_tokens(hidden, self.heads)
         if labels is None:
             return super().forward(hidden)
-        return summed_cross_entropy(hidden, self.local_weight(), labels, self.piece_loss, self.heads, self.scores)
+        return summed_cross_entropy(hidden, self.local(), labels, self.piece_loss, self.heads, self.scores)
 
     def compile_loss(self, backend: str) -> None:
         """Everything between the matrix products as one compiled function."""

@@ -99,13 +99,13 @@ class InterdomainMixer(Mixer):
         y = input_features(
             x,
             self.head_dim,
-            conv=None if conv is None else (own(conv.weight, self.heads), own(conv.bias, self.heads)),
+            conv=None if conv is None else (own(conv.local(), self.heads), own(conv.local("bias"), self.heads)),
             past=past,
             documents=None if conv is None else documents,
             check_documents=False,  # counted (`Transformer.forward`)
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
-            norm=None if norm is None else (norm.weight, own(norm.bias, self.heads)),
+            norm=None if norm is None else (norm.local(), own(norm.local("bias"), self.heads)),
             eps=1e-5 if norm is None else norm.eps,
             backend=self.execution.features,
         )

@@ -41,6 +41,20 @@ class KeptInFloat32(nn.Module):
         return super()._apply(moved, recurse)
 
 
+def copied(parameter: Tensor) -> Tensor:
+    """A copy of a parameter; of a DTensor that is whole on every rank, whose gradient is then this rank's share (`Partial`).
+
+    A copy: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a view FSDP2
+    warns.
+    """
+    if hasattr(parameter, "placements"):  # else DTensor's module, which takes a second to import, is not needed
+        from torch.distributed.tensor import DTensor, Partial
+
+        assert isinstance(parameter, DTensor)
+        parameter = parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
+    return parameter.clone()
+
+
 class SSMDynamics(KeptInFloat32):
     """Called, it returns its parameters: whole, where a parallelisation shards them, for that gathers them around a call."""
 
@@ -58,22 +72,21 @@ class SSMDynamics(KeptInFloat32):
         self.c = parameter(n_heads, n_basis) if linear else None
 
     def forward(self) -> Dynamics:
-        # Copies: FSDP2 puts a hook on every tensor that a module returns. A hook on a parameter would stay there, and of a
-        # view FSDP2 warns.
-        parameters = (getattr(self, name) for name in Dynamics._fields)
-        return Dynamics(*(None if p is None else p.clone() for p in parameters))
+        return Dynamics(*(None if (p := getattr(self, name)) is None else copied(p) for name in Dynamics._fields))
 
     @torch.no_grad()
     def decay(self) -> tuple[Tensor, Tensor]:
         """log|Lambda| per token, [H, M], and which modes are at the bound (`BINDS`; `tables.decay_exponent`), bool [H, M]."""
-        dt = self.log_dt.exp()
-        log_abs = tables.decay_exponent(dt, self.log_A_real, self.A_imag)[..., 0]
-        return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * self.log_A_real.exp()
+        log_dt, log_A_real, A_imag, *_ = self()
+        dt = log_dt.exp()
+        log_abs = tables.decay_exponent(dt, log_A_real, A_imag)[..., 0]
+        return log_abs, -log_abs < (1 - BINDS) * dt[:, None] * log_A_real.exp()
 
     @torch.no_grad()
     def c_rms(self) -> Tensor:
         """Root mean square of |C_mn|, what `mixer.c_scale` sets at the start; 1 without C."""
-        return self.log_dt.new_ones(()) if self.C is None else self.C.square().sum(-1).mean().sqrt()
+        log_dt, _, _, C, _ = self()
+        return log_dt.new_ones(()) if C is None else C.square().sum(-1).mean().sqrt()
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:

@@ -12,9 +12,6 @@ Imports interdomain.model, data, scan and features; only `tools` imports this pa
 
 import sys
 
-from .errors import stop
-
-if getattr(sys.modules["__main__"].__spec__, "name", "") == "torchtitan.train":
-    stop(
-        "TorchTitan's own entry point cannot train this model: start torchrun with -m interdomain.titan.entry, same flags."
-    )
+if "torchtitan" in sys.modules:  # by `job.custom_config_module` or `experimental.custom_import`
+    from .schema import JobConfig  # noqa: F401
+    from . import spec  # noqa: F401

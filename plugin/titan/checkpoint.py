@@ -31,13 +31,13 @@ from interdomain.data import Tokenizer
 from interdomain.folders import write_whole
 from interdomain.model.distributed_checkpoint import (
     METADATA,
-    SIDECAR,
     SIDECAR_VERSION,
     VALIDATION,
     SafeReader,
     altered_entry,
     finished_steps,
     step_of,
+    write_record,
 )
 
 from .device import device_here
@@ -160,14 +160,12 @@ class SelfDescribingCheckpoints(CheckpointManager):
         if folder.exists():  # from an older save of this step; without its index it is no checkpoint
             (folder / METADATA).unlink(missing_ok=True)
             shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        self.tokenizer.write(folder)
         step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
         record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
         record |= {"skipped_steps": optimizers.guard.skipped, "branched_from": self.branched_from}
         if optimizers.rates:  # a later start compares (schedule.refuse_jump)
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
-        write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+        write_record(folder, record, self.tokenizer)
 
     def note_validation(self, step: int, loss: float, perplexity: float, accuracy: float | None) -> None:
         """Write a step's validation beside its checkpoint, where it has one."""

@@ -1,13 +1,13 @@
 """The gradients of a step, between the backward pass and the optimizer: summed over ranks, measured, clipped.
 
-Most parameters are sharded by FSDP2 (DTensors), which sums their gradients over data itself. The dynamics are plain tensors,
-complete and equal on every rank (`parallelize`): each rank has the gradients of its own tokens and heads. Of parameters that
-the tensor axis does not split (norms, convolutions), a rank's gradients are of its own tokens or heads, too. `reduce_shares`
-adds up both.
+All parameters of a stage are DTensors on one mesh (`Meshes.parameters`), so PyTorch's functions take them together. Most are
+sharded by FSDP2, which sums their gradients over data itself. The dynamics are whole on every rank (`Replicate`): a rank's
+gradient is that of its own tokens and heads (`Partial`). Of parameters that the tensor axis does not split (norms,
+convolutions), a rank's gradients are of its own tokens or heads, too. `reduce_shares` adds up both.
 
-Why plain tensors and not a group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
+Why the dynamics are no group of FSDP2. FSDP2 shards dimension 0, which is heads: 32 at 1.3B, so that 256 ranks would gather
 8 times the real bytes in every micro-batch. A mesh of (ranks, 1) pads nothing, but needs process groups of its own, copies the
-parameters in every micro-batch and sums their gradients as often. Plain tensors need one all-reduce per step, however many
+parameters in every micro-batch and sums their gradients as often. Whole parameters need one all-reduce per step, however many
 micro-batches it has. They cost their memory on every rank: 100 MB at 1.3B, with gradients and optimizer state.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .meshes import Meshes, is_split
+from .meshes import Meshes, is_divided, is_whole
 
 
 def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
@@ -29,9 +29,12 @@ def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
 
     Sums, not means: the loss is already divided by the token count of all ranks.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and not is_split(p)]
-    _all_reduce([g for g in gradients if not isinstance(g, DTensor)], meshes.stage)
-    _all_reduce([g.to_local() for g in gradients if isinstance(g, DTensor)], meshes.tensor.get_group())
+    shared: Any = [p for p in parameters if p.grad is not None and not is_divided(p, "tensor")]
+    dynamics = [p for p in shared if is_whole(p)]
+    _all_reduce([p.grad.to_local() for p in dynamics], meshes.stage)
+    for p in dynamics:
+        p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements, run_check=False)
+    _all_reduce([p.grad.to_local() for p in shared if not is_whole(p)], meshes.tensor.get_group())
 
 
 def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -44,21 +47,21 @@ def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
         x.copy_(summed.view_as(x))
 
 
-def norms(groups: Iterable[list[Tensor]], meshes: Meshes) -> Tensor:
+def norms(groups: Iterable[list[DTensor]], meshes: Meshes) -> Tensor:
     """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank. One collective for all groups
     and each axis of the mesh.
 
-    groups: DTensors, split over the tensor axis or not, and plain tensors, equal on every rank that has them.
+    groups: DTensors; those that the tensor axis does not split are equal on its ranks.
     """
     groups = list(groups)
     device = next(g.device for group in groups for g in group)
 
-    def squares(chosen: Callable[[Tensor], bool]) -> Tensor:
+    def squares(chosen: Callable[[DTensor], bool]) -> Tensor:
         """Sums of squares of what is here, in float64: as norms of norms, they would be rounded twice more."""
         # PyTorch's norm of nothing is on the CPU: the host would wait for its copy.
         total = torch.zeros(len(groups), dtype=torch.float64, device=device)
         for i, group in enumerate(groups):
-            local = [g.to_local() if isinstance(g, DTensor) else g for g in group if chosen(g)]
+            local = [g.to_local() for g in group if chosen(g)]
             if local:
                 total[i] = torch.nn.utils.get_total_norm(local).to(device).double().square()
         return total
@@ -67,11 +70,11 @@ def norms(groups: Iterable[list[Tensor]], meshes: Meshes) -> Tensor:
         if mesh.size() > 1:
             dist.all_reduce(x, group=mesh.get_group())
 
-    total = squares(is_split)
+    total = squares(lambda g: is_divided(g, "tensor"))
     add_up(total, meshes.tensor)
-    total += squares(lambda g: isinstance(g, DTensor) and not is_split(g))
+    total += squares(lambda g: is_divided(g, "shards") and not is_divided(g, "tensor"))
     add_up(total, meshes.data["shards"])
-    total += squares(lambda g: not isinstance(g, DTensor))
+    total += squares(is_whole)
     add_up(total, meshes.pipeline)
     return total.sqrt().float()
 
@@ -81,16 +84,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, meshes: Meshes) ->
 
     Returns: the norm before, a float32 scalar on the device, the same on every rank.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    (total,) = norms([[p.grad for p in parameters if p.grad is not None]], meshes)
-    for part in alike(parameters):
-        torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
+    parameters: Any = [p for p in parameters if p.grad is not None]
+    (total,) = norms([[p.grad for p in parameters]], meshes)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
-
-
-def alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Lists that PyTorch's multi-tensor functions take: DTensors of one mesh, or plain tensors."""
-    lists: dict[Any, list[nn.Parameter]] = {}
-    for p in parameters:
-        lists.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
-    return list(lists.values())

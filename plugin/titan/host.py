@@ -33,21 +33,26 @@ from torchtitan.components.checkpoint import (
     CheckpointManager,
 )
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.components.validate import BaseValidator
+from torchtitan.components.tokenizer import build_hf_tokenizer
+from torchtitan.components.validate import BaseValidator, Validator, build_validator
 from torchtitan.config import JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.distributed.parallel_dims import ParallelDims
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_llm
 from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
+from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list as SAVED_OPS
 from torchtitan.models.llama3.infra.parallelize import apply_compile, disable_fsdp_gradient_division
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools import profiling, utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection

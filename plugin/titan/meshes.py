@@ -22,13 +22,15 @@ class Meshes(NamedTuple):
     """Those that this rank belongs to.
 
     data: (replicas, shards) or (shards,), FSDP2's. The ranks that share a sequence are shards as well, for each has its own
-        part of the gradients. tensor, pipeline: the other axes. stage: all ranks that have the same layers.
+        part of the gradients. tensor, pipeline: the other axes. parameters: that of every parameter: data, and tensor where
+        it has several ranks. stage: all ranks that have the same layers.
     context: this rank's part of its sequences; None: all of them.
     """
 
     data: DeviceMesh
     tensor: DeviceMesh
     pipeline: DeviceMesh
+    parameters: DeviceMesh
     stage: dist.ProcessGroup | None
     context: Part | None
 
@@ -54,16 +56,24 @@ class Meshes(NamedTuple):
         return self.whole(x)
 
 
-def build_meshes(dims: ParallelDims) -> Meshes:
-    """Collective, once per run. The order of the ranks is TorchTitan's."""
+def meshes_of(dims: ParallelDims) -> Meshes:
+    """The groups of a run, built at the first call. Collective. The order of the ranks is TorchTitan's."""
+    if "interdomain" not in vars(dims):
+        vars(dims)["interdomain"] = _build(dims)
+    return vars(dims)["interdomain"]
+
+
+def _build(dims: ParallelDims) -> Meshes:
     names = ("pipeline", "replicas", "shards", "tensor")
     shape = dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp
     mesh = init_device_mesh(device_here().type, shape, mesh_dim_names=names)
     context = dims.get_optional_mesh("cp")
+    data = ("replicas", "shards") if dims.dp_replicate > 1 else ("shards",)
     return Meshes(
-        data=mesh["replicas", "shards"] if dims.dp_replicate > 1 else mesh["shards"],
+        data=mesh[data],
         tensor=mesh["tensor"],
         pipeline=mesh["pipeline"],
+        parameters=mesh[(*data, "tensor") if dims.tp > 1 else data],
         stage=mesh[names[1:]]._flatten("stage").get_group() if dims.pp > 1 else None,  # None: all ranks
         context=part_of(context) if context else None,
     )
@@ -73,6 +83,12 @@ def part_of(mesh: DeviceMesh) -> Part:
     return Part(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
 
 
-def is_split(parameter: Tensor) -> bool:
-    """Whether the ranks of the tensor axis have slices of it."""
-    return isinstance(parameter, DTensor) and "tensor" in (parameter.device_mesh.mesh_dim_names or ())
+def is_divided(x: DTensor, axis: str) -> bool:
+    """Whether the ranks of an axis of the mesh have different parts of x."""
+    names = x.device_mesh.mesh_dim_names or ()
+    return axis in names and x.placements[names.index(axis)].is_shard()
+
+
+def is_whole(x: DTensor) -> bool:
+    """Whether every rank of a stage has all of x, or a share of it (`Partial`): the dynamics."""
+    return not any(placement.is_shard() for placement in x.placements)

@@ -133,7 +133,7 @@ def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
         ssm: Any = getattr(layer.attention, "ssm", None)
         if hasattr(ssm, "log_A_real"):
             real, bound = ssm.decay()  # [H, M] each
-            timescale, dt = -1 / real, ssm.log_dt.exp()
+            timescale, dt = -1 / real, ssm().log_dt.exp()
             values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(real.max()), dt.quantile(0.5)
             signs[int(i)] = torch.stack([*values, bound.float().mean(), ssm.c_rms()])
     if meshes.pipeline.size() > 1:

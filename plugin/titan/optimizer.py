@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from interdomain.model.initialize import clean_name
 
-from .gradients import alike
 from .guard import Guard
 from .host import LRSchedulersContainer, OptimizersContainer
 from .schedule import multiple_of_peak
@@ -23,7 +22,6 @@ SSM_PARAMETER = re.compile(r"\.attention\.(ssm|k_norm|v_norm)\.")
 
 class GroupedOptimizers(OptimizersContainer):
     """Groups are named `main` (its learning rate is logged as "lr") and `ssm` (input norms and dynamics, where there are any).
-    There are several of a name, with the same settings, for parameters that are sharded in different ways (`alike`).
 
     Hyperparameters belong to the configuration, not to the checkpoint: a changed learning rate takes effect on resume.
     A step that is not finite on any rank leaves weights and state as they are (`guard`).
@@ -48,9 +46,8 @@ class GroupedOptimizers(OptimizersContainer):
             named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
             of_ssm = [p for name, p in named if SSM_PARAMETER.search(name)]
             others = [p for name, p in named if not SSM_PARAMETER.search(name)]
-            groups = [{"params": part, "name": "main"} for part in alike(others)]
-            groups += [{"params": part, **ssm} for part in alike(of_ssm)]
-            self.optimizers.append(optimizer(groups, **kwargs))
+            groups = [{"params": others, "name": "main"}, {"params": of_ssm, **ssm}]
+            self.optimizers.append(optimizer([group for group in groups if group["params"]], **kwargs))
         self._validate_length(len(model_parts))
         self._post_init([p for group in self.groups for p in group["params"]], kwargs)
 

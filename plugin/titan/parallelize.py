@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Split
 
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
+from interdomain.model.layers import LocalParameters
 from interdomain.model.shard import SHARDED
 
 from .device import device_here
@@ -26,7 +27,7 @@ from .host import (
     disable_fsdp_gradient_division,
     logger,
 )
-from .meshes import Meshes, is_split, part_of
+from .meshes import Meshes, part_of
 
 # What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
 # A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
@@ -40,10 +41,16 @@ SCAN_OPS = {
 }
 
 
-def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
-    """A model, or a stage of one, on the meta device."""
+def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_backward: bool) -> None:
+    """A model, or a stage of one, on the meta device.
+
+    sum_in_backward: whether FSDP2 sums the gradients of parameters that the tensor axis does not split over it, one by one; else
+        `gradients.reduce_shares` does, once per step.
+    """
     if meshes.tensor.size() > 1:
-        split_matrices(model, meshes.tensor)
+        distribute_over_heads(model, meshes.tensor)
+    for ssm in dynamics_of(model):
+        distribute(ssm, meshes.parameters, Replicate())
     model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
     if job_config.activation_checkpoint.mode != "none":
@@ -54,31 +61,46 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any) -> None:
         model.output.compile_loss(job_config.compile.backend)
     shard(model, meshes.data, job_config)
     if meshes.tensor.size() > 1:
-        for unit in (model.tok_embeddings, *model.layers.values(), model.output):
+        for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
             if unit is not None:
-                read_local_slices(unit)
+                read_local_slices(unit, sum_in_backward)
 
 
-def split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
+def dynamics_of(model: Transformer) -> list[nn.Module]:
+    """The modules whose parameters are whole on every rank."""
+    blocks: Any = model.layers.values()
+    return [ssm for block in blocks if (ssm := getattr(block.attention, "ssm", None)) is not None]
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of a module's own parameters."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(p, mesh, [placement] * mesh.ndim, src_data_rank=None)
+        setattr(module, name, nn.Parameter(whole))
+
+
+def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
     """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
     for name, module in model.named_modules():
-        if (dim := SHARDED.get(name.rpartition(".")[2])) is not None:
-            weight: Any = module.weight
-            module.weight = nn.Parameter(distribute_tensor(weight, mesh, [Split(dim)], src_data_rank=None))
+        if isinstance(module, LocalParameters):
+            dim = SHARDED.get(name.rpartition(".")[2])
+            distribute(module, mesh, Replicate() if dim is None else Split(dim))
 
 
-def read_local_slices(unit: nn.Module) -> None:
-    """Before each forward pass of `unit`, give this rank's slices of its split matrices to their modules, as plain tensors.
+def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
+    """Before each forward pass of `unit`, give its modules this rank's slices of their parameters, as plain tensors.
 
     After FSDP2's own hook, which gathers them, and outside of what is compiled: torch.compile would pass a DTensor's mesh from
     the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
     """
-    split: Any = [module for module in unit.modules() if isinstance(getattr(module, "weight", None), DTensor)]
-    split = [module for module in split if is_split(module.weight)]
+    modules = [module for module in unit.modules() if isinstance(module, LocalParameters)]
+    names = [(module, name) for module in modules for name, _ in module.named_parameters(recurse=False)]
 
     def read(*_: Any) -> None:
-        for module in split:
-            module._buffers["local"] = module.weight.to_local()  # a Parameter is refused by nn.Module
+        for module, name in names:
+            p: Any = getattr(module, name)
+            shares = [Partial()] if sum_in_backward and p.placements[0].is_replicate() else None
+            module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)  # a Parameter is refused by nn.Module
 
     unit.register_forward_pre_hook(read)
 
@@ -104,12 +126,13 @@ def set_initial_values(
             if part is not None:
                 part.to(device)
                 if not loaded and dist.get_world_size(group) > 1:
-                    for p in part.parameters():  # another kind of processor draws other last bits
-                        dist.broadcast(p, group=group, group_src=0)
+                    parameters: Any = part.parameters()
+                    for p in parameters:  # another kind of processor draws other last bits
+                        dist.broadcast(p.to_local(), group=group, group_src=0)
 
 
 def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
-    """FSDP2: one group per block. The dynamics stay plain float32 tensors, complete on every rank (`gradients` says why)."""
+    """FSDP2: one group per block. The dynamics stay float32, and whole on every rank (`gradients` says why)."""
     training = job_config.training
     config: dict[str, Any] = {"mesh": mesh}
     if training.enable_cpu_offload:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from interdomain.model import Transformer, meta_model
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
-from .data_folders import text_fingerprint
+from .data_folders import open_tokenizer, text_fingerprint
 from .dataloader import Batch, open_data
 from .device import use_cpu_if_alone
 from .errors import one_paragraph
@@ -40,7 +40,7 @@ from .host import (
     translate,
 )
 from .lock import hold_folder, require_shared
-from .meshes import build_meshes
+from .meshes import meshes_of
 from .metrics import InterdomainMetrics
 from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .parallelize import parallelize, set_initial_values
@@ -133,11 +133,11 @@ class InterdomainTrainer(Trainer):
         self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
         set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
 
-        self.meshes = build_meshes(self.parallel_dims)
+        self.meshes = meshes_of(self.parallel_dims)
         self.meshes.set_timeouts(config.comm.init_timeout_seconds)
         batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
         rank = batch.get_local_rank() if batch else 0
-        tokenizer, self.dataloader = open_data(config, plan, rank)
+        tokenizer, self.dataloader = open_tokenizer(config), open_data(config, plan, rank, plan.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
         self.targets = plan.global_batch * self.dataloader.dataset.targets
@@ -178,7 +178,7 @@ class InterdomainTrainer(Trainer):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
             keep(model, plan.stages[stage])
-            parallelize(model, self.meshes, config)
+            parallelize(model, self.meshes, config, sum_in_backward=False)
             model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
             set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
             parts.append(model.train())

@@ -28,6 +28,14 @@ from .passes import Passes
 ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04d}-{:04d}"
 
 
+def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
+    """How many windows a validation of so many tokens (0: all) takes of the split."""
+    held, asked = len(dataset), math.ceil(tokens / dataset.seq_len)
+    if asked > held:
+        logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
+    return min(asked or held, held)
+
+
 class Tally:
     """Sums over a validation of what the model's head finds of each token (`Head.scores`), in float64.
 
@@ -103,11 +111,7 @@ class FixedValidator(BaseValidator):
         self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
         self.passes = passes
         self.dataset = open_dataset(job_config, "validation")
-        config, held = job_config.validation, len(self.dataset)
-        asked = math.ceil(config.tokens / config.seq_len)
-        if asked > held:
-            logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
-        self.windows = min(asked or held, held)
+        self.windows = windows_of(self.dataset, job_config.validation.tokens)
 
     def should_validate(self, step: int) -> bool:
         return super().should_validate(step) or step == self.job_config.training.steps

@@ -81,7 +81,7 @@ def distribute(model, mesh):
         if dim is not None:
             whole = module.weight.detach()
             module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
-            module._buffers["local"] = module.weight.to_local()
+            module._buffers["local_weight"] = module.weight.to_local()
 
 
 def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=False):

@@ -1,0 +1,329 @@
+"""The model as a variant of TorchTitan: what its own entry, `python -m torchtitan.train`, builds a run from.
+
+    [job]
+    custom_config_module = "interdomain.titan"     # adds the settings of `schema`
+    [experimental]
+    custom_import = "interdomain.titan"            # registers the variant
+    [model]
+    name = "interdomain"
+
+`InterdomainTrainer` takes the same parts, and adds what docs/torchtitan.md lists.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from interdomain.data import load_tokenizer
+from interdomain.model import SIZES, Execution, ModelConfig, Transformer, count_parameters
+from interdomain.model.distributed_checkpoint import write_record
+from interdomain.model.flops import train_flops_per_token
+from interdomain.model.pretrained import BASE, stored_name
+
+from .checkpoint import describe_run
+from .data_folders import open_dataset, open_tokenizer
+from .dataloader import Batch, open_data, read_batch
+from .device import device_here, use_cpu_if_alone
+from .errors import one_paragraph
+from .host import (
+    TORCHTITAN_DEFAULTS,
+    BaseModelArgs,
+    MetricsProcessor,
+    StateDictAdapter,
+    TrainSpec,
+    Validator,
+    build_cross_entropy_loss,
+    build_hf_tokenizer,
+    build_text_dataloader,
+    build_validator,
+    logger,
+    pipeline_llm,
+    register_train_spec,
+)
+from .meshes import Meshes, meshes_of
+from .metrics import life_signs, perplexity
+from .optimizer import GroupedOptimizers, GroupedSchedulers
+from .parallelize import dynamics_of, parallelize, set_initial_values
+from .plan import RunPlan, make_plan
+from .schema import JobConfig
+from .settings import pairs, value_of
+from .validate import windows_of
+
+# Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
+NOT_HONOURED = {
+    "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
+    "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
+    "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
+    "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
+    "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
+    "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
+    "parallelism.enable_async_tensor_parallel": "Leave it out: the layers exchange tokens by operations of their own.",
+    "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
+    "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
+    "fault_tolerance.enable": "Leave it out.",
+    "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
+}
+
+
+@one_paragraph
+def plan_of(job_config: Any) -> RunPlan:
+    """The plan of a configuration, checked at the first call, which also puts lengths in steps where it had tokens.
+
+    Raises: SystemExit: the configuration cannot run; the reason is printed.
+    """
+    if "plan" not in vars(job_config):
+        if not hasattr(job_config, "mixer"):
+            raise ValueError(
+                'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the TOML '
+                "file, or pass --job.custom_config_module interdomain.titan."
+            )
+        defaults = TORCHTITAN_DEFAULTS | dict(pairs(JobConfig().to_dict()))
+        for setting, instead in NOT_HONOURED.items():
+            if (value := value_of(job_config, setting)) != defaults[setting]:
+                raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
+        _refuse_for_trainer(job_config)
+        planned = copy.deepcopy(job_config)
+        if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
+            size = job_config.parallelism.pipeline_parallel_microbatch_size
+            planned.training.local_batch_size = planned.validation.local_batch_size = size
+        plan = job_config.plan = make_plan(planned, dist.get_world_size())
+        job_config.training.steps, job_config.training.tokens = plan.steps, 0
+        job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+        # The scan passes a state from rank to rank: pieces must be contiguous.
+        job_config.parallelism.context_parallel_load_balancer = None
+    return job_config.plan
+
+
+def _refuse_for_trainer(job_config: Any) -> None:
+    """Raises: ValueError for combinations that TorchTitan's trainer hands on otherwise than the model needs."""
+    parallel, validation, training = job_config.parallelism, job_config.validation, job_config.training
+    pipeline, context = parallel.pipeline_parallel_degree > 1, parallel.context_parallel_degree > 1
+    if job_config.data.reset_state_at_documents and (pipeline or context):
+        raise ValueError(
+            "data.reset_state_at_documents with pipeline_parallel_degree or context_parallel_degree above 1: TorchTitan's "
+            "trainer gives positions to the first stage alone, and its own to context parallelism. Start with ./launch.sh."
+        )
+    if validation.enable and context:
+        raise ValueError(
+            "validation.enable with context_parallel_degree above 1: TorchTitan's validator needs a table of rotations in the "
+            "model. Start with ./launch.sh, or turn validation off."
+        )
+    if validation.enable and pipeline and validation.local_batch_size != training.local_batch_size:
+        raise ValueError(
+            f"validation.local_batch_size = {validation.local_batch_size} must be training.local_batch_size = "
+            f"{training.local_batch_size} with pipeline_parallel_degree above 1."
+        )
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):
+    """A size; `update_from_config` makes of it the model of a run."""
+
+    size: str = "debug"
+    config: ModelConfig | None = None
+    execution: Execution | None = None
+    n_layers: int = 0
+    seed: int = 0
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        plan = plan_of(job_config)
+        self.config, self.execution, self.seed = plan.config, plan.execution, plan.seed
+        self.n_layers = plan.config.n_layers
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        assert self.config is not None
+        return count_parameters(model), train_flops_per_token(self.config, seq_len)
+
+
+class TitanTransformer(Transformer):
+    """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
+
+    meshes: Meshes
+
+    def __init__(self, args: ModelArgs) -> None:
+        assert args.config is not None
+        super().__init__(args.config, args.execution)
+        self.seed = args.seed
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens [B, T] -> [B, T, vocab_size]; of a stage hidden states. positions: as the base class has them."""
+        if self.shard is not None:  # TorchTitan's own of a contiguous piece: the model counts the same
+            positions = None
+        with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
+            out = super().forward(tokens, positions=positions)
+        if self.heads is None or self.output is None:
+            return out
+        columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
+        return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
+
+    def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
+        set_initial_values(
+            self, self.seed, loaded=False, device=buffer_device or device_here(), group=self.meshes.stage
+        )
+        for ssm in dynamics_of(self):
+            for p in ssm.parameters():
+                p.register_post_accumulate_grad_hook(_sum_shares)
+
+    def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("this model takes no attention masks")  # TorchTitan's validator asks, and expects this error
+
+
+def _sum_shares(p: Any) -> None:
+    """Sum a gradient of which every rank has a share, after each backward pass."""
+    p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
+    model.meshes = meshes_of(parallel_dims)
+    parallelize(model, model.meshes, job_config, sum_in_backward=True)
+    return model
+
+
+def pipeline_variant(
+    model: nn.Module, parallel_dims: Any, job_config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
+) -> Any:
+    """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is the mean's."""
+    targets = plan_of(job_config).global_batch * job_config.training.seq_len
+    if job_config.data.corpus:
+        targets = plan_of(job_config).global_batch * open_dataset(job_config, "train").targets
+
+    def loss_of_step(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_fn(logits, labels)
+        share = loss / targets
+        return share + (loss - share).detach()  # the sum, which the trainer logs, with the gradient of the mean
+
+    return pipeline_llm(model, parallel_dims, job_config, device, args, parallelize_fn, loss_of_step)
+
+
+def build_optimizers(model_parts: list[nn.Module], config: Any, parallel_dims: Any, *_: Any) -> GroupedOptimizers:
+    return GroupedOptimizers(model_parts, config)
+
+
+def build_lr_schedulers(optimizers: GroupedOptimizers, config: Any, steps: int) -> GroupedSchedulers:
+    return GroupedSchedulers(optimizers, config, steps)
+
+
+@one_paragraph
+def build_tokenizer(job_config: Any) -> Any:
+    """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
+    plan = plan_of(job_config)
+    if job_config.data.corpus:
+        return open_tokenizer(job_config)
+    tokenizer = build_hf_tokenizer(job_config)
+    if (size := tokenizer.get_vocab_size()) > plan.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of model.hf_assets_path has {size} tokens and the model {plan.config.vocab_size}: set "
+            f"model.vocab_size = {size} or more."
+        )
+    return tokenizer
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+    """Of data.corpus; without one, of TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
+    fingerprint = ""
+    if job_config.data.corpus:
+        loader: Any = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
+        fingerprint = loader.fingerprint
+    else:
+        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    if job_config.checkpoint.enable and dist.get_rank() == 0:
+        record = describe_run(plan_of(job_config), job_config, fingerprint, tokenizer)
+        write_record(Path(job_config.job.dump_folder), record, tokenizer)
+    return loader
+
+
+class FixedWindows:
+    """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
+
+    def __init__(self, job_config: Any, rank: int, ranks: int) -> None:
+        config = job_config.validation
+        self.dataset, self.positions = open_dataset(job_config, "validation"), job_config.data.reset_state_at_documents
+        per_pass = config.local_batch_size * ranks
+        windows = windows_of(self.dataset, config.tokens)
+        if windows < per_pass:
+            raise ValueError(
+                f"validation has {windows} windows of {config.seq_len} tokens, and one pass of all ranks takes {per_pass}. Set a "
+                "smaller validation.local_batch_size or more validation.tokens."
+            )
+        windows -= windows % per_pass
+        indices = [i * len(self.dataset) // windows for i in range(rank, windows, ranks)]
+        self.batches = [indices[i : i + config.local_batch_size] for i in range(0, len(indices), config.local_batch_size)]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
+
+
+class FixedWindowsValidator(Validator):
+    """TorchTitan's validator over `FixedWindows`."""
+
+    def __init__(self, windows: FixedWindows, parts: dict[str, Any]) -> None:
+        vars(self).update(parts, validation_dataloader=windows)  # TorchTitan's would open a data set of its own
+
+
+@one_paragraph
+def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
+    job_config = parts["job_config"]
+    if not job_config.data.corpus:
+        return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
+    windows = FixedWindows(job_config, dp_rank, dp_world_size)
+    job_config.validation.steps = len(windows.batches)
+    return FixedWindowsValidator(windows, parts)
+
+
+class VariantMetrics(MetricsProcessor):
+    """TorchTitan's metrics, with the perplexity and the mixer's timescales (`life_signs`)."""
+
+    job_config: Any
+    model_parts: list[Any]
+
+    def log(
+        self, step: int, loss: float, worst: float, grad_norm: float, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        freq = self.job_config.metrics.mixer_freq
+        more = {"loss_metrics/perplexity": perplexity(loss)}
+        if freq and (step == 1 or step % freq == 0):
+            more |= life_signs(self.model_parts, meshes_of(self.parallel_dims))
+        super().log(step, loss, worst, grad_norm, (extra_metrics or {}) | more)
+
+
+def build_metrics(job_config: Any, parallel_dims: Any, model_args: Any) -> VariantMetrics:
+    return VariantMetrics(job_config, parallel_dims)
+
+
+class FolderNames(StateDictAdapter):
+    """To and from the names of an exported folder: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {stored_name(name): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
+
+
+use_cpu_if_alone()
+register_train_spec(
+    "interdomain",
+    TrainSpec(
+        model_cls=TitanTransformer,  # pyright: ignore[reportArgumentType] (a module, with ModelProtocol's methods)
+        model_args={size: ModelArgs(size=size) for size in SIZES},
+        parallelize_fn=parallelize_variant,
+        pipelining_fn=pipeline_variant,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_variant_validator,
+        build_metrics_processor_fn=build_metrics,
+        state_dict_adapter=FolderNames,
+    ),
+)
+logger.info("interdomain is registered as a model of TorchTitan")
