@@ -11,7 +11,17 @@ Imports interdomain.model, data, scan and features; only `tools` imports this pa
 """
 
 import sys
+from typing import Any
 
-if "torchtitan" in sys.modules:  # by `job.custom_config_module` or `experimental.custom_import`
-    from .schema import JobConfig  # noqa: F401
+
+def __getattr__(name: str) -> Any:
+    """`JobConfig`, which job.custom_config_module asks for: TorchTitan is in this process, and gets the model."""
+    if name != "JobConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .spec import JobConfig
+
+    return JobConfig
+
+
+if "torchtitan" in sys.modules:  # experimental.custom_import
     from . import spec  # noqa: F401

@@ -140,10 +140,12 @@ class Runs:
         self.ranks, self.folder, self.corpus, self.launch, self.jobs = ranks, folder, corpus, launch, []
         self.settings = {}
 
-    def add(self, name, *, toml=TINY, probes=(), folder=None, spoil=None, stops=False, **settings):
+    def add(self, name, *, toml=TINY, probes=(), folder=None, spoil=None, stops=False, stock=False, **settings):
         self.settings[name] = settings = {"training__local_batch_size": 8 // self.ranks} | settings
         arguments = flags(self.corpus, folder or self.folder / name, toml, **settings)
-        job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops}
+        if stock:
+            arguments += ["--job.custom_config_module", "interdomain.titan"]
+        job = {"name": name, "args": arguments, "probes": list(probes), "spoil": spoil, "stops": stops, "stock": stock}
         self.jobs.append(job)
 
     def start(self):

@@ -9,7 +9,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
     traffic          (a probe) {step: {group: {collective: [calls, bytes received]}}} of the training step
 
-"spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
+"stock": TorchTitan's own trainer and settings. "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
 
 import contextlib
@@ -25,11 +25,12 @@ from unittest import mock
 import torch
 import torchtitan.train
 from torch.distributed.tensor import DTensor
+from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan import chunkwise
-from interdomain.titan import errors
+from interdomain.titan import errors, spec  # noqa: F401 (registers the model)
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 from tests.traffic import counted
@@ -50,7 +51,7 @@ def watch(trainer, probes, spoil, seen):
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
     logger, loader, optimizers = trainer.metrics_processor.logger, trainer.dataloader, trainer.optimizers
-    log, take, update = logger.log, loader._take, optimizers.step
+    log, take, update = logger.log, getattr(loader, "_take", None), optimizers.step  # TorchTitan's loader has none
 
     def scalars(found, step):
         validated = "validation_metrics/loss" in found
@@ -122,11 +123,17 @@ def watch_traffic(trainer, seen):
     trainer.train_step = step
 
 
+def build(job):
+    if job["stock"]:
+        return torchtitan.train.Trainer(ConfigManager().parse_args(job["args"]))
+    return InterdomainTrainer(read_job_config(job["args"]))
+
+
 def run(job):
-    seen, config = {}, read_job_config(job["args"])
+    seen = {}
     with contextlib.ExitStack() as stack:
         compiled = stack.enter_context(mock.patch.object(torch, "compile", wraps=torch.compile))
-        trainer = InterdomainTrainer(config)
+        trainer = build(job)
         watch(trainer, job["probes"], job["spoil"] or {}, seen)
         if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)
