@@ -90,6 +90,7 @@ def plan_of(job_config: Any) -> RunPlan:
                 raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
         _refuse_for_trainer(job_config)
         planned = copy.deepcopy(job_config)
+        planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
         if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
             size = job_config.parallelism.pipeline_parallel_microbatch_size
             planned.training.local_batch_size = planned.validation.local_batch_size = size
