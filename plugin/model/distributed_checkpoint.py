@@ -151,8 +151,8 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
 
 
 def record_folder(checkpoint: Path) -> Path:
-    """Where the record and the tokenizer of a checkpoint are: in it, or, if TorchTitan's own trainer wrote it, in the run's folder
-    (RUN/checkpoint/step-N)."""
+    """Where the record and the tokenizer of a checkpoint are: in it; or in the run's folder, if TorchTitan's own trainer wrote
+    RUN/checkpoint/step-N."""
     run = checkpoint.absolute().parents[1]
     return run if not (checkpoint / SIDECAR).is_file() and (run / SIDECAR).is_file() else checkpoint
 

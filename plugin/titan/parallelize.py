@@ -44,8 +44,8 @@ SCAN_OPS = {
 def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_backward: bool) -> None:
     """A model, or a stage of one, on the meta device.
 
-    sum_in_backward: whether FSDP2 sums the gradients of parameters that the tensor axis does not split over it, one by one; else
-        `gradients.reduce_shares` does, once per step.
+    sum_in_backward: whether FSDP2 sums the gradients of parameters that the tensor axis does not split, one by one, over that
+        axis; else `gradients.reduce_shares` does, once per step.
     """
     if meshes.tensor.size() > 1:
         distribute_over_heads(model, meshes.tensor)

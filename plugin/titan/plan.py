@@ -27,6 +27,7 @@ from interdomain.model.transformer import mixer_class
 
 from .costs import CARD, Costs, longest_sequence
 from .device import device_here, refuse_for_device
+from .host import refuse_for_host
 from .schedule import run_length
 from .schema import JobConfig, Mixer
 from .settings import refuse_unsupported
@@ -147,6 +148,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
     """
     refuse_unsupported(job_config)
+    refuse_for_host(job_config)
     if not on_gpus:
         refuse_for_device(job_config)
     training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)

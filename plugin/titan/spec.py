@@ -11,26 +11,20 @@
 """
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interdomain.data import load_tokenizer
-from interdomain.model import SIZES, Execution, ModelConfig, Transformer, count_parameters
-from interdomain.model.distributed_checkpoint import write_record
+from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.flops import train_flops_per_token
 from interdomain.model.pretrained import BASE, stored_name
 
-from .checkpoint import describe_run
 from .data_folders import open_dataset, open_tokenizer
-from .dataloader import Batch, open_data, read_batch
-from .device import device_here, use_cpu_if_alone
+from .dataloader import open_data
+from .device import use_cpu_if_alone
 from .errors import one_paragraph
 from .host import (
     TORCHTITAN_DEFAULTS,
@@ -47,14 +41,13 @@ from .host import (
     pipeline_llm,
     register_train_spec,
 )
-from .meshes import Meshes, meshes_of
+from .meshes import meshes_of
 from .metrics import life_signs, perplexity
 from .optimizer import GroupedOptimizers, GroupedSchedulers
-from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
 from .settings import pairs, value_of
-from .validate import windows_of
+from .variant import FixedWindows, TitanTransformer, parallelize_variant, record_run
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
@@ -81,8 +74,8 @@ def plan_of(job_config: Any) -> RunPlan:
     if "plan" not in vars(job_config):
         if not hasattr(job_config, "mixer"):
             raise ValueError(
-                'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the TOML '
-                "file, or pass --job.custom_config_module interdomain.titan."
+                'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the '
+                "TOML file, or pass --job.custom_config_module interdomain.titan."
             )
         defaults = TORCHTITAN_DEFAULTS | dict(pairs(JobConfig().to_dict()))
         for setting, instead in NOT_HONOURED.items():
@@ -143,54 +136,11 @@ class ModelArgs(BaseModelArgs):
         return count_parameters(model), train_flops_per_token(self.config, seq_len)
 
 
-class TitanTransformer(Transformer):
-    """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
-
-    meshes: Meshes
-
-    def __init__(self, args: ModelArgs) -> None:
-        assert args.config is not None
-        super().__init__(args.config, args.execution)
-        self.seed = args.seed
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens [B, T] -> [B, T, vocab_size]; of a stage hidden states. positions: as the base class has them."""
-        if self.shard is not None:  # TorchTitan's own of a contiguous piece: the model counts the same
-            positions = None
-        with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
-            out = super().forward(tokens, positions=positions)
-        if self.heads is None or self.output is None:
-            return out
-        columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
-        return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
-
-    def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
-        set_initial_values(
-            self, self.seed, loaded=False, device=buffer_device or device_here(), group=self.meshes.stage
-        )
-        for ssm in dynamics_of(self):
-            for p in ssm.parameters():
-                p.register_post_accumulate_grad_hook(_sum_shares)
-
-    def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("this model takes no attention masks")  # TorchTitan's validator asks, and expects this error
-
-
-def _sum_shares(p: Any) -> None:
-    """Sum a gradient of which every rank has a share, after each backward pass."""
-    p.grad = p.grad.redistribute(placements=p.placements)
-
-
-def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
-    model.meshes = meshes_of(parallel_dims)
-    parallelize(model, model.meshes, job_config, sum_in_backward=True)
-    return model
-
-
 def pipeline_variant(
     model: nn.Module, parallel_dims: Any, job_config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
 ) -> Any:
-    """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is the mean's."""
+    """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is that of the
+    mean."""
     targets = plan_of(job_config).global_batch * job_config.training.seq_len
     if job_config.data.corpus:
         targets = plan_of(job_config).global_batch * open_dataset(job_config, "train").targets
@@ -235,31 +185,8 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
         tokenizer = load_tokenizer(job_config.model.hf_assets_path)
-    if job_config.checkpoint.enable and dist.get_rank() == 0:
-        record = describe_run(plan_of(job_config), job_config, fingerprint, tokenizer)
-        write_record(Path(job_config.job.dump_folder), record, tokenizer)
+    record_run(job_config, plan_of(job_config), fingerprint, tokenizer)
     return loader
-
-
-class FixedWindows:
-    """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
-
-    def __init__(self, job_config: Any, rank: int, ranks: int) -> None:
-        config = job_config.validation
-        self.dataset, self.positions = open_dataset(job_config, "validation"), job_config.data.reset_state_at_documents
-        per_pass = config.local_batch_size * ranks
-        windows = windows_of(self.dataset, config.tokens)
-        if windows < per_pass:
-            raise ValueError(
-                f"validation has {windows} windows of {config.seq_len} tokens, and one pass of all ranks takes {per_pass}. Set a "
-                "smaller validation.local_batch_size or more validation.tokens."
-            )
-        windows -= windows % per_pass
-        indices = [i * len(self.dataset) // windows for i in range(rank, windows, ranks)]
-        self.batches = [indices[i : i + config.local_batch_size] for i in range(0, len(indices), config.local_batch_size)]
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
 
 
 class FixedWindowsValidator(Validator):

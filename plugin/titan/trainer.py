@@ -105,6 +105,7 @@ class InterdomainTrainer(Trainer):
     """
 
     job_config: Any
+    config: Any
     checkpointer: SelfDescribingCheckpoints
     metrics_processor: InterdomainMetrics
     model_parts: list[Any]
@@ -121,7 +122,7 @@ class InterdomainTrainer(Trainer):
         # In steps, where the file has tokens: TorchTitan reads these, and the run records them.
         job.training.steps, job.training.tokens = plan.steps, 0
         job.lr_scheduler.warmup_steps, job.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
-        self.job_config = config = translate(job)
+        self.job_config = self.config = config = translate(job)
         config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
         self.device = local_device()
         if self.device.type == "cpu":

@@ -9,7 +9,8 @@ it; only the start of Python and of the process group is shared. What was seen i
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
     traffic          (a probe) {step: {group: {collective: [calls, bytes received]}}} of the training step
 
-"stock": TorchTitan's own trainer and settings. "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
+"stock": TorchTitan's own trainer and settings
+"spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
 
 import contextlib

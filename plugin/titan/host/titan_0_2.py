@@ -1,9 +1,6 @@
-"""TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration.
+"""TorchTitan 0.2.2: every name of it that the plugin uses, what must be replaced in it, and its configuration."""
 
-No other module imports TorchTitan; they say `from .host import X`.
-"""
-
-# ruff: noqa: E402, F401 (names for the other modules, after a check of the version)
+# ruff: noqa: F401 (names for the other modules)
 
 import copy
 import math
@@ -13,16 +10,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torchtitan
-
-VERSION = "0.2.2"
-
-if torchtitan.__version__ != VERSION:
-    raise ValueError(
-        f"TorchTitan {torchtitan.__version__} is installed, and this plugin works with TorchTitan {VERSION} only: it overrides "
-        f"methods that other versions name differently. Install it: pip install torchtitan=={VERSION}."
-    )
-
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import (
     DATALOADER,
@@ -75,6 +62,10 @@ def local_device() -> torch.device:
     device = torch.device(f"{utils.device_type}:{os.environ['LOCAL_RANK']}")
     utils.device_module.set_device(device)
     return device
+
+
+def refuse_for_host(job: Any) -> None:
+    """Nothing: this version has all settings of `schema`."""
 
 
 def translate(job: Any) -> Any:

@@ -1,0 +1,17 @@
+"""The installed TorchTitan, under one set of names for its two versions. No other package imports TorchTitan."""
+
+# ruff: noqa: F403 (one module has every name)
+
+import torchtitan
+
+VERSION = torchtitan.__version__
+
+if VERSION == "0.2.2":
+    from .titan_0_2 import *
+elif VERSION == "0.3.0":
+    from .titan_0_3 import *
+else:
+    raise ValueError(
+        f"TorchTitan {VERSION} is installed, and this plugin works with TorchTitan 0.2.2 and 0.3.0: others name differently "
+        "what it overrides. Install one of them: pip install torchtitan==0.2.2."
+    )

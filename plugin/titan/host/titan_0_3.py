@@ -1,0 +1,153 @@
+"""TorchTitan 0.3.0 (PyTorch 2.14 or later), with the names and signatures of `titan_0_2` for the other modules."""
+
+# ruff: noqa: F401 (names for the other modules)
+
+import copy
+import dataclasses
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components import checkpointer, dataloader, loss, metrics, optimizer, validate
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.metrics import BaseLogger, LoggerContainer
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import CommConfig, DebugConfig
+from torchtitan.distributed import activation_checkpoint, parallel_dims
+from torchtitan.distributed import compile as titan_compile
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
+from torchtitan.models.common import token_dispatcher
+from torchtitan.tools import profiler, utils
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.utils import GarbageCollection
+from torchtitan.trainer import Trainer
+
+IGNORE_INDEX = loss.IGNORE_INDEX
+BaseDataLoader = dataloader.BaseDataLoader
+TORCHTITAN_DEFAULTS: dict[str, Any] = {}  # its settings are not those of TOML files
+SAVED_OPS = activation_checkpoint._get_default_save_ops()
+ActivationCheckpoint = Any  # settings [activation_checkpoint]
+
+
+class CheckpointManager(checkpointer.CheckpointManager):
+    def __init__(self, *, checkpoint_config: Any, **parts: Any) -> None:
+        super().__init__(checkpoint_config, **parts)
+
+    def _async_wait(self) -> None:
+        if self.enable and self.save_future is not None:
+            super()._wait_for_saving()
+
+    def _wait_for_saving(self) -> None:
+        self._async_wait()
+
+
+class OptimizersContainer(optimizer.OptimizersContainer):
+    def _validate_length(self, expected: int) -> None:
+        assert len(self.optimizers) == expected
+
+    def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
+        names = {id(p): canonical_fqn(name) for model in self.model_parts for name, p in model.named_parameters()}
+        for one in self.optimizers:
+            for group in one.param_groups:
+                group["param_names"] = [names[id(p)] for p in group["params"]]
+        super()._post_init(parameters)
+
+
+class MetricsProcessor(metrics.MetricsProcessor):
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config.metrics, parallel_dims=parallel_dims)
+        self.job_config = job_config
+
+
+class BaseValidator(validate.BaseValidator):
+    def __init__(self, job_config: Any) -> None:
+        self.job_config = job_config
+
+    def should_validate(self, step: int) -> bool:
+        return step == 1 or step % self.job_config.validation.freq == 0
+
+
+def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
+    stages = _generate_llm_fqn_per_model_part(*numbers)
+    return [["output" if name == "lm_head" else name for name in stage] for stage in stages]
+
+
+def apply_ac(model: nn.Module, settings: Any, *, op_sac_save_list: set, **options: Any) -> None:
+    class Selective(activation_checkpoint.SelectiveAC):
+        def get_save_ops(self) -> set:
+            return op_sac_save_list
+
+    if settings.mode == "full":
+        activation_checkpoint.FullAC(activation_checkpoint.FullAC.Config()).apply(model)
+    else:
+        Selective(activation_checkpoint.SelectiveAC.Config()).apply(model)
+
+
+def apply_compile(model: nn.Module, settings: Any) -> None:
+    compiled = CompileConfig(enable=True, components=list(settings.components), backend=settings.backend)
+    no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)  # it would be for fused matrix products
+    titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
+
+
+def replace_device(device_type: str, device_module: Any) -> None:
+    """Make TorchTitan compute on a device that it does not know: all that is replaced in it.
+
+    TorchTitan assumes an accelerator, and several of its modules hold copies of these two names.
+    """
+    for module in (utils, dist_utils, parallel_dims, metrics, profiler, token_dispatcher):
+        names = {"device_type": device_type, "device_module": device_module}
+        vars(module).update({name: value for name, value in names.items() if hasattr(module, name)})
+    # TorchTitan would take the device for an A100. There is no figure to compare with: the utilisation shown is 0.
+    utils.get_peak_flops = lambda device_name: math.inf
+
+
+def local_device() -> torch.device:
+    """This rank's device, made the current one."""
+    device = torch.device(f"{utils.device_type}:{os.environ['LOCAL_RANK']}")
+    utils.device_module.set_device(device)
+    return device
+
+
+def refuse_for_host(job: Any) -> None:
+    """Raises: ValueError for settings that only TorchTitan 0.2.2 has."""
+    option = job.activation_checkpoint.selective_ac_option
+    if job.activation_checkpoint.mode == "selective" and option != "op":
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {option}: TorchTitan 0.3.0 has no checkpointing of every n-th block. "
+            "Set op, or install TorchTitan 0.2.2."
+        )
+
+
+def translate(job: Any) -> Any:
+    """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field, and its
+    names of sections beside ours."""
+    defaults = {
+        "training": TrainingConfig(
+            disable_cuda_graphs=True
+        ),  # the step is not free of reads of the device in logged steps
+        "parallelism": ParallelismConfig(),
+        "checkpoint": checkpointer.CheckpointManager.Config(last_save_model_only=False),
+        "metrics": metrics.MetricsProcessor.Config(),
+        "comm": CommConfig(),
+        "debug": DebugConfig(),
+    }
+    config = SimpleNamespace(to_dict=job.to_dict)
+    for section in dataclasses.fields(job):
+        ours = getattr(job, section.name)
+        theirs = defaults.get(section.name)
+        fields = {} if theirs is None else {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}
+        setattr(config, section.name, SimpleNamespace(**fields | vars(ours)))
+    config.dump_folder, config.validator = job.job.dump_folder, config.validation
+    names = {f.name for f in dataclasses.fields(profiler.Profiler.Config)}
+    traces = {name: value for name, value in vars(job.profiling).items() if name in names}
+    config.profiler = profiler.Profiler.Config(**traces)
+    return config
