@@ -1,11 +1,13 @@
-"""Interdomain Attention trained with TorchTitan: `torchrun ... -m interdomain.titan.entry FILE.toml`.
+"""Interdomain Attention trained with TorchTitan: a model variant for its own trainer, and a trainer of ours.
+
+    spec, spec_0_3, variant    the variant, on TorchTitan 0.2.2 and 0.3.0
+    trainer, entry             our trainer: torchrun ... -m interdomain.titan.entry FILE.toml
 
     schema, settings           read the settings
     plan                       refuses settings that cannot run, before anything is built
-    trainer                    builds the run and has the training step
     parallelize, gradients, optimizer, dataloader, validate, metrics     its parts
     checkpoint, resume_from, lock, preemption, guard                     saving and resuming
-    host                       the only module that imports TorchTitan
+    host                       the only package that imports TorchTitan: a module for each version
 
 Imports interdomain.model, data, scan and features; only `tools` imports this package.
 """
@@ -15,13 +17,19 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`JobConfig`, which job.custom_config_module asks for: TorchTitan is in this process, and gets the model."""
-    if name != "JobConfig":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .spec import JobConfig
+    """TorchTitan asks for `JobConfig` (0.2.2: job.custom_config_module) or for a configuration by its file (0.3.0: --config)."""
+    if name == "JobConfig":
+        from .spec import JobConfig
 
-    return JobConfig
+        return JobConfig
+    if name.endswith(".toml"):
+        from .spec_0_3 import configuration
+
+        return lambda: configuration(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "torchtitan" in sys.modules:  # experimental.custom_import
+if (
+    "torchtitan.train" in sys.modules or "torchtitan.config.job_config" in sys.modules
+):  # experimental.custom_import of 0.2.2
     from . import spec  # noqa: F401

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.components import checkpointer, dataloader, loss, metrics, optimizer, validate
+from torchtitan.components import checkpointer, loss, metrics, optimizer
+from torchtitan.components import dataloader as titan_dataloader
+from torchtitan.components import tokenizer as titan_tokenizer
+from torchtitan.components import validate as titan_validate
 from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import BaseLogger, LoggerContainer
@@ -26,13 +29,16 @@ from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 from torchtitan.distributed.utils import dist_max, dist_sum, set_determinism, set_pg_timeouts
 from torchtitan.models.common import token_dispatcher
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools import profiler, utils
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.trainer import Trainer
 
 IGNORE_INDEX = loss.IGNORE_INDEX
-BaseDataLoader = dataloader.BaseDataLoader
+BaseDataLoader = titan_dataloader.BaseDataLoader
 TORCHTITAN_DEFAULTS: dict[str, Any] = {}  # its settings are not those of TOML files
 SAVED_OPS = activation_checkpoint._get_default_save_ops()
 ActivationCheckpoint = Any  # settings [activation_checkpoint]
@@ -68,7 +74,7 @@ class MetricsProcessor(metrics.MetricsProcessor):
         self.job_config = job_config
 
 
-class BaseValidator(validate.BaseValidator):
+class BaseValidator(titan_validate.BaseValidator):
     def __init__(self, job_config: Any) -> None:
         self.job_config = job_config
 
@@ -127,27 +133,38 @@ def refuse_for_host(job: Any) -> None:
         )
 
 
+SECTIONS = {  # with TorchTitan's names and values of ours where both have a setting
+    "training": TrainingConfig,
+    "parallelism": ParallelismConfig,
+    "compile": CompileConfig,
+    "comm": CommConfig,
+    "debug": DebugConfig,
+    "metrics": metrics.MetricsProcessor.Config,
+    "checkpoint": checkpointer.CheckpointManager.Config,
+    "profiler": profiler.Profiler.Config,
+}
+CHANGED = {  # what is not TorchTitan's default
+    "training": {"disable_cuda_graphs": True},  # logged steps read the device
+    "debug": {"enable_structured_logging": False},
+    "checkpoint": {"last_save_model_only": False},
+}
+
+
+def section_of(job: Any, name: str) -> Any:
+    """TorchTitan's section of this name, with our values where both have a setting."""
+    kind = SECTIONS[name]
+    names = {f.name for f in dataclasses.fields(kind)}
+    ours = vars(job.profiling if name == "profiler" else getattr(job, name))
+    return kind(**{n: value for n, value in ours.items() if n in names}, **CHANGED.get(name, {}))
+
+
 def translate(job: Any) -> Any:
-    """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field, and its
+    """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's settings where ours has no field, and its
     names of sections beside ours."""
-    defaults = {
-        "training": TrainingConfig(
-            disable_cuda_graphs=True
-        ),  # the step is not free of reads of the device in logged steps
-        "parallelism": ParallelismConfig(),
-        "checkpoint": checkpointer.CheckpointManager.Config(last_save_model_only=False),
-        "metrics": metrics.MetricsProcessor.Config(),
-        "comm": CommConfig(),
-        "debug": DebugConfig(),
-    }
-    config = SimpleNamespace(to_dict=job.to_dict)
-    for section in dataclasses.fields(job):
-        ours = getattr(job, section.name)
-        theirs = defaults.get(section.name)
+    config = SimpleNamespace(to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler"))
+    for name, ours in vars(job).items():
+        theirs = section_of(job, name) if name in SECTIONS else None
         fields = {} if theirs is None else {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}
-        setattr(config, section.name, SimpleNamespace(**fields | vars(ours)))
-    config.dump_folder, config.validator = job.job.dump_folder, config.validation
-    names = {f.name for f in dataclasses.fields(profiler.Profiler.Config)}
-    traces = {name: value for name, value in vars(job.profiling).items() if name in names}
-    config.profiler = profiler.Profiler.Config(**traces)
+        setattr(config, name, SimpleNamespace(**fields | vars(ours)))
+    config.validator = config.validation
     return config
