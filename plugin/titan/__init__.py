@@ -17,7 +17,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """TorchTitan asks for `JobConfig` (0.2.2: job.custom_config_module) or for a configuration by its file (0.3.0: --config)."""
+    """TorchTitan asks for `JobConfig` (0.2.2, job.custom_config_module), or for a file's configuration (0.3.0, --config)."""
     if name == "JobConfig":
         from .spec import JobConfig
 
@@ -29,7 +29,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if (
-    "torchtitan.train" in sys.modules or "torchtitan.config.job_config" in sys.modules
-):  # experimental.custom_import of 0.2.2
+if "torchtitan.protocols.train_spec" in sys.modules:  # 0.2.2: experimental.custom_import
     from . import spec  # noqa: F401

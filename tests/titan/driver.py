@@ -13,6 +13,8 @@ it; only the start of Python and of the process group is shared. What was seen i
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
 """
 
+# ruff: noqa: E402 (a stand-in comes before what needs it)
+
 import contextlib
 import hashlib
 import json
@@ -25,13 +27,18 @@ from unittest import mock
 
 import torch
 import torchtitan.train
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
+NEW = torchtitan.__version__ == "0.3.0"
+if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
+    torch.distributed.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
+
 from interdomain.model.initialize import clean_name
 from interdomain.scan import chunkwise
-from interdomain.titan import errors, spec  # noqa: F401 (registers the model)
+from interdomain.titan import errors
 from interdomain.titan.settings import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 from tests.traffic import counted
@@ -126,7 +133,8 @@ def watch_traffic(trainer, seen):
 
 def build(job):
     if job["stock"]:
-        return torchtitan.train.Trainer(ConfigManager().parse_args(job["args"]))
+        config = ConfigManager().parse_args(job["args"])
+        return config.build() if NEW else torchtitan.train.Trainer(config)
     return InterdomainTrainer(read_job_config(job["args"]))
 
 
@@ -158,7 +166,8 @@ def run(job):
 def main(jobs, output):
     init_logger()
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
-    torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    loop = sys.modules["torchtitan.trainer" if NEW else "torchtitan.train"]
+    loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     errors.GRACE_SECONDS = 0
     for job in json.loads(Path(jobs).read_text()):
         seen = run(job)

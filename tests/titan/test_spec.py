@@ -1,6 +1,10 @@
 """The registered variant under TorchTitan's own trainer: the same run as under ours, on every axis, and one set of files."""
 
 import json
+import os
+import shutil
+import subprocess
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +17,31 @@ from interdomain.model import pretrained
 from interdomain.titan import spec
 from interdomain.tools import convert
 
-from .conftest import COMPILED, INTERLEAVED, LAYERS, TENSOR, VALIDATED, Runs, flags, parallel, refusal
+from ..common import TIMEOUT
+from .conftest import (
+    COMPILED,
+    INTERLEAVED,
+    LAYERS,
+    REPOSITORY,
+    TENSOR,
+    TINY,
+    VALIDATED,
+    Runs,
+    environment,
+    flags,
+    parallel,
+    refusal,
+    torchrun_command,
+)
 
 pytestmark = pytest.mark.e2e
 
+TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
+
 TOLERANCE = 1e-6  # float32 sums in another order; the largest difference seen is 3e-7
 MICRO = {"training__local_batch_size": 8, "parallelism__pipeline_parallel_microbatch_size": 2}
-SAVED = {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__last_save_model_only": False}
+SAVED_OURS = {"checkpoint__enable": True, "checkpoint__interval": 2}
+SAVED = SAVED_OURS | {"checkpoint__last_save_model_only": False}
 AXES = {  # settings of a run on two ranks
     "shards": {},
     "accumulated": {"training__local_batch_size": 2},
@@ -44,7 +66,7 @@ def runs(tmp_path_factory, corpus, short, launch):
     runs.add("our layers", **layers)
     runs.add("layers", **layers, stock=True)
     for name, stock in (("stock first", True), ("stock then ours", False), ("stock again", True)):
-        saved = SAVED if stock else {"checkpoint__enable": True, "checkpoint__interval": 2}
+        saved = SAVED if stock else SAVED_OURS
         steps = ["stock first", "stock then ours", "stock again"].index(name) * 2 + 2
         runs.add(name, folder=runs.folder / "shared", **saved, training__steps=steps, stock=stock)
     hf = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "training__steps": 2}
@@ -157,3 +179,81 @@ def test_the_settings_of_the_model_are_missing(capsys):
 def test_masks_are_asked_for_as_torchtitans_validator_does(alone):
     with pytest.raises(TypeError):
         spec.TitanTransformer.get_attention_masks(SimpleNamespace(), input_batch=torch.zeros(1))
+
+
+def torchrun_03(ranks, *program):
+    """`launch` under TorchTitan 0.3.0, which a process that has imported 0.2.2 cannot import."""
+    env = environment()
+    env["PYTHONPATH"] = f"{os.environ[TITAN03]}{os.pathsep}{env['PYTHONPATH']}"
+    command = torchrun_command(ranks, *program)
+    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+def toml_of(path, **settings):
+    """tiny.toml with these settings, for an entry that has other flags."""
+    table = tomllib.loads(TINY.read_text())
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        table.setdefault(section, {})[field] = value
+    lines = [
+        f"[{section}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in t.items()) for section, t in table.items()
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs_03(runs, tmp_path_factory, corpus):
+    if not os.environ.get(TITAN03):
+        pytest.skip(f"{TITAN03} names no folder with TorchTitan 0.3.0")
+    new = Runs(2, tmp_path_factory.mktemp("titan03"), corpus, torchrun_03)
+    for axis in ("shards", "context", "tensor", "pipeline"):
+        degrees = {} if axis == "shards" else parallel(**{axis: 2})
+        new.add(f"our {axis}", **degrees, training__steps=3, probes=["gradients"])
+    replicas = {"parallelism__data_parallel_replicate_degree": 2}
+    windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
+    for name, settings in {"shards": windows, "replicas": replicas, "compiled": AXES["compiled"]}.items():
+        given = settings | {"data__corpus": str(corpus), "training__local_batch_size": 4, "training__steps": 3}
+        file = toml_of(new.folder / f"{name}.toml", job__dump_folder=str(new.folder / name), **given)
+        args = ["--module", "interdomain.titan", "--config", str(file)]
+        new.jobs.append(
+            {"name": name, "args": args, "probes": ["gradients"], "spoil": None, "stops": False, "stock": True}
+        )
+    shutil.copytree(runs.folder / "ours" / "checkpoint" / "step-2", new.folder / "shared" / "checkpoint" / "step-2")
+    new.add("continued", folder=new.folder / "shared", **SAVED_OURS, training__steps=4)
+    return new.start()
+
+
+@pytest.mark.parametrize(
+    "name", ["our shards", "our context", "our tensor", "our pipeline", "shards", "replicas", "compiled"]
+)
+def test_torchtitan_0_3_trains_the_same(runs, runs_03, name):
+    """Our trainer on every axis, and TorchTitan's own."""
+    expected, log = runs.seen("ours")["log"], runs_03.seen(name)["log"]
+    assert list(log) == [1, 2, 3]
+    for step in log:
+        for quantity in ("loss", "grad_norm"):
+            assert log[step][quantity] == pytest.approx(expected[step][quantity], rel=TOLERANCE), (step, quantity)
+    gradients, reference = runs_03.whole(name, "gradients"), runs.whole("ours", "gradients")
+    assert gradients.keys() == reference.keys()
+    for parameter, gradient in reference.items():
+        assert (gradients[parameter] - gradient).norm() < 1e-5 * gradient.norm(), parameter
+
+
+def test_torchtitan_0_3_validates_the_same(runs, runs_03):
+    ours, there = runs.seen("ours")["validation"], runs_03.seen("shards")["validation"]
+    assert {step: found["loss"] for step, found in there.items()} == {
+        step: pytest.approx(ours[step]["loss"], rel=TOLERANCE) for step in (1, 3)
+    }
+
+
+def test_a_run_goes_to_torchtitan_0_3_and_back(runs, runs_03, tmp_path, launch, corpus):
+    expected, there = runs.seen("ours")["log"], runs_03.seen("continued")["log"]
+    back = Runs(1, tmp_path, corpus, launch)
+    back.add("back", folder=runs_03.folder / "shared", **SAVED_OURS)
+    here = back.start().seen("back")["log"]
+    assert (list(there), list(here)) == ([3, 4], [5, 6])
+    for step, found in (there | here).items():
+        assert found["loss"] == pytest.approx(expected[step]["loss"], rel=TOLERANCE)

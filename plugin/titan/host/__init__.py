@@ -2,6 +2,7 @@
 
 # ruff: noqa: F403 (one module has every name)
 
+import torch
 import torchtitan
 
 VERSION = torchtitan.__version__
@@ -9,6 +10,11 @@ VERSION = torchtitan.__version__
 if VERSION == "0.2.2":
     from .titan_0_2 import *
 elif VERSION == "0.3.0":
+    if not hasattr(torch.distributed, "set_timeout"):
+        raise ValueError(
+            f"TorchTitan 0.3.0 needs PyTorch 2.14 or later, and {torch.__version__} is installed. Install a newer one, or "
+            "TorchTitan 0.2.2."
+        )
     from .titan_0_3 import *
 else:
     raise ValueError(
