@@ -3,10 +3,11 @@
 # ./launch.sh train_configs/125M.toml [FLAGS]    the paper's run; --flags lists its flags
 # ./launch.sh train_configs/125M.toml --dry-run  what would run, without running it
 # ./launch.sh train_configs/1.3B.toml --site S   inside sbatch or salloc: on every node (tools/sites, requeue.sbatch there)
+# ./launch.sh --titan 0.3 FILE.toml [FLAGS]      the same under TorchTitan 0.3.0, in an environment of its own
 # ./launch.sh test [PYTEST ARGUMENTS]            the tests
 #
 # On first use this makes an environment in .venv (INTERDOMAIN_VENV names another folder) with the exact versions of
-# constraints.txt. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
+# constraints.txt; for TorchTitan 0.3.0 in .venv-titan03, with those of constraints-titan03.txt. INTERDOMAIN_PYTHON=/path/to/python uses an environment of yours as it is and installs nothing.
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
@@ -24,19 +25,22 @@ find_python() {
   fail "no Python 3.11 to 3.13 with venv was found on PATH (Debian: apt-get install python3-venv). Install one, or set INTERDOMAIN_PYTHON to an environment that has this project installed."
 }
 
-# install EXTRAS: with the exact versions, into $venv.
+# install EXTRAS: with the exact versions of $constraints, into $venv.
 install() {
   local pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile) folders=("$venv/lib")
   # torch first and alone: a range in another package must not choose it.
-  "${pip[@]}" "$(grep '^torch==' constraints.txt)" || return
+  "${pip[@]}" "$(grep '^torch==' "$constraints")" || return
   compile 1 "$venv/lib" & # beside pip, which takes one core
-  "${pip[@]}" -c constraints.txt -e ".[$1]" || return
+  "${pip[@]}" -c "$constraints" -e ".[$1]" || return
   if [[ ,$1, == *,dev,* ]]; then
-    # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, and transformers' other major.
+    # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, transformers' other major, and
+    # the other TorchTitan.
     "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
       "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
-        transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 || return
-    folders+=("$venv/transformers4")
+        transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 &&
+      "${pip[@]}" --no-deps --upgrade --target "$venv/titan03" \
+        $(grep -E '^(torchtitan|spmd-types|torch-checkpointing)==' constraints-titan03.txt) || return
+    folders+=("$venv/transformers4" "$venv/titan03")
   fi
   wait
   compile 0 "${folders[@]}"
@@ -62,10 +66,9 @@ lock() {
 # start at a time: jobs that were submitted together begin together.
 make_environment() {
   local extras=$1 stamp wanted base
-  venv=${INTERDOMAIN_VENV:-.venv}
   python=$venv/bin/python
   stamp=$venv/.installed-$extras
-  wanted=$(cat pyproject.toml constraints.txt launch.sh | cksum)
+  wanted=$(cat pyproject.toml "$constraints" launch.sh | cksum)
   installed() { [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; }
   if installed; then return; fi
   mkdir -p "$venv" && lock "$venv/.lock"
@@ -84,16 +87,27 @@ make_environment() {
   exec 9>&-
 }
 
+venv=${INTERDOMAIN_VENV:-.venv} constraints=constraints.txt extras=train
+if [ "${1:-}" = --titan ]; then
+  [ -z "${INTERDOMAIN_PYTHON:-}" ] || fail "--titan chooses an environment, and so does INTERDOMAIN_PYTHON: leave one out. The installed TorchTitan is used."
+  case ${2:-} in
+    0.2) ;;
+    0.3) venv=${INTERDOMAIN_VENV:-.venv-titan03} constraints=constraints-titan03.txt extras=titan03 ;;
+    *) fail "--titan must be 0.2 or 0.3: got ${2:-nothing}." ;;
+  esac
+  shift 2
+fi
 if [ "${1:-}" = test ]; then
   shift
   python=${INTERDOMAIN_PYTHON:-}
   if [ -z "$python" ]; then
     make_environment train,dev,docs
     export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}
+    export INTERDOMAIN_TITAN03=${INTERDOMAIN_TITAN03-$(cd "$venv" && pwd)/titan03}
   fi
   # Two workers (tests/conftest.py says how the tests spread).
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" -m pytest -n 2 --no-loadscope-reorder "$@"
 fi
 python=${INTERDOMAIN_PYTHON:-}
-[ -n "$python" ] || make_environment train
+[ -n "$python" ] || make_environment "$extras"
 exec "$python" -m interdomain.tools.launch "$@"

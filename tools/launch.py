@@ -123,6 +123,11 @@ def check_data(job, dry_run: bool = False) -> str:
 
 def next_steps(argv: list[str], job, plan) -> str:
     """Commands that watch, convert, generate and train on, ready to paste. argv: the command line of this run."""
+    from interdomain.titan.host import VERSION
+
+    start = started_as()
+    if VERSION == "0.3.0" and start == ["./launch.sh"] and "INTERDOMAIN_PYTHON" not in os.environ:
+        start += ["--titan", "0.3"]
     dump = Path(job.job.dump_folder)
     runs = dump.parent if dump.parent.name else dump  # beside it are other runs, to compare with
     lines = {"watch": [python_here(), "-m", "tensorboard.main", *SEE_ALL, "--logdir", runs]}
@@ -131,7 +136,7 @@ def next_steps(argv: list[str], job, plan) -> str:
         lines["convert to a standalone folder"] = [*command_here("convert"), last, "--output", export]
         lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
         if longer := train_on(argv, job, plan):
-            lines["train on, to twice the length, at the last learning rate"] = [*started_as(), *argv, *longer]
+            lines["train on, to twice the length, at the last learning rate"] = [*start, *argv, *longer]
     return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
 
 

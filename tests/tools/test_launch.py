@@ -171,6 +171,30 @@ esac
 """
 
 
+def test_titan_chooses_an_environment(tmp_path, monkeypatch):
+    for name in ("launch.sh", "pyproject.toml", "constraints.txt", "constraints-titan03.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    for folder in (".venv/bin", ".venv-titan03/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "python").write_text(f'#!/bin/sh\necho {folder} "$@" >> {tmp_path}/log\n')
+        (tmp_path / folder / "python").chmod(0o755)
+    monkeypatch.delenv("INTERDOMAIN_PYTHON", raising=False)
+    monkeypatch.delenv("INTERDOMAIN_VENV", raising=False)
+
+    def start(*words):
+        return subprocess.run(["./launch.sh", *words], cwd=tmp_path, capture_output=True, text=True)
+
+    assert start("--titan", "0.3", "run.toml", "--dry-run").returncode == 0
+    log = (tmp_path / "log").read_text()
+    assert "pip install" in log
+    assert "torchtitan==0.3.0" in (tmp_path / "constraints-titan03.txt").read_text()
+    assert "-c constraints-titan03.txt -e .[titan03]" in log
+    assert log.splitlines()[-1] == ".venv-titan03/bin -m interdomain.tools.launch run.toml --dry-run"
+    assert start("--titan", "0.4").stderr == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
+    monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
+    assert "leave one out" in start("--titan", "0.3").stderr
+
+
 def test_starts_at_once_install_once_and_repair_what_was_killed(tmp_path, monkeypatch):
     """Killed when it had a Python and no pip, and in the middle of pip. Other constraints are installed anew."""
     for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
