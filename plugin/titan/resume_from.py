@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -110,6 +111,7 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
                 index, record = _read_checked(path)
                 return ResumePoint(path, index, record, "latest", record.get("branched_from"))
             except ValueError as e:
+                _refuse_newer(path)
                 set_damaged_aside(path, str(e))
     damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))
     if damaged and above == -1:  # starting over is not for a program to decide
@@ -118,6 +120,19 @@ def _latest(folder: Path, above: int) -> ResumePoint | None:
             "to start from the beginning."
         )
     return None
+
+
+def _refuse_newer(folder: Path) -> None:
+    """Raises: ValueError if a later PyTorch wrote this checkpoint: that it cannot be read here is no damage."""
+    try:
+        wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
+    except (OSError, ValueError, KeyError):
+        return
+    if torch.__version__ < wrote:
+        raise ValueError(
+            f"{folder} was written by PyTorch {wrote}, and PyTorch {torch.__version__} cannot read it. Start with {wrote} or "
+            "later, or move the folder away to continue from an earlier step."
+        )
 
 
 def _read_checked(folder: Path) -> tuple[Metadata, dict]:

@@ -11,6 +11,7 @@ import shutil
 from concurrent.futures import Future
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from interdomain.model import build_config
@@ -29,6 +30,15 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(new, folder, caplo
     assert said in caplog.text
     assert caplog.text.count("SKIPPED") == 1
     assert names(folder) == ["step-1", "step-2", "step-3.damaged"]
+
+
+def test_one_of_a_newer_pytorch_is_refused_and_stays(new, folder, capsys):
+    path = folder / "step-3" / "interdomain.json"
+    path.write_text(json.dumps(record(folder, 3) | {"versions": {"torch": "99.0.1+cu999"}}))
+    (folder / "step-3" / ".metadata").write_bytes(b"of another kind")
+    error = refusal(capsys, new().load)
+    assert f"was written by PyTorch 99.0.1, and PyTorch {torch.__version__} cannot read it" in error
+    assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
 def test_several_in_a_row_until_none_is_left(new, folder, capsys):
