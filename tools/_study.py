@@ -111,7 +111,8 @@ class StudyRun:
     def _refuse_changes(self, path: Path, settings: dict[str, Any]) -> None:
         """Raises: ValueError if the settings in a file of this run are not those of the study."""
         there, here = dict(pairs(_without_unread(settings))), dict(pairs(self.settings))
-        names = [name for name in there | here if not name.startswith(("job.", "experimental.")) and there.get(name) != here.get(name)]
+        free = ("job.", "experimental.")  # folders; TorchTitan's own entry
+        names = [name for name in there | here if not name.startswith(free) and there.get(name) != here.get(name)]
         if changed := [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]:
             raise ValueError(
                 f"{path} was made with other settings: {'; '.join(changed)}. Restore them, or remove {self.folder} (and "
