@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
-from interdomain.data import MixtureDataset, PackedDataset
+from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
 
-from .data_folders import corpora_of, open_dataset
+from .data_folders import corpora_of, open_dataset, open_tokenizer
 from .errors import one_paragraph
 from .host import IGNORE_INDEX, BaseDataLoader, logger
 from .plan import RunPlan
@@ -117,12 +117,12 @@ class PackedLoader(BaseDataLoader):
 
 
 @one_paragraph
-def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> PackedLoader:
-    """The training data of one of the data-parallel ranks."""
-    dataset = open_dataset(job_config, "train")
+def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
+    """The run's tokenizer, and the training data of one of the data-parallel ranks."""
+    tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")
     names, epochs = corpora_of(job_config), dataset.epochs(plan.steps * plan.global_batch)
     logger.info("data: %s", ", ".join(f"{name} for {n:.2f} epochs" for name, n in zip(names, epochs, strict=True)))
-    return PackedLoader(
+    return tokenizer, PackedLoader(
         dataset,
         local_batch=job_config.training.local_batch_size,
         rank=rank,

@@ -180,7 +180,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     """Of data.corpus; without one, of TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
     fingerprint = ""
     if job_config.data.corpus:
-        loader: Any = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
+        tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
         fingerprint = loader.fingerprint
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)

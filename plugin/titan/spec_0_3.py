@@ -106,10 +106,10 @@ def configuration(file: str) -> Any:
     use_cpu_if_alone()
     job = one_paragraph(read_job_config)(["--job.config_file", file])
 
-    def loader(*, dp_world_size: int, dp_rank: int, tokenizer: Any, **_: Any) -> PackedLoader:
-        found = open_data(job, spec.model.plan, dp_rank, dp_world_size)
-        record_run(job, spec.model.plan, found.fingerprint, tokenizer)
-        return found
+    def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
+        tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
+        record_run(job, spec.model.plan, packed.fingerprint, tokenizer)
+        return packed
 
     spec = ModelSpec(
         name="interdomain",

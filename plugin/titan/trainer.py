@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from interdomain.model import Transformer, meta_model
 
 from .checkpoint import SelfDescribingCheckpoints, describe_run
-from .data_folders import open_tokenizer, text_fingerprint
+from .data_folders import text_fingerprint
 from .dataloader import Batch, open_data
 from .device import use_cpu_if_alone
 from .errors import one_paragraph
@@ -138,7 +138,7 @@ class InterdomainTrainer(Trainer):
         self.meshes.set_timeouts(config.comm.init_timeout_seconds)
         batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
         rank = batch.get_local_rank() if batch else 0
-        tokenizer, self.dataloader = open_tokenizer(config), open_data(config, plan, rank, plan.data_ranks)
+        tokenizer, self.dataloader = open_data(config, plan, rank, plan.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
         self.targets = plan.global_batch * self.dataloader.dataset.targets

@@ -27,7 +27,7 @@ def parse(corpus, **settings):
 
 def build(job):
     """As the trainer does."""
-    return open_data(job, one_paragraph(make_plan)(job, 1), 0)[1]
+    return open_data(job, one_paragraph(make_plan)(job, 1), 0, 1)[1]
 
 
 def take(loader, n):
