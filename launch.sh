@@ -33,13 +33,16 @@ install() {
   compile 1 "$venv/lib" & # beside pip, which takes one core
   "${pip[@]}" -c "$constraints" -e ".[$1]" || return
   if [[ ,$1, == *,dev,* ]]; then
-    # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, transformers' other major, and
-    # the other TorchTitan.
+    # Beside it for the tests: lm-eval without the thirty packages that the extra eval brings, transformers' other major, the
+    # other TorchTitan, and transformers' own tests, which its wheel lacks.
     "${pip[@]}" --no-deps "$(grep '^lm_eval==' constraints.txt)" &&
       "${pip[@]}" --no-deps --upgrade --target "$venv/transformers4" \
         transformers==4.57.6 huggingface_hub==0.36.2 tokenizers==0.22.2 &&
       "${pip[@]}" --no-deps --upgrade --target "$venv/titan03" \
-        $(grep -E '^(torchtitan|spmd-types|torch-checkpointing)==' constraints-titan03.txt) || return
+        $(grep -E '^(torchtitan|spmd-types|torch-checkpointing)==' constraints-titan03.txt) &&
+      "${pip[@]:0:3}" download --no-deps --no-build-isolation --no-binary :all: -d "$venv/sources" \
+        "$(grep '^transformers==' constraints.txt)" &&
+      tar -xzf "$venv"/sources/transformers-*.tar.gz -C "$venv/sources" --strip-components 1 --wildcards '*/tests' || return
     folders+=("$venv/transformers4" "$venv/titan03")
   fi
   wait
@@ -103,6 +106,7 @@ if [ "${1:-}" = test ]; then
   if [ -z "$python" ]; then
     make_environment train,dev,docs
     export INTERDOMAIN_TRANSFORMERS4=${INTERDOMAIN_TRANSFORMERS4-$(cd "$venv" && pwd)/transformers4}
+    export INTERDOMAIN_TRANSFORMERS_SUITE=${INTERDOMAIN_TRANSFORMERS_SUITE-$(cd "$venv" && pwd)/sources/tests}
     export INTERDOMAIN_TITAN03=${INTERDOMAIN_TITAN03-$(cd "$venv" && pwd)/titan03}
   fi
   # Two workers (tests/conftest.py says how the tests spread).

@@ -11,6 +11,20 @@ from .common import CASES, EXPECTED
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_configure(config):
+    names = (
+        "accelerate_tests",
+        "flash_attn_test",
+        "flash_attn_3_test",
+        "flash_attn_4_test",
+        "generate",
+        "slow",
+        "torch_compile_test",
+    )
+    for name in names:
+        config.addinivalue_line("markers", f"{name}: of transformers' own tests")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def expected_version(modules_cache):
     assert importlib.import_module("transformers").__version__.startswith(os.environ.get(EXPECTED, ""))
