@@ -37,7 +37,7 @@ class LocalParameters(nn.Module):
     local_weight: Tensor | None
     local_bias: Tensor | None
 
-    def __init__(self, *sizes: int, **options: Any) -> None:
+    def __init__(self, *sizes: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
         self.register_buffer("local_weight", None, persistent=False)
         self.register_buffer("local_bias", None, persistent=False)
@@ -76,7 +76,8 @@ class Linear(LocalParameters, nn.Linear):
 
 
 class RMSNorm(LocalParameters, nn.RMSNorm):
-    reset_parameters = nn.RMSNorm.reset_parameters
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.rms_norm(x, self.normalized_shape, self.local(), self.eps)

@@ -29,7 +29,8 @@ def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
 
     Sums, not means: the loss is already divided by the token count of all ranks.
     """
-    shared: Any = [p for p in parameters if p.grad is not None and not is_divided(p, "tensor")]
+    trained: list[Any] = [p for p in parameters if p.grad is not None]
+    shared = [p for p in trained if not is_divided(p, "tensor")]
     dynamics = [p for p in shared if is_whole(p)]
     _all_reduce([p.grad.to_local() for p in dynamics], meshes.stage)
     for p in dynamics:
@@ -47,7 +48,7 @@ def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
         x.copy_(summed.view_as(x))
 
 
-def norms(groups: Iterable[list[DTensor]], meshes: Meshes) -> Tensor:
+def norms(groups: Iterable[list[Any]], meshes: Meshes) -> Tensor:
     """Norm of each group of gradients over all ranks, [groups] float32, the same on every rank. One collective for all groups
     and each axis of the mesh.
 
@@ -84,7 +85,7 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, meshes: Meshes) ->
 
     Returns: the norm before, a float32 scalar on the device, the same on every rank.
     """
-    parameters: Any = [p for p in parameters if p.grad is not None]
-    (total,) = norms([[p.grad for p in parameters]], meshes)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    trained: list[Any] = [p for p in parameters if p.grad is not None]
+    (total,) = norms([[p.grad for p in trained]], meshes)
+    torch.nn.utils.clip_grads_with_norm_(trained, max_norm, total)
     return total

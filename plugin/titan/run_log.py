@@ -111,7 +111,7 @@ class WandbLog(BaseLogger):
     """
 
     def __init__(self, folder: Path, plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self.plan, id_file = plan, folder / "wandb_id"
         if not id_file.exists():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from interdomain.data import load_tokenizer
 from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.flops import train_flops_per_token
-from interdomain.model.pretrained import BASE, stored_name
 
 from .data_folders import open_dataset, open_tokenizer
 from .dataloader import open_data
@@ -30,7 +29,6 @@ from .host import (
     TORCHTITAN_DEFAULTS,
     BaseModelArgs,
     MetricsProcessor,
-    StateDictAdapter,
     TrainSpec,
     Validator,
     build_cross_entropy_loss,
@@ -47,7 +45,7 @@ from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
 from .settings import pairs, value_of
-from .variant import FixedWindows, TitanTransformer, parallelize_variant, record_run
+from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
@@ -157,7 +155,7 @@ def build_optimizers(model_parts: list[nn.Module], config: Any, parallel_dims: A
     return GroupedOptimizers(model_parts, config)
 
 
-def build_lr_schedulers(optimizers: GroupedOptimizers, config: Any, steps: int) -> GroupedSchedulers:
+def build_lr_schedulers(optimizers: Any, config: Any, steps: int) -> GroupedSchedulers:
     return GroupedSchedulers(optimizers, config, steps)
 
 
@@ -224,16 +222,6 @@ class VariantMetrics(MetricsProcessor):
 
 def build_metrics(job_config: Any, parallel_dims: Any, model_args: Any) -> VariantMetrics:
     return VariantMetrics(job_config, parallel_dims)
-
-
-class FolderNames(StateDictAdapter):
-    """To and from the names of an exported folder: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {stored_name(name): tensor for name, tensor in state_dict.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
 use_cpu_if_alone()

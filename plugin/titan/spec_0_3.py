@@ -15,7 +15,6 @@ from torch import nn
 
 from interdomain.model import count_parameters
 from interdomain.model.flops import train_flops_per_token
-from interdomain.model.pretrained import BASE, stored_name
 
 from .data_folders import open_tokenizer
 from .dataloader import PackedLoader, open_data
@@ -25,7 +24,6 @@ from .host import (
     SECTIONS,
     BaseModel,
     ModelSpec,
-    StateDictAdapter,
     Trainer,
     loss,
     optimizer,
@@ -38,7 +36,7 @@ from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
 from .settings import read_job_config
-from .variant import FixedWindows, TitanTransformer, parallelize_variant, record_run
+from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
 OURS = (
@@ -73,16 +71,6 @@ class ModelConfig(BaseModel.Config):
 
     def build(self, **given: Any) -> TitanTransformer:
         return TitanTransformer(self.plan)
-
-
-class FolderNames(StateDictAdapter):
-    """To and from the names of an exported folder."""
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {stored_name(name): tensor for name, tensor in state_dict.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
 def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:

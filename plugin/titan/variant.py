@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interdomain.model import Transformer
 from interdomain.model.distributed_checkpoint import write_record
+from interdomain.model.pretrained import BASE, stored_name
 
 from .checkpoint import describe_run
 from .data_folders import open_dataset
 from .dataloader import Batch, read_batch
 from .device import device_here
+from .host import StateDictAdapter
 from .meshes import Meshes, meshes_of
 from .parallelize import dynamics_of, parallelize, set_initial_values
 from .plan import RunPlan
@@ -90,6 +92,16 @@ class FixedWindows:
 
     def __iter__(self) -> Iterator[Batch]:
         return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
+
+
+class FolderNames(StateDictAdapter):
+    """To and from the names of an exported folder: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {stored_name(name): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
 
 
 def record_run(job_config: Any, plan: RunPlan, fingerprint: str, tokenizer: Any) -> None:

@@ -2,12 +2,14 @@
 
 # ruff: noqa: F403 (one module has every name)
 
+from typing import TYPE_CHECKING
+
 import torch
 import torchtitan
 
 VERSION = torchtitan.__version__
 
-if VERSION == "0.2.2":
+if TYPE_CHECKING or VERSION == "0.2.2":
     from .titan_0_2 import *
 elif VERSION == "0.3.0":
     if not hasattr(torch.distributed, "set_timeout"):
