@@ -11,13 +11,16 @@
 """
 
 import copy
+import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from interdomain.data import load_tokenizer
+from interdomain.data import Tokenizer, load_tokenizer
 from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
 from interdomain.model.flops import train_flops_per_token
 
@@ -182,7 +185,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
         fingerprint = loader.fingerprint
     else:
         loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
-        tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+        tokenizer = as_trained(tokenizer)
     record_run(job_config, plan_of(job_config), fingerprint, tokenizer)
     return loader
 
@@ -202,6 +205,14 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     windows = FixedWindows(job_config, dp_rank, dp_world_size)
     job_config.validation.steps = len(windows.batches)
     return FixedWindowsValidator(windows, parts)
+
+
+def as_trained(tokenizer: Any) -> Tokenizer:
+    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer.config or {}))
+        return load_tokenizer(folder)
 
 
 class VariantMetrics(MetricsProcessor):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchtitan.config import ConfigManager
 
+from interdomain.data import load_tokenizer
 from interdomain.model import pretrained
 from interdomain.titan import spec
 from interdomain.tools import convert
@@ -142,10 +143,11 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, launch, corpus):
     (tmp_path / "data" / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"]))
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"]))
+    words = tokenizer.get_vocab_size()
     (tmp_path / "assets").mkdir()
     tokenizer.save(str(tmp_path / "assets" / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # TorchTitan adds the first two
     (tmp_path / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
     runs = Runs(1, tmp_path, "", launch)
     given = {"training__dataset_path": tmp_path / "data", "model__hf_assets_path": tmp_path / "assets"}
@@ -157,6 +159,14 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, launch, corpus):
 
 REFUSED = {
     "training__mixed_precision_param": ("float32", "Set training.precision"),
+    kept = load_tokenizer(tmp_path / "folder")
+    assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
+
+
+def stock_config(corpus="corpus", **settings):
+    """The settings as TorchTitan's own entry reads them."""
+    arguments = [*flags(corpus, "folder", **settings), "--job.custom_config_module", "interdomain.titan"]
+    return ConfigManager().parse_args(arguments)
     "training__max_skipped_steps": (3, "start with ./launch.sh"),
     "lr_scheduler__min_lr_factor": (0.1, "Set lr_scheduler.min_lr"),
     "model__converters": ("float8", "converters replace layers"),
