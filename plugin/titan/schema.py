@@ -39,6 +39,8 @@ Switch = Literal[True, False]  # a bool's flag would be --mixer.no-recompute, un
 Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
+PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
 ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
 FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
 CompileBackend = Annotated[
@@ -268,9 +270,7 @@ class Checkpoint:
     keep_latest_k: Annotated[int, Bound("2 or more, or 0 to keep all", lambda x: x >= 2 or x == 0)] = 10
     load_step: int = -1  # Continue from the checkpoint of this step. -1: from the latest.
     #: Parts of initial_load_path that are not loaded, if initial_load_model_only is off.
-    exclude_from_loading: list[Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]] = field(
-        default_factory=list
-    )
+    exclude_from_loading: Parts = field(default_factory=list)
 
 
 @dataclass

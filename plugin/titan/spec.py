@@ -47,7 +47,8 @@ from .metrics import life_signs, perplexity
 from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
-from .settings import pairs, value_of
+from .settings import pairs, refuse_wrong_values, value_of
+from .topology import refuse_for_batch, runs_with, topology
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
@@ -59,6 +60,7 @@ NOT_HONOURED = {
     "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
     "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
     "parallelism.enable_async_tensor_parallel": "Leave it out: the layers exchange tokens by operations of their own.",
+    "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
     "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
     "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
     "fault_tolerance.enable": "Leave it out.",
@@ -82,12 +84,17 @@ def plan_of(job_config: Any) -> RunPlan:
         for setting, instead in NOT_HONOURED.items():
             if (value := value_of(job_config, setting)) != defaults[setting]:
                 raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
+        refuse_wrong_values(job_config)
         _refuse_for_trainer(job_config)
         planned = copy.deepcopy(job_config)
         planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
         if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
+            mesh, training = topology(job_config.parallelism, dist.get_world_size()), planned.training
+            if training.global_batch_size < 0:
+                training.global_batch_size = training.local_batch_size * mesh.replicas * mesh.shards
+            refuse_for_batch(job_config, mesh._replace(pipeline=1), training.global_batch_size)
             size = job_config.parallelism.pipeline_parallel_microbatch_size
-            planned.training.local_batch_size = planned.validation.local_batch_size = size
+            training.local_batch_size = planned.validation.local_batch_size = size
         plan = job_config.plan = make_plan(planned, dist.get_world_size())
         job_config.training.steps, job_config.training.tokens = plan.steps, 0
         job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
@@ -109,6 +116,16 @@ def _refuse_for_trainer(job_config: Any) -> None:
         raise ValueError(
             "validation.enable with context_parallel_degree above 1: TorchTitan's validator needs a table of rotations in the "
             "model. Start with ./launch.sh, or turn validation off."
+        )
+    size, degree, schedule = (
+        getattr(parallel, f"pipeline_parallel_{name}") for name in ("microbatch_size", "degree", "schedule")
+    )
+    local = training.local_batch_size
+    if pipeline and (size < 1 or local % size or not runs_with(schedule, degree, local // size)):
+        raise ValueError(
+            f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
+            f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
+            f"multiple of {max(size, 1) * degree}, or another micro-batch."
         )
     if validation.enable and pipeline and validation.local_batch_size != training.local_batch_size:
         raise ValueError(
@@ -190,6 +207,14 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     return loader
 
 
+def as_trained(tokenizer: Any) -> Tokenizer:
+    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer.config or {}))
+        return load_tokenizer(folder)
+
+
 class FixedWindowsValidator(Validator):
     """TorchTitan's validator over `FixedWindows`."""
 
@@ -205,14 +230,6 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     windows = FixedWindows(job_config, dp_rank, dp_world_size)
     job_config.validation.steps = len(windows.batches)
     return FixedWindowsValidator(windows, parts)
-
-
-def as_trained(tokenizer: Any) -> Tokenizer:
-    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer.config or {}))
-        return load_tokenizer(folder)
 
 
 class VariantMetrics(MetricsProcessor):

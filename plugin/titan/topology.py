@@ -165,7 +165,7 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
             f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
             + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
         )
-    if wrong or not _takes(schedule, mesh.pipeline, micro_batches):
+    if wrong or not runs_with(schedule, mesh.pipeline, micro_batches):
         batch, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
         advice = f"--training.global_batch_size {batch} " if batch != global_batch else ""
         advice += f"--training.local_batch_size {fits}"
@@ -174,7 +174,7 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
         raise ValueError(f"{why} These ranks can run {advice}.")
 
 
-def _takes(schedule: str, ranks: int, micro_batches: int) -> bool:
+def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
     """Whether a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
     if ranks == 1 or schedule == "GPipe":
         return True
@@ -189,7 +189,7 @@ def _batch_that_divides(least: int, local: int, ranks: int, schedule: str, pipel
         (each * ranks, n)
         for each in itertools.count(math.ceil(least / ranks))
         for n in range(min(local, each), 0, -1)
-        if each % n == 0 and _takes(schedule, pipeline, each // n)
+        if each % n == 0 and runs_with(schedule, pipeline, each // n)
     )
 
 

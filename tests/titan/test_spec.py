@@ -40,7 +40,11 @@ pytestmark = pytest.mark.e2e
 TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
 
 TOLERANCE = 1e-6  # float32 sums in another order; the largest difference seen is 3e-7
-MICRO = {"training__local_batch_size": 8, "parallelism__pipeline_parallel_microbatch_size": 2}
+MICRO = {
+    "training__local_batch_size": 8,
+    "training__global_batch_size": -1,
+    "parallelism__pipeline_parallel_microbatch_size": 2,
+}
 SAVED_OURS = {"checkpoint__enable": True, "checkpoint__interval": 2}
 SAVED = SAVED_OURS | {"checkpoint__last_save_model_only": False}
 AXES = {  # settings of a run on two ranks
@@ -155,10 +159,6 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, launch, corpus):
     log = runs.start().seen("text")["log"]
     assert log[6]["loss"] < log[1]["loss"] - 0.5
     assert convert.main([str(tmp_path / "text"), "--output", str(tmp_path / "folder")]) == 0
-
-
-REFUSED = {
-    "training__mixed_precision_param": ("float32", "Set training.precision"),
     kept = load_tokenizer(tmp_path / "folder")
     assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
 
@@ -167,9 +167,15 @@ def stock_config(corpus="corpus", **settings):
     """The settings as TorchTitan's own entry reads them."""
     arguments = [*flags(corpus, "folder", **settings), "--job.custom_config_module", "interdomain.titan"]
     return ConfigManager().parse_args(arguments)
+
+
+REFUSED = {
+    "training__mixed_precision_param": ("float32", "Set training.precision"),
     "training__max_skipped_steps": (3, "start with ./launch.sh"),
     "lr_scheduler__min_lr_factor": (0.1, "Set lr_scheduler.min_lr"),
     "model__converters": ("float8", "converters replace layers"),
+    "parallelism__pipeline_parallel_schedule_csv": ("a.csv", "set parallelism.pipeline_parallel_schedule."),
+    "checkpoint__exclude_from_loading": ("optimizer,data", "must be of optimizer, lr_scheduler"),
     "training__seq_len": (0, "training.seq_len must be at least 1"),
 }
 
@@ -177,8 +183,28 @@ def stock_config(corpus="corpus", **settings):
 @pytest.mark.parametrize("setting", REFUSED)
 def test_what_is_not_honoured_is_refused(setting, alone, capsys):
     value, said = REFUSED[setting]
-    arguments = [*flags("corpus", "folder", **{setting: value}), "--job.custom_config_module", "interdomain.titan"]
-    assert said in refusal(capsys, spec.plan_of, ConfigManager().parse_args(arguments))
+    assert said in refusal(capsys, spec.plan_of, stock_config(**{setting: value}))
+
+
+MICRO_BATCHES = {
+    "with a rest": ({"training__local_batch_size": 3}, "Set training.local_batch_size to a multiple of 4"),
+    "too few": ({"training__local_batch_size": 2}, "Set training.local_batch_size to a multiple of 4"),
+    "none": ({"parallelism__pipeline_parallel_microbatch_size": 0}, "or another micro-batch"),
+    "of a part of a step": ({"training__global_batch_size": 12}, "it must be a multiple of 8"),
+}
+
+
+@pytest.mark.parametrize("name", MICRO_BATCHES)
+def test_micro_batches_that_a_pipeline_cannot_run_are_refused(name, monkeypatch, capsys):
+    monkeypatch.setattr(spec.dist, "get_world_size", lambda: 2)
+    settings, said = MICRO_BATCHES[name]
+    pipeline = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 2}
+    assert said in refusal(capsys, spec.plan_of, stock_config(**pipeline | settings))
+
+
+def test_a_list_is_written_with_commas_as_for_torchtitan():
+    job = stock_config(checkpoint__exclude_from_loading="lr_scheduler,dataloader")
+    assert job.checkpoint.exclude_from_loading == ["lr_scheduler", "dataloader"]
 
 
 def test_the_settings_of_the_model_are_missing(capsys):
