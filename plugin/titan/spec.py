@@ -112,11 +112,6 @@ def _refuse_for_trainer(job_config: Any) -> None:
             "data.reset_state_at_documents with pipeline_parallel_degree or context_parallel_degree above 1: TorchTitan's "
             "trainer gives positions to the first stage alone, and its own to context parallelism. Start with ./launch.sh."
         )
-    if validation.enable and context:
-        raise ValueError(
-            "validation.enable with context_parallel_degree above 1: TorchTitan's validator needs a table of rotations in the "
-            "model. Start with ./launch.sh, or turn validation off."
-        )
     size, degree, schedule = (
         getattr(parallel, f"pipeline_parallel_{name}") for name in ("microbatch_size", "degree", "schedule")
     )
@@ -228,6 +223,12 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
     if not job_config.data.corpus:
         return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
     windows = FixedWindows(job_config, dp_rank, dp_world_size)
+    if parts["parallel_dims"].cp_enabled and windows.dataset.targets < windows.dataset.seq_len:
+        raise ValueError(
+            "validation.enable with parallelism.context_parallel_degree above 1, for a corpus with answers: TorchTitan's "
+            "validator takes all pieces of a sequence to have the same number of labels. Start with ./launch.sh, or turn "
+            "validation off."
+        )
     job_config.validation.steps = len(windows.batches)
     return FixedWindowsValidator(windows, parts)
 
@@ -246,6 +247,10 @@ class VariantMetrics(MetricsProcessor):
         if freq and (step == 1 or step % freq == 0):
             more |= life_signs(self.model_parts, meshes_of(self.parallel_dims))
         super().log(step, loss, worst, grad_norm, (extra_metrics or {}) | more)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
+        super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 
 
 def build_metrics(job_config: Any, parallel_dims: Any, model_args: Any) -> VariantMetrics:

@@ -28,6 +28,7 @@ class TitanTransformer(Transformer):
     """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
 
     meshes: Meshes
+    freqs_cis = None  # TorchTitan's validator asks for it under context parallelism, and does not use it
 
     def __init__(self, plan: Any) -> None:
         """plan: a `RunPlan`, or something else with its `config`, `execution` and `seed`."""

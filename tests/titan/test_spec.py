@@ -1,5 +1,6 @@
 """The registered variant under TorchTitan's own trainer: the same run as under ours, on every axis, and one set of files."""
 
+import functools
 import json
 import os
 import shutil
@@ -65,8 +66,8 @@ def runs(tmp_path_factory, corpus, short, launch):
     windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
     runs.add("ours", **windows, checkpoint__enable=True, checkpoint__interval=2, probes=["gradients"])
     for name, settings in AXES.items():
-        validated = windows if name == "shards" else {}
-        runs.add(name, **settings, **validated, training__steps=4, probes=["gradients"], stock=True)
+        validated = windows if name in ("shards", "context") else {}
+        runs.add(name, **settings | validated, training__steps=4, probes=["gradients"], stock=True)
     layers = LAYERS | TENSOR | {"data__corpus": short, "training__local_batch_size": 8, "training__steps": 2}
     runs.add("our layers", **layers)
     runs.add("layers", **layers, stock=True)
@@ -97,8 +98,9 @@ def test_the_mixers_timescales_are_logged(runs):
     assert runs.seen("shards")["log"][2]["mixer/layer_00/timescale_tokens_max"] > 1
 
 
-def test_validation_is_of_the_same_windows(runs):
-    ours, there = runs.seen("ours")["validation"], runs.seen("shards")["validation"]
+@pytest.mark.parametrize("name", ["shards", "context"])
+def test_validation_is_of_the_same_windows(runs, name):
+    ours, there = runs.seen("ours")["validation"], runs.seen(name)["validation"]
     assert {step: found["loss"] for step, found in there.items()} == {
         step: pytest.approx(ours[step]["loss"], rel=TOLERANCE) for step in (1, 3)
     }
@@ -200,6 +202,12 @@ def test_micro_batches_that_a_pipeline_cannot_run_are_refused(name, monkeypatch,
     settings, said = MICRO_BATCHES[name]
     pipeline = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 2}
     assert said in refusal(capsys, spec.plan_of, stock_config(**pipeline | settings))
+
+
+def test_validation_by_pieces_of_sequences_is_refused_for_answers(pairs, capsys):
+    parts = {"job_config": stock_config(pairs), "parallel_dims": SimpleNamespace(cp_enabled=True)}
+    windows = functools.partial(spec.build_variant_validator, dp_world_size=1, dp_rank=0, **parts)
+    assert "for a corpus with answers" in refusal(capsys, windows)
 
 
 def test_a_list_is_written_with_commas_as_for_torchtitan():
