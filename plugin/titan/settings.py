@@ -54,10 +54,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     file.add_argument("--job.config_file", "--job.config-file", dest="path")
     path = file.parse_known_args(arguments)[0].path
     job = job_config_of(read_toml(path) if path else {})
-    given = {flag[2:].partition("=")[0].replace("-", "_") for flag in arguments}
-    for steps, tokens in IN_TOKENS.items():
-        if steps in given:
-            _set(job, tokens, 0)
+    let_steps_win(job, arguments)
     job = tyro.cli(
         JobConfig,
         args=arguments,
@@ -67,6 +64,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         "A flag wins over the file. The defaults shown are those of the file.",
     )
     # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
+    given = names_of(arguments)
     chosen = given & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     if chosen and "mixer.n_basis" not in given and not reads_n_basis(vars(job.mixer)):
         job.mixer.n_basis = None
@@ -77,6 +75,19 @@ def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
     """Whether a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
     unread = {"softmax"} | ({*FIXED_STATE} - {"mamba2"} if mixer.get("state_heads") else set())
     return not unread.issuperset(mixer.get("layers") or [mixer.get("condition", "interdomain")])
+
+
+def names_of(flags: list[str]) -> set[str]:
+    """The settings that are set on a command line."""
+    return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags}
+
+
+def let_steps_win(job_config: Any, flags: list[str]) -> None:
+    """Lengths in steps on the command line win over a file's in tokens."""
+    given = names_of(flags)
+    for steps, tokens in IN_TOKENS.items():
+        if steps in given and tokens not in given:
+            _set(job_config, tokens, 0)
 
 
 def job_config_of(table: dict[str, Any]) -> JobConfig:

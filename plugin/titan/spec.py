@@ -12,6 +12,7 @@
 
 import copy
 import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ from .metrics import life_signs, perplexity
 from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
-from .settings import pairs, refuse_wrong_values, value_of
+from .settings import let_steps_win, pairs, refuse_wrong_values, value_of
 from .topology import refuse_for_batch, runs_with, topology
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
@@ -84,6 +85,7 @@ def plan_of(job_config: Any) -> RunPlan:
         for setting, instead in NOT_HONOURED.items():
             if (value := value_of(job_config, setting)) != defaults[setting]:
                 raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
+        let_steps_win(job_config, sys.argv[1:])
         refuse_wrong_values(job_config)
         _refuse_for_trainer(job_config)
         planned = copy.deepcopy(job_config)

@@ -6,6 +6,7 @@ The TOML file is read as `./launch.sh` reads it. Flags are TorchTitan's own, and
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ from .host import (
 from .optimizer import GroupedOptimizers, GroupedSchedulers
 from .plan import RunPlan, make_plan
 from .schema import JobConfig
-from .settings import read_job_config
+from .settings import let_steps_win, read_job_config
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
@@ -44,18 +45,6 @@ OURS = (
     "lr_scheduler",
     "dataloader",
 )  # components that are ours: no setting of TorchTitan's alone has an effect
-
-
-class VariantTrainer(Trainer):
-    """TorchTitan's trainer; before it builds anything, the run's plan is checked."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        job: Annotated[Any, tyro.conf.Suppress] = None
-
-    def __init__(self, config: Any) -> None:
-        prepare(config)
-        super().__init__(config)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,8 +99,19 @@ def configuration(file: str) -> Any:
     )
     windows = built_by(WindowsConfig, lambda *, dp_rank, dp_world_size, **_: FixedWindows(job, dp_rank, dp_world_size))
     base = titan_validate.Validator.Config
+
+    class VariantTrainer(Trainer):
+        """TorchTitan's trainer; before it builds anything, the run's plan is checked."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(Trainer.Config):
+            pass
+
+        def __init__(self, config: Any) -> None:
+            prepare(config, job, spec)
+            super().__init__(config)
+
     return VariantTrainer.Config(
-        job=job,
         model_spec=spec,
         dump_folder=job.job.dump_folder,
         loss=loss.CrossEntropyLoss.Config(),
@@ -137,12 +137,13 @@ def configuration(file: str) -> Any:
 
 
 @one_paragraph
-def prepare(config: Any) -> None:
+def prepare(config: Any, job: JobConfig, spec: Any) -> None:
     """Carry the flags over into our configuration, check it, and make its plan.
 
     Raises: SystemExit: the configuration cannot run; the reason is printed.
     """
-    job: JobConfig = config.job
+    job.job.dump_folder = config.dump_folder
+    let_steps_win(job, sys.argv[1:])
     for section in (*SECTIONS, *OURS, "validator"):
         theirs, mine = getattr(config, section), getattr(job, OTHER_NAMES.get(section, section))
         for field in dataclasses.fields(theirs):
@@ -168,6 +169,6 @@ def prepare(config: Any) -> None:
             "training.max_skipped_steps has no effect in TorchTitan's own trainer, which ends at a loss that is not finite. "
             "Leave it out, or start with -m interdomain.titan.entry FILE.toml."
         )
-    plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
+    plan = spec.model.plan = config.model_spec.model.plan = make_plan(job, int(os.environ["WORLD_SIZE"]))
     config.training.steps = job.training.steps = plan.steps
     job.lr_scheduler.warmup_steps = plan.warmup_steps

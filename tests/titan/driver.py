@@ -133,8 +133,9 @@ def watch_traffic(trainer, seen):
 
 def build(job):
     if job["stock"]:
-        config = ConfigManager().parse_args(job["args"])
-        return config.build() if NEW else torchtitan.train.Trainer(config)
+        with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
+            config = ConfigManager().parse_args(job["args"])
+            return config.build() if NEW else torchtitan.train.Trainer(config)
     return InterdomainTrainer(read_job_config(job["args"]))
 
 

@@ -65,9 +65,11 @@ def runs(tmp_path_factory, corpus, short, launch):
     runs = Runs(2, tmp_path_factory.mktemp("stock"), corpus, launch)
     windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
     runs.add("ours", **windows, checkpoint__enable=True, checkpoint__interval=2, probes=["gradients"])
+    tokens = toml_of(runs.folder / "tokens.toml", training__tokens=51_200, lr_scheduler__warmup_tokens=5_120)
     for name, settings in AXES.items():
         validated = windows if name in ("shards", "context") else {}
-        runs.add(name, **settings | validated, training__steps=4, probes=["gradients"], stock=True)
+        steps = {"training__steps": 4, "lr_scheduler__warmup_steps": 2}  # win over the file's tokens
+        runs.add(name, toml=tokens, **settings | validated | steps, probes=["gradients"], stock=True)
     layers = LAYERS | TENSOR | {"data__corpus": short, "training__local_batch_size": 8, "training__steps": 2}
     runs.add("our layers", **layers)
     runs.add("layers", **layers, stock=True)
@@ -259,9 +261,11 @@ def runs_03(runs, tmp_path_factory, corpus):
     replicas = {"parallelism__data_parallel_replicate_degree": 2}
     windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
     for name, settings in {"shards": windows, "replicas": replicas, "compiled": AXES["compiled"]}.items():
-        given = settings | {"data__corpus": str(corpus), "training__local_batch_size": 4, "training__steps": 3}
-        file = toml_of(new.folder / f"{name}.toml", job__dump_folder=str(new.folder / name), **given)
-        args = ["--module", "interdomain.titan", "--config", str(file)]
+        given = settings | {"data__corpus": str(corpus), "training__local_batch_size": 4, "checkpoint__enable": True}
+        tokens = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}
+        file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **tokens)
+        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(new.folder / name)]
+        args += ["--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]  # win over the file's tokens
         new.jobs.append(
             {"name": name, "args": args, "probes": ["gradients"], "spoil": None, "stops": False, "stock": True}
         )
@@ -291,6 +295,10 @@ def test_torchtitan_0_3_validates_the_same(runs, runs_03):
     assert {step: found["loss"] for step, found in there.items()} == {
         step: pytest.approx(ours[step]["loss"], rel=TOLERANCE) for step in (1, 3)
     }
+
+
+def test_a_checkpoint_of_torchtitan_0_3_converts(runs_03, tmp_path):
+    assert convert.main([str(runs_03.folder / "shards"), "--output", str(tmp_path / "folder")]) == 0
 
 
 def test_a_run_goes_to_torchtitan_0_3_and_back(runs, runs_03, tmp_path, launch, corpus):
