@@ -137,7 +137,7 @@ def latest_checkpoint(folder: Path | str) -> Path:
 
 
 def check_types(record: dict[str, Any], **kinds: Any) -> None:
-    """What a record has of these names must be of these types. Raises: ValueError."""
+    """Check that the values which a record has under these names are of these types. Raises: ValueError."""
     for name, kind in kinds.items():
         if name in record and not isinstance(record[name], kind):
             raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")

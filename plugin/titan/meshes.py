@@ -84,11 +84,11 @@ def part_of(mesh: DeviceMesh) -> Part:
 
 
 def is_divided(x: DTensor, axis: str) -> bool:
-    """Whether the ranks of an axis of the mesh have different parts of x."""
+    """True if the ranks of an axis of the mesh have different parts of x."""
     names = x.device_mesh.mesh_dim_names or ()
     return axis in names and x.placements[names.index(axis)].is_shard()
 
 
 def is_whole(x: DTensor) -> bool:
-    """Whether every rank of a stage has all of x, or a share of it (`Partial`): the dynamics."""
+    """True if every rank of a stage has all of x, or a share of it (`Partial`): the dynamics."""
     return not any(placement.is_shard() for placement in x.placements)

@@ -192,7 +192,7 @@ def build_tokenizer(job_config: Any) -> Any:
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
-    """Of data.corpus; without one, of TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
+    """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
     fingerprint = ""
     if job_config.data.corpus:
         tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)

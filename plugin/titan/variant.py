@@ -1,4 +1,4 @@
-"""What TorchTitan's own trainer needs of the model on both of its versions (`spec`, `spec_0_3`)."""
+"""The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -73,7 +73,7 @@ def part_of(mesh):
 
 
 def distribute(model, mesh):
-    """As a run does: DTensors in place of the parameters that have parts, which the modules read as local tensors."""
+    """Put DTensors in place of the parameters that have parts, as a run does; modules read them as local tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, module in model.named_modules():

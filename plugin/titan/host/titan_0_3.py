@@ -159,7 +159,7 @@ def section_of(job: Any, name: str) -> Any:
 
 
 def translate(job: Any) -> Any:
-    """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's settings where ours has no field, and its
+    """A copy of our configuration for TorchTitan's classes, with TorchTitan's settings where ours has no field, and its
     names of sections beside ours."""
     config = SimpleNamespace(to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler"))
     for name, ours in vars(job).items():
