@@ -37,28 +37,8 @@ origin() {
 { "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && origin torch >/dev/null; } ||
   fail "$python has no PyTorch, or is older than Python 3.11; set INTERDOMAIN_PYTHON to one that has it."
 
-# The clone under its import name, for interpreters that it is not installed in: links after pyproject.toml's package-dir.
-if [ "$(origin interdomain)" != "$(cd "$root/plugin" && pwd -P)/__init__.py" ]; then
-  links=$(mktemp -d)
-  trap 'rm -rf "$links"' EXIT
-  "$python" - "$root" "$links" <<'PY' || fail "the clone could not be linked under its import name."
-import pathlib
-import sys
-import tomllib
-
-root, links = map(pathlib.Path, sys.argv[1:])
-folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-for package, folder in sorted(folders.items()):  # interdomain before interdomain.scan
-    place = links.joinpath(*package.split("."))
-    if "." not in package:
-        place.mkdir()
-        for entry in (root / folder).iterdir():
-            (place / entry.name).symlink_to(entry)
-    elif not place.exists():  # a package inside of one that is linked
-        place.symlink_to(root / folder)
-PY
-  export PYTHONPATH=$links${PYTHONPATH:+:$PYTHONPATH}
-fi
+# For interpreters that the clone is not installed in.
+export PYTHONPATH=$root/plugin${PYTHONPATH:+:$PYTHONPATH}
 
 # Not by exec, which would leave the links behind. A signal goes on to the benchmarks, which end by themselves.
 "$python" -m "interdomain.tools.$tool" "$@" &

@@ -1,9 +1,8 @@
-"""mkdocs: links that show mkdocstrings the folders as `interdomain`; what the site shows otherwise than GitHub."""
+"""mkdocs: what the site shows otherwise than GitHub."""
 
 import ast
 import json
 import re
-import subprocess
 from pathlib import Path
 
 from mkdocs.structure.files import File
@@ -13,10 +12,6 @@ ROOT = Path(__file__).parent.parent
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)">\s*</picture>'
 )
-
-
-def on_startup(command, dirty):
-    subprocess.run([ROOT / ".ci" / "links"], check=True)
 
 
 def on_files(files, config):
@@ -47,8 +42,8 @@ def on_page_markdown(markdown, **_):
 
 
 def settings():
-    """A table per section of plugin/titan/schema.py: its fields, with the comments above (`#:`) or beside them."""
-    source = (ROOT / "plugin" / "titan" / "schema.py").read_text()
+    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them."""
+    source = (ROOT / "plugin" / "interdomain" / "titan" / "settings" / "schema.py").read_text()
     lines, sections = source.splitlines(), {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     out = []
     for section in sections.pop("JobConfig").body[1:-1]:

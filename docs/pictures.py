@@ -37,12 +37,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 from PIL import Image
 
-from interdomain.model.pretrained import load_pretrained
-from interdomain.tools import inspect, kernel_view
-from interdomain.tools._maps import read_layers, share
+from interdomain.files.pretrained import load_pretrained
+from interdomain.tools import inspect_model as inspect
+from interdomain.tools import kernel_view
+from interdomain.tools._inspect.maps import read_layers, share
 from interdomain.tools._plots import Curve, Panel, draw
-from interdomain.tools._study import VALIDATION
-from interdomain.tools._study_tables import ACCURACY, cells_of
+from interdomain.tools._study.definition import VALIDATION
+from interdomain.tools._study.tables import ACCURACY, cells_of
 from interdomain.tools.study import shown
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,7 @@ from interdomain.tools import _cli, main
 from .common import REPOSITORY
 
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-PACKAGES = PYPROJECT["tool"]["setuptools"]["packages"]
-FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+PLUGIN = REPOSITORY / "plugin"
 MAX_LINES = 450
 
 
@@ -31,20 +30,17 @@ def files(*endings):
     return sorted(p for p in found if p.is_file() and p.name.endswith(endings or ("",)))
 
 
-def folder_of(package):
-    """A package's folder, by setuptools' rule: the longest prefix with an entry of its own."""
-    parts = package.split(".")
-    for n in range(len(parts), 0, -1):
-        if ".".join(parts[:n]) in FOLDERS:
-            return REPOSITORY.joinpath(FOLDERS[".".join(parts[:n])], *parts[n:])
-    raise AssertionError(f"{package} has no folder")
+def modules():
+    """Import name -> file. The package's links lead to kernels/scan, kernels/features and tools."""
+    for folder, folders, names in os.walk(PLUGIN / "interdomain", followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in names:
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                yield ".".join(path.relative_to(PLUGIN).with_suffix("").parts).removesuffix(".__init__"), path
 
 
-MODULES = {  # import name -> file
-    package if path.stem == "__init__" else f"{package}.{path.stem}": path
-    for package in PACKAGES
-    for path in sorted(folder_of(package).glob("*.py"))
-}
+MODULES = dict(sorted(modules()))
 
 
 # Which package imports what
@@ -78,6 +74,7 @@ def package_of(name):
 
 ALLOWED = {
     "folders": set(),
+    "launcher": set(),
     "environment": {"torch"},
     "scan": {"torch", "triton"},
     "features": {"torch", "triton", "interdomain.scan"},
@@ -85,25 +82,27 @@ ALLOWED = {
         *("numpy", "sentencepiece", "torch", "interdomain.folders"),
         *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
     },
-    "model": {
+    "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
+    "files": {
         *("torch", "safetensors", "numpy"),
-        *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders"),
+        *("interdomain.model", "interdomain.data", "interdomain.folders"),
     },
     "hf": {"torch", "transformers", "interdomain.scan", "interdomain.features"},
     "titan": {
         "wandb",  # late: where metrics.enable_wandb asks for it
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),
         *("interdomain.scan", "interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
-        "interdomain.environment",
+        *("interdomain.environment", "interdomain.files", "interdomain.launcher"),
     },
     "megatron": {
         *("torch", "megatron", "interdomain", "interdomain.scan", "interdomain.features", "interdomain.data"),
-        "interdomain.model",
+        *("interdomain.model", "interdomain.files"),
     },
     "tools": {
         *("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "tensorboard", "interdomain", "interdomain.scan"),
         *("interdomain.features", "interdomain.data", "interdomain.folders", "interdomain.model"),
         *("interdomain.titan", "interdomain.megatron", "interdomain.hf", "interdomain.environment"),
+        *("interdomain.files", "interdomain.launcher"),
         *("fla", "mamba_ssm"),  # timed beside ours where they are installed
         "triton",  # which ptxas compiled what was measured
         *("lm_eval", "datasets", "matplotlib"),  # late: what `evaluate` and the plots need
@@ -124,7 +123,7 @@ def test_imports_go_one_way():
             target = package_of(name)
             assert target not in NETWORK, f"{module} imports {name}: nothing here speaks to a network"
             host = module.startswith("interdomain.titan.host")
-            assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/titan/host does"
+            assert target != "torchtitan" or host, f"{module} imports {name}: only plugin/interdomain/titan/host does"
             assert target in allowed | {own} or target in sys.stdlib_module_names, (
                 f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
             )
@@ -138,13 +137,9 @@ def test_kernels_is_no_package():
     assert not (REPOSITORY / "kernels" / "__init__.py").exists()
 
 
-def test_every_package_folder_is_listed():
-    listed = {folder_of(package) for package in PACKAGES}
-    for root in ("plugin", "kernels", "tools"):
-        for path in files(".py"):
-            if path.is_relative_to(REPOSITORY / root):
-                assert path.parent in listed, f"{path} is in no package of pyproject.toml: absent from the wheel"
-                assert (path.parent / "__init__.py").is_file(), path.parent
+def test_every_package_folder_is_a_package():
+    """Without __init__.py, names such as `interdomain.titan.plan` would be namespaces that any folder could extend."""
+    assert {path.parent for path in MODULES.values() if not (path.parent / "__init__.py").is_file()} == set()
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +150,8 @@ def built(tmp_path_factory):
         copy = path / "source" / file.relative_to(REPOSITORY)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
+    for link in (link for link in (PLUGIN / "interdomain").iterdir() if link.is_symlink()):
+        (path / "source" / link.relative_to(REPOSITORY)).symlink_to(os.readlink(link))
 
     def build(*words):
         done = subprocess.run([sys.executable, *words], cwd=path / "source", capture_output=True, text=True)

@@ -29,9 +29,8 @@ import torch
 
 from interdomain.environment import ROOT
 from interdomain.folders import write_whole
-
-from ._bench import Deadline, add_output, markdown_rows, page
-from ._cli import argument_parser, user_errors
+from interdomain.tools._bench.results import Deadline, add_output, markdown_rows, page
+from interdomain.tools._cli import argument_parser, user_errors
 
 SECONDS = 540.0
 EARLY = 4.0  # a tool is told to end so long before its share does

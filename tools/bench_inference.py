@@ -20,10 +20,9 @@ import torch
 
 from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build_config
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
-
-from . import _bench
-from ._cli import argument_parser, user_errors
-from ._timing import measure, peak_memory, ratio, release, timer
+from interdomain.tools._bench import results
+from interdomain.tools._bench.timing import measure, peak_memory, ratio, release, timer
+from interdomain.tools._cli import argument_parser, user_errors
 
 PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
 SIZE_BATCHES = (1, 8)  # of all sizes but the first
@@ -119,20 +118,20 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
-def attempt(figures, *args, device: torch.device, deadline: _bench.Deadline) -> dict:
+def attempt(figures, *args, device: torch.device, deadline: results.Deadline) -> dict:
     """What figures(*args, device) returns, or a "remark" why there is nothing: out of memory is a result."""
     if deadline.passed:
-        return {"remark": _bench.NOT_RUN}
+        return {"remark": results.NOT_RUN}
     try:
         row = figures(*args, device)
     except Exception as e:
-        row = {"remark": _bench.reason(e)}
+        row = {"remark": results.reason(e)}
     release(device)
-    _bench.require_healthy(device, "this row")
+    results.require_healthy(device, "this row")
     return row
 
 
-def decode_batch(models, size: str, batch: int, mode, device, report: _bench.Report, deadline) -> None:
+def decode_batch(models, size: str, batch: int, mode, device, report: results.Report, deadline) -> None:
     """Rows of every prefix and path at one batch."""
     paper = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
     for prefix in mode.prefixes:
@@ -149,7 +148,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: _bench.Rep
             report.add(f"decode, {size}", row)
 
 
-def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
+def read_prompts(models, mode, device, report: results.Report, deadline) -> None:
     """Every prompt read by both models, in chunks and in one piece; the last by interdomain in chunks alone."""
     report.table("reading a prompt", PROMPTS)
     for batch, length in mode.prompts:
@@ -165,7 +164,7 @@ def read_prompts(models, mode, device, report: _bench.Report, deadline) -> None:
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    _bench.add_arguments(p)
+    results.add_arguments(p)
     what = f"model sizes: {', '.join(SIZES)} (default: {' '.join(GPU['sizes'])}; on a CPU {' '.join(TINY['sizes'])}). "
     what += "The first is measured at all batch sizes and with prompts"
     p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
@@ -179,12 +178,12 @@ def parse(argv) -> argparse.Namespace:
 @torch.no_grad()
 def main(argv=None) -> int:
     args = parse(argv)
-    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
-    _bench.fill_in(args, device, steps=(None, None))
+    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
+    results.fill_in(args, device, steps=(None, None))
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
-    sizes = _bench.choose("--sizes", mode.sizes, tuple(SIZES))
-    report = _bench.Report("inference", args.output, device, vars(mode))
+    sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
+    report = results.Report("inference", args.output, device, vars(mode))
     for size in sizes:
         if deadline.passed:
             break

@@ -26,13 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
 from interdomain import InterdomainAttention, scan
-
-from . import _bench
-from ._apart import Emit
-from ._cases import Case, Shape, make_inputs
-from ._cli import argument_parser, user_errors
-from ._peers import PEERS, peer
-from ._timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
+from interdomain.tools._bench import results
+from interdomain.tools._bench.apart import Emit
+from interdomain.tools._bench.cases import Case, Shape, make_inputs
+from interdomain.tools._bench.peers import PEERS, peer
+from interdomain.tools._bench.timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
+from interdomain.tools._cli import argument_parser, user_errors
 
 CHUNKWISE = ("chunkwise", "chunkwise-kept")
 ATTENTION = {
@@ -116,7 +115,7 @@ def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, round
         times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
         row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
-        emit(row | {"remark": _bench.reason(e)})
+        emit(row | {"remark": results.reason(e)})
         return
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
@@ -128,7 +127,7 @@ def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, round
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    _bench.add_arguments(p)
+    results.add_arguments(p)
     what = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
     p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=what)
     what = f"what to time: {', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
@@ -157,11 +156,11 @@ def main(argv=None) -> int:
     args = parse(argv)
     if args.once:  # without PyTorch's pools a sanitizer sees an access beyond a tensor's end
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
+    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
     cuda = device.type == "cuda"
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
-    names = _bench.choose("--mixers", args.mixers or default, NAMES)
-    _bench.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
+    names = results.choose("--mixers", args.mixers or default, NAMES)
+    results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
     shapes = [parse_shape(text) for text in args.shapes]
     cases = list(itertools.product(names, shapes))
     if args.once:
@@ -170,7 +169,7 @@ def main(argv=None) -> int:
             print(f"ran {name}, {shape}", flush=True)
         return 0
 
-    report = _bench.Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds})
+    report = results.Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds})
     report.note(
         "Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates. bf16."
     )
@@ -187,7 +186,7 @@ def main(argv=None) -> int:
         report.add(table, row)
 
     handle = functools.partial(run_case, rounds=args.rounds)
-    _bench.work(device, [cases], add, handle, deadline=deadline)
+    results.work(device, [cases], add, handle, deadline=deadline)
     ran = sum("both ms" in row for shape in shapes for row in report.rows(str(shape)))
     report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
     return 0

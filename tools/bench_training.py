@@ -28,11 +28,12 @@ from pathlib import Path
 import torch
 
 from interdomain.model import CONDITIONS
-
-from . import _bench, _torchrun, launch
-from ._cli import argument_parser, user_errors
-from ._curves import EVENTS, FOLDER, Curves, read_curves
-from ._timing import ratio
+from interdomain.tools import launch
+from interdomain.tools._bench import results
+from interdomain.tools._bench.timing import ratio
+from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._curves import EVENTS, FOLDER, Curves, read_curves
+from interdomain.tools._start import torchrun
 
 CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 # Scalars of a run.
@@ -91,8 +92,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
 
 def run_case(run: argparse.Namespace, data: Path, output: Path, seconds: float) -> dict:
     """One run from start to end: a row of the table."""
-    command = _torchrun.torchrun_command(str(run.config), flags(run, data, output), 1)
-    env, log, problem = _torchrun.environment(1) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
+    command = torchrun.torchrun_command(str(run.config), flags(run, data, output), 1)
+    env, log, problem = torchrun.environment(1) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
     with open(log, "w") as f:
         try:
             done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=max(1.0, seconds))
@@ -104,7 +105,7 @@ def run_case(run: argparse.Namespace, data: Path, output: Path, seconds: float) 
     if problem:
         said = log.read_text(errors="replace")
         row["remark"] = explain(problem, said)
-        _bench.say("\n".join(said.splitlines()[-LAST_LINES:]))
+        results.say("\n".join(said.splitlines()[-LAST_LINES:]))
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {run.steps} steps"
     return row
@@ -117,7 +118,7 @@ def explain(problem: str, log: str) -> str:
     # torchrun's own last words, of a ChildFailedError, only repeat the exit status.
     lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
     errors = [line for line in lines if line.startswith("error:") or "Error: " in line]
-    return _bench.without_paths(f"{problem}: {(errors or lines or ['no word'])[-1]}")[:300]
+    return results.without_paths(f"{problem}: {(errors or lines or ['no word'])[-1]}")[:300]
 
 
 def figures(seen: Curves, run: argparse.Namespace) -> dict:
@@ -137,7 +138,7 @@ def figures(seen: Curves, run: argparse.Namespace) -> dict:
     return row
 
 
-def add_kernels(report: _bench.Report, case: str, table: str, output: Path) -> None:
+def add_kernels(report: results.Report, case: str, table: str, output: Path) -> None:
     """The kernels that took most GPU time in a run's trace by torch.profiler, and the trace itself beside the results."""
     for trace in sorted(output.glob("traces/**/*.json"))[-1:]:
         ms, calls = Counter(), Counter()
@@ -155,7 +156,7 @@ def add_kernels(report: _bench.Report, case: str, table: str, output: Path) -> N
 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
-    _bench.add_arguments(p, "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
+    results.add_arguments(p, "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
     what = "model sizes: names of files in train_configs (default: 1.3B; on a CPU debug)"
     p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
     what = "sequence lengths in tokens, each at least 1 (default: 4096; on a CPU 64)"
@@ -175,24 +176,24 @@ def parse(argv) -> argparse.Namespace:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    device, deadline = _bench.choose_device(args.device), _bench.Deadline(args.time_limit)
+    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
     if args.device != "auto":
         raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
-    _bench.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
+    results.fill_in(args, device, **defaults, cases=(CASES, TINY_CASES))
     args.trace, args.log_freq = args.trace and device.type == "cuda", 5 if device.type == "cuda" else 1
     for case in args.cases:
         if tuple(case.split(":")) not in itertools.product(*CHOICES):
             raise ValueError(f"--cases must be {CASE}: got {case}. CONDITION is one of {', '.join(CONDITIONS)}.")
     configs = {p.stem: p for p in sorted(CONFIGS.glob("*.toml"))}
-    configs = {size: configs[size] for size in _bench.choose("--sizes", args.sizes, configs)}
+    configs = {size: configs[size] for size in results.choose("--sizes", args.sizes, configs)}
     shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
-    report = _bench.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
+    report = results.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
     try:
         for name in ("tensorboard", "sentencepiece", "torchdata"):
             importlib.import_module(name)
         # Imports TorchTitan and what it imports, some of it only to read a configuration.
-        from interdomain.titan.plan import model_config
+        from interdomain.titan.plan.run_plan import model_config
 
         vocabularies = {size: model_config(launch.job_config(str(p), [])).vocab_size for size, p in configs.items()}
     except ImportError as e:
@@ -208,11 +209,11 @@ def main(argv=None) -> int:
         table = f"{size}, {batch} x {length:,} tokens per step"
         if case == args.cases[0]:
             report.table(table, COLUMNS)
-        row = {"case": case, "remark": _bench.NOT_RUN}
+        row = {"case": case, "remark": results.NOT_RUN}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             if not deadline.passed:
-                _bench.say(f"{table}, {i + 1} of {len(runs)}: {case}")
+                results.say(f"{table}, {i + 1} of {len(runs)}: {case}")
                 write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
                 limit = min(deadline.left, max(CASE_SECONDS, 1.5 * deadline.left / (len(runs) - i)))
                 row = run_case(run, folder, folder / "run", limit)

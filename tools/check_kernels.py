@@ -27,11 +27,10 @@ from torch import Tensor
 
 from interdomain import InterdomainAttention, scan
 from interdomain.model import Execution
-
-from . import _bench
-from ._apart import Emit
-from ._cases import CPU, LAYERS, STEPS, Case, convert, groups, make_documents, make_inputs
-from ._cli import argument_parser, user_errors
+from interdomain.tools._bench import results as _bench
+from interdomain.tools._bench.apart import Emit
+from interdomain.tools._bench.cases import CPU, LAYERS, STEPS, Case, convert, groups, make_documents, make_inputs
+from interdomain.tools._cli import argument_parser, user_errors
 
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"

@@ -21,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from interdomain.folders import write_whole
-
-from ._cli import argument_parser, user_errors
-from ._curves import configuration_of, curves_of, events_folder, read_events
+from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._curves import configuration_of, curves_of, events_folder, read_events
 
 COLUMNS = {  # as they are compared, stored and printed
     "loss": "loss_metrics/global_avg_loss",

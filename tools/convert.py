@@ -21,15 +21,15 @@ import torch
 from tqdm import tqdm
 
 import interdomain
-from interdomain.data import check_vocab, load_tokenizer
 from interdomain.data.tokenizer_export import padding_id, refuse_in_transformers, write_for_transformers
+from interdomain.files import distributed_checkpoint as checkpoints
+from interdomain.files import pretrained
+from interdomain.files.checkpoint import open_checkpoint
+from interdomain.files.megatron_checkpoint import FLAGS, MegatronCheckpoint, find_checkpoint, write_checkpoint
+from interdomain.files.model_card import write_card
 from interdomain.folders import new_folder
-from interdomain.model import ModelConfig, Transformer, cell_of, meta_model, pretrained
-from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model.megatron_checkpoint import FLAGS, MegatronCheckpoint, find_checkpoint, write_checkpoint
-
-from ._cli import OUTPUT, argument_parser, user_errors
-from ._model_card import write_card
+from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
+from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
 
 CODE = Path(interdomain.__file__).parent / "hf"
 CHECK_TOKENS = 64
@@ -66,49 +66,9 @@ def parse(argv):
     return args
 
 
-class Checkpoint:
-    """A training checkpoint of this project: its model, and what is recorded of it. `MegatronCheckpoint` has the same."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config, self.record = checkpoints.read_sidecar(folder)
-        self.index = checkpoints.tensor_index(folder)
-        for name, tensor in meta_model(self.config).state_dict().items():
-            found = list(self.index[name].size) if name in self.index else "missing"
-            if found != list(tensor.shape):
-                raise ValueError(
-                    f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
-                )
-        self.tokenizer = pretrained.load_checked_tokenizer(checkpoints.record_folder(folder), self.config, self.record)
-
-    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return checkpoints.read_tensors(self.folder, names, self.index)
-
-    def check_bytes(self, names) -> None:
-        checkpoints.check_bytes(self.folder, names)
-
-
-def open_checkpoint(args):
-    folder = find_checkpoint(args.source)
-    if folder is None:
-        if args.tokenizer:
-            raise ValueError(
-                f"--tokenizer is for checkpoints of Megatron-Core. {args.source} has its own tokenizer: leave it out."
-            )
-        return Checkpoint(checkpoints.latest_checkpoint(args.source))
-    if not args.tokenizer:
-        raise ValueError(
-            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's with --tokenizer."
-        )
-    checkpoint = MegatronCheckpoint(folder)
-    checkpoint.tokenizer = load_tokenizer(args.tokenizer)
-    check_vocab(checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size)
-    return checkpoint
-
-
 def to_folder(args) -> str:
-    checkpoint = open_checkpoint(args)
-    config, record, tokenizer = checkpoint.config, checkpoint.record, checkpoint.tokenizer
+    checkpoint, tokenizer = open_checkpoint(args.source, args.tokenizer)
+    config, record = checkpoint.config, checkpoint.record
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(expected)
     with new_folder(args.output) as folder:
@@ -137,7 +97,7 @@ def to_folder(args) -> str:
             ) from e
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
-        # The classes that transformers runs, and the license, as they stand in plugin/hf.
+        # The classes that transformers runs, and the license, as they stand in plugin/interdomain/hf.
         for file in (*sorted(CODE.glob("*_interdomain.py")), CODE / "LICENSE"):
             shutil.copyfile(file, folder / file.name)
         write_card(folder, config, args.dtype, tokenizer, facts)

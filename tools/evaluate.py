@@ -25,14 +25,23 @@ from pathlib import Path
 import torch
 
 from interdomain.data.readers import find_inputs, list_spans
+from interdomain.files.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
-from interdomain.model.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
-
-from . import _bench, _harness, _length, _perplexity, _task_table
-from ._cli import RESULTS, STANDALONE, add_device, add_dtype, argument_parser, install_command, user_errors
-from ._plots import Curve, Panel, draw
-from ._timing import release
+from interdomain.tools._bench import results
+from interdomain.tools._bench.timing import release
+from interdomain.tools._cli import (
+    RESULTS,
+    STANDALONE,
+    add_device,
+    add_dtype,
+    argument_parser,
+    install_command,
+    user_errors,
+)
+from interdomain.tools._evaluate import harness, perplexity, task_table
+from interdomain.tools._evaluate import length as _length
+from interdomain.tools._plots import Curve, Panel, draw
 
 MARKDOWN, PLOT = "evaluation.md", "perplexity.png"
 RECORDED = ("batch_size", "dtype", "limit", "perplexity", "lengths", "packed")  # of the options
@@ -51,7 +60,7 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--limit", type=int, metavar="N", help=what)
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
-    suites = f"suites ({', '.join(_task_table.SUITES)}) or names of lm-evaluation-harness"
+    suites = f"suites ({', '.join(task_table.SUITES)}) or names of lm-evaluation-harness"
     what = f"{suites} (default: paper, or none with --perplexity)"
     tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=what)
     what = "folders with task files of your own, in the harness's format"
@@ -107,12 +116,12 @@ def open_folders(paths: list[Path]) -> list[Folder]:
     return folders
 
 
-def save(report: _bench.Report) -> None:
+def save(report: results.Report) -> None:
     """JSON and Markdown, with the tables of what is known so far."""
     contents, folders, cells = report.contents, report.rows("folders"), {}
     if contents["tasks"]:
         found = {label: out["results"] for label, out in contents["tasks"].items()}
-        cells["tasks"] = _task_table.table(found, {(row["size"], row["condition"]) for row in folders})
+        cells["tasks"] = task_table.table(found, {(row["size"], row["condition"]) for row in folders})
     if contents["perplexity"]:
         beside = {row["condition"] for row in folders if row["size"] == _length.SIZE and "corpora" in contents}
         table = perplexity_table(contents["perplexity"], [row["folder"] for row in folders], beside)
@@ -121,7 +130,7 @@ def save(report: _bench.Report) -> None:
         report.table(name, head)
         report.rows(name).extend(dict(zip(head, row, strict=True)) for row in rows)
     report.write()
-    write_whole(report.folder / MARKDOWN, "\n".join([*_bench.page(contents), ""]).encode())
+    write_whole(report.folder / MARKDOWN, "\n".join([*results.page(contents), ""]).encode())
 
 
 def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> list[list[str]]:
@@ -172,7 +181,7 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
     for (corpus, tokenizer), used in spans.items():
         for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
             name = f"{folder.path}, {corpus}"
-            row = _perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
+            row = perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
             rows.append({"folder": str(folder.path), "corpus": corpus, **row})
     return rows
 
@@ -180,7 +189,7 @@ def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> l
 def fetch(args, names: list[str]) -> None:
     """Fetch the data of tasks and the paper's corpora. Raises: ValueError, FileNotFoundError for data that cannot be had."""
     if names:
-        _harness.load_tasks(args.tasks, args.include_path)
+        harness.load_tasks(args.tasks, args.include_path)
     if _length.NAME in args.perplexity:
         if not (args.corpora / _length.SOURCES).is_file():
             _length.fetch(args.corpora)
@@ -197,9 +206,9 @@ def main(argv=None) -> int:
     args = parse(argv)
     if args.tasks is None:
         args.tasks = [] if args.perplexity else ["paper"]
-    names = _task_table.task_names(args.tasks)
+    names = task_table.task_names(args.tasks)
     if names:
-        _harness.require_harness()
+        harness.require_harness()
     paper = _length.NAME in args.perplexity
     if paper and len(args.perplexity) > 1:
         raise ValueError(f"--perplexity {_length.NAME} stands alone. Evaluate other corpora with a second command.")
@@ -208,8 +217,8 @@ def main(argv=None) -> int:
         return 0
     if not args.folders:
         raise ValueError("no folder was given. Name one or more standalone folders (interdomain convert makes them).")
-    device = _bench.choose_device(args.device)
-    _bench.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
+    device = results.choose_device(args.device)
+    results.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
     folders = open_folders(args.folders)
     corpora, record = {name: name for name in args.perplexity}, None
     if paper:
@@ -222,14 +231,14 @@ def main(argv=None) -> int:
     tasks, spans = {}, {}
     for sha256, tokenizer in tokenizers.items():
         if names:
-            tasks[sha256] = _harness.load_tasks(args.tasks, args.include_path, tokenizer)
+            tasks[sha256] = harness.load_tasks(args.tasks, args.include_path, tokenizer)
         how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
         for corpus, path in corpora.items():
-            spans[corpus, sha256] = _perplexity.read_spans(path, tokenizer, max(args.lengths), **how)
+            spans[corpus, sha256] = perplexity.read_spans(path, tokenizer, max(args.lengths), **how)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
-    report = _bench.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
+    report = results.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
     versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
     report.contents["environment"] |= versions
     report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if record else {})
@@ -241,7 +250,7 @@ def main(argv=None) -> int:
     for folder in folders:
         if names:
             how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
-            out = _harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
+            out = harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
             report.contents["tasks"][str(folder.path)] = out
             save(report)
             release(device)
@@ -269,7 +278,7 @@ def notes(options: dict, tokenizers: int) -> Iterator[str]:
         yield f"Tasks: lm-evaluation-harness, {seen}, ± standard error."
     if options["perplexity"]:
         joined = "joined" if options["packed"] else "apart"
-        yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (tools/_perplexity.py)."
+        yield f"Perplexity: windows without overlap, each from an empty state, documents {joined} (docs/evaluation.md)."
         if options["perplexity"] == [_length.NAME]:
             yield "The paper does not say which documents it read, nor how they were cut: compare shapes (docs/length.md)."
         if tokenizers > 1:

@@ -15,10 +15,17 @@ import sys
 import time
 
 from interdomain.data import StreamDecoder
+from interdomain.files.pretrained import DTYPES, load_pretrained
 from interdomain.model.generation import PREFILL_CHUNK, Sampling, generate
-from interdomain.model.pretrained import DTYPES, load_pretrained
-
-from ._cli import STANDALONE, add_device, add_dtype, argument_parser, choose_device, user_errors, visible
+from interdomain.tools._cli import (
+    STANDALONE,
+    add_device,
+    add_dtype,
+    argument_parser,
+    choose_device,
+    user_errors,
+    visible,
+)
 
 
 def parse(argv):

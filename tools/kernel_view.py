@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from interdomain.model import MixerConfig, ModelConfig, Transformer, mixer
-from interdomain.model.ssm import initial_A
+from interdomain.model import MixerConfig, ModelConfig, Transformer
+from interdomain.model.mixers import interdomain as mixer
+from interdomain.model.mixers.ssm import initial_A
 from interdomain.scan.legs import legs_projection
-
-from ._cli import argument_parser, user_errors
-from ._plots import Curve, Panel, draw
+from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._plots import Curve, Panel, draw
 
 # Shapes: N tokens, M basis functions, R features, d channels of values, Nq queries. float64.
 

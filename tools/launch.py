@@ -26,12 +26,11 @@ from pathlib import Path
 
 import torch
 
-from interdomain.model.distributed_checkpoint import finished_steps
-
-from . import _slurm, _torchrun
-from ._cli import argument_parser, python_here, user_errors
-from ._curves import EVENTS, read_curves
-from ._torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, torchrun_command
+from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.tools._cli import argument_parser, python_here, user_errors
+from interdomain.tools._curves import EVENTS, read_curves
+from interdomain.tools._start import slurm, torchrun
+from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, torchrun_command
 
 DEFAULT_CONFIG = "train_configs/debug.toml"
 EMBEDDED_CORPUS = "data/stdlib"  # prepared on first use from the standard library's sources
@@ -58,7 +57,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     what = "restarts of failed ranks before the run ends"
     p.add_argument("--max-restarts", type=int, default=3, metavar="N", help=what)
     what = (
-        f"the cluster: a file of tools/sites, or the path of a NAME.env; {_slurm.LOCAL}: this machine alone, inside an "
+        f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an "
     )
     what += "allocation too (default: INTERDOMAIN_SITE, else plain)"
     p.add_argument("--site", metavar="NAME", help=what)
@@ -78,7 +77,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def job_config(config: str, flags: list[str]):
     """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
-    from interdomain.titan.settings import read_job_config
+    from interdomain.titan.settings.job_config import read_job_config
 
     return read_job_config(["--job.config_file", config, *flags])
 
@@ -99,9 +98,8 @@ def check_data(job, dry_run: bool = False) -> str:
 
     dry_run: prepare nothing, and say of data that is not there that it is not.
     """
-    from interdomain.titan.data_folders import open_dataset, open_tokenizer
-
-    from . import prepare_data
+    from interdomain.titan.data.folders import open_dataset, open_tokenizer
+    from interdomain.tools import prepare_data
 
     if job.data.corpus == EMBEDDED_CORPUS and not (Path(EMBEDDED_CORPUS) / "manifest.json").is_file():
         if dry_run:
@@ -157,11 +155,11 @@ def main(argv=None) -> int:
     args, flags = parse(argv)
     job = job_config(args.config, [*flags, "--help"] if args.flags else flags)
 
-    from interdomain.titan.plan import make_plan
-    from interdomain.titan.schedule import refuse_jump
+    from interdomain.titan.plan.run_plan import make_plan
+    from interdomain.titan.plan.schedule import refuse_jump
 
     ranks = args.ranks or torch.cuda.device_count() or CPU_RANKS
-    nodes = _slurm.allocation(args.site, args.ranks, ranks)
+    nodes = slurm.allocation(args.site, args.ranks, ranks)
     plan = make_plan(job, nodes.ranks * len(nodes.hosts), nodes.has_gpus) if nodes else make_plan(job, ranks)
     refuse_jump(job, plan.steps, plan.warmup_steps)
     print(plan.describe())
@@ -180,7 +178,7 @@ def main(argv=None) -> int:
 
     checkpoints = Path(job.job.dump_folder) / job.checkpoint.folder
     before = finished_steps(checkpoints).keys()
-    code = _slurm.run(command, nodes.environment) if nodes else _torchrun.run(command, _torchrun.environment(ranks))
+    code = slurm.run(command, nodes.environment) if nodes else torchrun.run(command, torchrun.environment(ranks))
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and (new := finished_steps(checkpoints).keys() - before):
         print(
             f"\nthe run failed (exit status {code}) after it saved step {max(new)}. The same command continues it, on another "

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from ._cli import user_errors
+from interdomain.tools._cli import user_errors
 
 # Command -> file. A command has its module's name, with dashes.
 TOOLS = {file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[a-z]*.py"))}

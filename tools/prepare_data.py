@@ -40,8 +40,7 @@ from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
-
-from ._cli import OUTPUT, argument_parser, user_errors, visible
+from interdomain.tools._cli import OUTPUT, argument_parser, user_errors, visible
 
 REQUEST = "request.json"  # in an unfinished folder: what was asked for
 # Not for --synthetic.

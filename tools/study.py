@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from interdomain.folders import require_empty
-
-from ._bench import markdown_rows
-from ._cli import OUTPUT, Help, argument_parser, user_errors
-from ._plots import draw
+from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._cli import OUTPUT, Help, argument_parser, user_errors
+from interdomain.tools._plots import draw
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
 if TYPE_CHECKING:
-    from ._study import Study
-    from ._study_tables import Run
+    from interdomain.tools._study.definition import Study
+    from interdomain.tools._study.tables import Run
 
 
 def parse(argv) -> argparse.Namespace:
@@ -72,7 +71,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> "Study":
-    from ._study import read_study
+    from interdomain.tools._study.definition import read_study
 
     study = read_study(args.study)
     runs = [run for run in study.runs if fnmatch.fnmatch(run.name, args.only)]
@@ -83,7 +82,7 @@ def chosen(args: argparse.Namespace) -> "Study":
 
 def plan(study: "Study") -> str:
     """The runs as a table, and what is missing."""
-    from ._study_tables import state_in_words
+    from interdomain.tools._study.tables import state_in_words
 
     lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
     for run in study.runs:
@@ -100,8 +99,8 @@ def plan(study: "Study") -> str:
 
 def shown(paths: list[Path]) -> "list[Run]":
     """Raises: ValueError for a study without a finished run, and for a folder that holds no run."""
-    from ._study import read_study, record_of
-    from ._study_tables import Run
+    from interdomain.tools._study.definition import read_study, record_of
+    from interdomain.tools._study.tables import Run
 
     found = []
     for path in paths:
@@ -119,8 +118,8 @@ def shown(paths: list[Path]) -> "list[Run]":
 def main(argv=None) -> int:
     args = parse(argv)
 
-    from . import _study_tables
-    from ._study_run import require_data, run_here, submit
+    from interdomain.tools._study import tables
+    from interdomain.tools._study.run import require_data, run_here, submit
 
     if args.command == "plan":
         print(plan(chosen(args)))
@@ -145,14 +144,14 @@ def main(argv=None) -> int:
     if args.output:
         require_empty(args.output)
     runs = shown(args.runs)
-    text = _study_tables.page(runs)
+    text = tables.page(runs)
     print(text, end="")
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
-        contents = {"cells": _study_tables.rows(runs), "runs": [asdict(run) for run in runs]}
+        contents = {"cells": tables.rows(runs), "runs": [asdict(run) for run in runs]}
         (args.output / "study.json").write_text(json.dumps(contents, indent=1) + "\n")
         (args.output / "study.md").write_text(text)
-        drawn = draw(args.output / "study.png", _study_tables.panels(runs))
+        drawn = draw(args.output / "study.png", tables.panels(runs))
         print(f"wrote {args.output}" + ("" if drawn else ", without a figure: matplotlib is not installed"))
     return 0
 

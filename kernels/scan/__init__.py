@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import ops, parallel, reference, step, triton_support
-from .alternatives import fft, sequential
+from . import fft, ops, parallel, reference, step, triton_support
+from .alternatives import sequential
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
 from .step import decay_factor

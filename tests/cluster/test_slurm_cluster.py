@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools import _slurm, compare_runs
+from interdomain.tools import compare_runs
+from interdomain.tools._start import slurm
 
 from ..common import REPOSITORY, TIMEOUT
 from .nodes import Cluster
@@ -41,7 +42,7 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, steps: int, minutes: int = 30) -> None:
         self.cluster, self.run, self.log = cluster, folder / "run", folder / "log.txt"
         folder.mkdir()
-        script = (_slurm.SITES / "requeue.sbatch").read_text()
+        script = (slurm.SITES / "requeue.sbatch").read_text()
         for pattern, replacement in (
             (r"#SBATCH --gpus-per-node=.*\n", ""),
             (r"(#SBATCH --nodes)=.*", r"\1=2"),

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from interdomain.tools import _torchrun, convert, launch, prepare_data
+from interdomain.tools import convert, launch, prepare_data
+from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
 from ..titan.conftest import launch as ranks  # noqa: F401  (a fixture)
@@ -38,7 +39,7 @@ class Workspace:
         number = command[command.index("--nproc-per-node") + 1]
         said = self.start_ranks(int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :])
         print(said)
-        return _torchrun.CONTINUE if "The same command continues" in said else 0
+        return torchrun.CONTINUE if "The same command continues" in said else 0
 
     def train(self, argv, stop=False):
         """launch.sh's status; with `stop` of a run that is asked to leave before its second step."""
@@ -51,7 +52,7 @@ class Workspace:
         small.write_text(text)
         self.stop_at = 2 if stop else 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_torchrun, "run", self.run)
+            patch.setattr(torchrun, "run", self.run)
             return launch.main([f"small/{config}", *flags])
 
 
@@ -101,7 +102,7 @@ def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
     monkeypatch.chdir(path)
     # A dry run of outputs/debug has more steps than what was trained there.
-    monkeypatch.setattr("interdomain.titan.schedule.refuse_jump", lambda *job: None)
+    monkeypatch.setattr("interdomain.titan.plan.schedule.refuse_jump", lambda *job: None)
     asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
     monkeypatch.setattr("builtins.input", asked.append)
     yield Workspace(path, ranks)

@@ -145,7 +145,7 @@ def test_a_page_s_blocks_run(page, workspace):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_what_a_page_names_in_passing_exists(page, capsys):
     """Settings, and the options of a tool."""
-    from interdomain.titan.settings import KINDS
+    from interdomain.titan.settings.job_config import KINDS
 
     text = prose(page)
     sections = {setting.partition(".")[0] for setting in KINDS}

@@ -5,8 +5,8 @@ import json
 import pytest
 
 hf = pytest.importorskip("interdomain.hf", exc_type=ImportError)
+from interdomain.files.pretrained import read_config, to_transformers  # noqa: E402
 from interdomain.model import build_config  # noqa: E402
-from interdomain.model.pretrained import read_config, to_transformers  # noqa: E402
 
 
 def test_layer_types_say_which_layers_have_a_cache_of_keys_and_values():

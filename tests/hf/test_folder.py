@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from interdomain.model.pretrained import load_model, stored_name
+from interdomain.files.pretrained import load_model, stored_name
 
 from ..common import REPOSITORY
 from .common import CLOSE, KINDS, ON, code_of, greedy, random_texts
@@ -27,7 +27,7 @@ def test_what_a_reader_finds(exported):
     assert len(files) <= 4
     assert sum(len(file.read_text().splitlines()) for file in files) <= 1500
     for file in files:
-        assert file.read_bytes() == (REPOSITORY / "plugin" / "hf" / file.name).read_bytes()
+        assert file.read_bytes() == (REPOSITORY / "plugin" / "interdomain" / "hf" / file.name).read_bytes()
         tree = ast.parse(file.read_text())
         optional = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and id(n) not in optional]
@@ -114,8 +114,8 @@ def test_added_tokens(tmp_path, exported):
 
 def test_a_new_model_starts_as_the_native_one_does(loaded):
     """The same distributions, by name."""
+    from interdomain.files.pretrained import to_transformers
     from interdomain.model import Transformer, build_config
-    from interdomain.model.pretrained import to_transformers
 
     code = code_of(loaded("interdomain")[1])
     for condition, options in (

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from interdomain.files.megatron_checkpoint import part_of, write_checkpoint
 from interdomain.model import ModelConfig, Transformer, meta_model
-from interdomain.model.megatron_checkpoint import part_of, write_checkpoint
 
 from ..model.common import lively, random_tokens, small_config
 

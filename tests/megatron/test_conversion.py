@@ -10,15 +10,21 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.torch import load_file
 
 from interdomain.data import IndexedDataset, TokenCorpus, read_manifest
-from interdomain.model.megatron_checkpoint import MegatronCheckpoint
-from interdomain.model.pretrained import BASE, load_model, read_config
+from interdomain.files.megatron_checkpoint import MegatronCheckpoint
+from interdomain.files.pretrained import BASE, load_model, read_config
 from interdomain.tools import convert
 
 from . import ranks
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "plugin/data/", "tools/convert", "tests/megatron/"),
+    pytest.mark.slow_group(
+        "plugin/interdomain/megatron/",
+        "plugin/interdomain/model/",
+        "plugin/interdomain/data/",
+        "tools/convert",
+        "tests/megatron/",
+    ),
 ]
 
 

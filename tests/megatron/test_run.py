@@ -190,7 +190,7 @@ def test_without_megatron_core_or_with_another(source, words, tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/")
+@pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/")
 def test_the_own_program_trains_saves_and_goes_on_in_another_layout(corpus, tmp_path):
     """Two ranks over gloo, as docs/megatron.md starts them; the second start has a pipeline."""
 

@@ -10,7 +10,7 @@ from . import ranks
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow_group("plugin/megatron/", "plugin/model/", "kernels/", "tests/megatron/"),
+    pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/"),
 ]
 FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.items() if source == "start" and not o]
 FLOAT32 = [

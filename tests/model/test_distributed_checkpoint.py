@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from interdomain.model import distributed_checkpoint as checkpoints
+from interdomain.files import distributed_checkpoint as checkpoints
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.tensor(2.5)}
 

@@ -5,7 +5,7 @@ import torch
 
 from interdomain.model.initialize import initial_value
 from interdomain.model.layers import PositiveRandomFeatures, feature_map
-from interdomain.model.mixer import MAX_GAIN, divided
+from interdomain.model.mixers.interdomain import MAX_GAIN, divided
 from interdomain.scan import interdomain_scan
 
 from .common import lively, random_tokens, small_config

@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from interdomain.model import Transformer, build_config, fla_kernels
+from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.flops import forward_flops_per_token, state_size
-from interdomain.model.recurrence import recurrence
+from interdomain.model.costs.flops import forward_flops_per_token, state_size
+from interdomain.model.mixers import fla_kernels
+from interdomain.model.mixers.fixed_state_scan import recurrence
 
 from .common import small_config, variant
 from .test_mixer import short_conv

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from interdomain.model import CONDITIONS, Transformer, build_config, meta_model
 from interdomain.model.config import FIXED_STATE, PRECISIONS
-from interdomain.model.flops import forward_flops_per_token, memory_estimate, state_size, train_flops_per_token
-from interdomain.model.traffic import held
+from interdomain.model.costs.flops import forward_flops_per_token, memory_estimate, state_size, train_flops_per_token
+from interdomain.model.costs.traffic import held
 
 from .common import OPTIONS, VARIANTS, small_config
 

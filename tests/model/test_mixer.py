@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from interdomain.model import Execution, Transformer, mixer
+from interdomain.model import Execution, Transformer
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.layers import feature_map, rope_tables
+from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
 from .common import VARIANTS, random_tokens, small_config, variant

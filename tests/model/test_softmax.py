@@ -6,7 +6,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from interdomain.model.generation import prefill
 from interdomain.model.layers import rope_tables
-from interdomain.model.softmax import Attended, SoftmaxMixer
+from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
 from .common import Largest, positions_of, random_tokens, small_config, variant
 from .test_mixer import literal, rotate

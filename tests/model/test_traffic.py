@@ -3,7 +3,7 @@
 import pytest
 
 from interdomain.model import build_config, count_parameters, meta_model
-from interdomain.model.traffic import held, traffic
+from interdomain.model.costs.traffic import held, traffic
 
 # debug: 4 layers of width 128, 4 heads of 32, M = 32, feed-forward 384, vocabulary 2048
 DIM, LAYERS, MATRICES = 128, 4, 4 * 128**2 + 3 * 128 * 384  # of a block with softmax, beside two norms

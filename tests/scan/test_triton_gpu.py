@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from interdomain.tools import check_kernels
-from interdomain.tools._cases import groups
+from interdomain.tools._bench.cases import groups
 
 from .devices import DEVICE, INTERPRETED, in_process
 

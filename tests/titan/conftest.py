@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
 from interdomain.tools import prepare_data
 
 from ..common import TIMEOUT

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemWriter
 
-from interdomain.model.distributed_checkpoint import step_of
+from interdomain.files.distributed_checkpoint import step_of
 from interdomain.titan import entry
 from interdomain.titan.trainer import InterdomainTrainer
-from interdomain.titan.validate import FixedValidator
+from interdomain.titan.watch.validate import FixedValidator
 
 PLACES = {
     "step": (InterdomainTrainer, "train_step", lambda trainer, *_: trainer.step),

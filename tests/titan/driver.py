@@ -39,7 +39,7 @@ if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
 from interdomain.model.initialize import clean_name
 from interdomain.scan import chunkwise
 from interdomain.titan import errors
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 from tests.traffic import counted
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from interdomain.files.distributed_checkpoint import SIDECAR_FACTS
 from interdomain.model import build_config
-from interdomain.model.distributed_checkpoint import SIDECAR_FACTS
-from interdomain.titan.checkpoint import SelfDescribingCheckpoints
-from interdomain.titan.guard import Guard
 from interdomain.titan.host import translate
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.step.guard import Guard
 
 from .conftest import TINY
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from interdomain.files.distributed_checkpoint import altered_entry, finished_steps, parse_index
 from interdomain.model import build_config
-from interdomain.model.distributed_checkpoint import altered_entry, finished_steps, parse_index
-from interdomain.titan.lock import FolderLock
+from interdomain.titan.resume.lock import FolderLock
 
 from .conftest import refusal
 from .small_run import DAMAGE, alter, folder, names, new, record, shorten  # noqa: F401

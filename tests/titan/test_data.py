@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
-from interdomain.titan.dataloader import PackedLoader, open_data
+from interdomain.titan.data.dataloader import PackedLoader, open_data
 from interdomain.titan.errors import one_paragraph
-from interdomain.titan.plan import make_plan
-from interdomain.titan.settings import read_job_config
-from interdomain.titan.validate import FixedValidator
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.watch.validate import FixedValidator
 
 from .conftest import TINY, flags, refusal
 

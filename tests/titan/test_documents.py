@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from interdomain.model import Transformer
-from interdomain.titan.data_folders import open_dataset
-from interdomain.titan.plan import make_plan
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.data.folders import open_dataset
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config
 
 from .conftest import flags
 

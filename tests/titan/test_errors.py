@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain import outcome
-from interdomain.titan import device, errors
-from interdomain.titan.preemption import Preemption
+from interdomain import launcher
+from interdomain.titan import errors
+from interdomain.titan.plan import device
+from interdomain.titan.resume.preemption import Preemption
 
 
 @pytest.mark.parametrize(("rank", "begins"), [("0", "error: the disk"), ("3", "error: rank 3: the disk")])
@@ -38,7 +39,7 @@ def test_rank_0_speaks_at_once_and_others_only_if_they_are_left_alone(rank, begi
 def test_what_is_left_of_a_start_that_was_killed_ends(monkeypatch):
     """Ranks take seconds to begin, and torchrun can be killed meanwhile."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv(outcome.OUTCOME, "/proc/1073741824/fd/3")
+    monkeypatch.setenv(launcher.REASON_FILE, "/proc/1073741824/fd/3")
     with pytest.raises(SystemExit, match="torchrun was killed"):
         Preemption()
 

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from interdomain.titan.gradients import clip, norms
-from interdomain.titan.meshes import Meshes
 from interdomain.titan.parallelize import distribute
+from interdomain.titan.step.gradients import clip, norms
+from interdomain.titan.step.meshes import Meshes
 
 
 def test_norm_and_clipping_of_sharded_and_whole_gradients(alone):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interdomain.model.distributed_checkpoint import read_sidecar
-from interdomain.titan.optimizer import GroupedOptimizers
-from interdomain.titan.schema import Optimizer
+from interdomain.files.distributed_checkpoint import read_sidecar
+from interdomain.titan.settings.schema import Optimizer
+from interdomain.titan.step.optimizer import GroupedOptimizers
 
 from ..cuda_stand_in import HOST
 

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from interdomain.model.distributed_checkpoint import VALIDATION, finished_steps, read_sidecar
-from interdomain.titan.lock import NAME
-from interdomain.tools import _torchrun
+from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, read_sidecar
+from interdomain.titan.resume.lock import NAME
 from interdomain.tools._curves import read_curves
-from interdomain.tools._torchrun import CONTINUE
+from interdomain.tools._start import torchrun
+from interdomain.tools._start.torchrun import CONTINUE
 
 from .conftest import HERE, assert_same_tensors, environment, flags, torchrun_command
 
@@ -51,7 +51,7 @@ def story(tmp_path_factory, corpus):
         plan.write_text(json.dumps(starts))
         program = [f"--max-restarts={len(starts) - 1}", "--local-ranks-filter=0", HERE / "disturbed.py", plan, *given]
         to_log = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(log)]
-        status = _torchrun.run([*to_log, *torchrun_command(2, *program)], _torchrun.ELASTIC | environment())
+        status = torchrun.run([*to_log, *torchrun_command(2, *program)], torchrun.ELASTIC | environment())
         seen = {"status": status, "said": log.read_text(), "orphans": remaining(plan), "held": (run / NAME).exists()}
         found = finished_steps(run / "checkpoint")
         validated = {step for step, path in found.items() if (path / VALIDATION).exists()}

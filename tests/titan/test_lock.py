@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from interdomain.titan import lock
-from interdomain.titan.lock import NAME, FolderLock, hold_folder, require_shared
+from interdomain.titan.resume import lock
+from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
 
 from .conftest import refusal
 

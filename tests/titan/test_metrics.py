@@ -8,10 +8,10 @@ import torch
 from torchtitan.components.metrics import MetricsProcessor
 
 from interdomain.model import Transformer, build_config
-from interdomain.titan import metrics
-from interdomain.titan.guard import Guard
-from interdomain.titan.metrics import InterdomainMetrics, life_signs, perplexity
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.step.guard import Guard
+from interdomain.titan.watch import metrics
+from interdomain.titan.watch.metrics import InterdomainMetrics, life_signs, perplexity
 
 from .conftest import TINY
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers as titan_lr_schedulers
 
+from interdomain.files.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.model import CONDITIONS, Transformer, build_config
-from interdomain.model.distributed_checkpoint import METADATA, SIDECAR
 from interdomain.titan.host import translate
-from interdomain.titan.optimizer import GroupedOptimizers, GroupedSchedulers
-from interdomain.titan.schedule import refuse_jump
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.plan.schedule import refuse_jump
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
 
 from .conftest import flags
 

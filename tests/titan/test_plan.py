@@ -7,9 +7,9 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from interdomain.model import CONDITIONS, Execution, build_config
-from interdomain.titan.plan import make_plan, model_config
-from interdomain.titan.settings import read_job_config
-from interdomain.titan.topology import in_flight
+from interdomain.titan.plan.run_plan import make_plan, model_config
+from interdomain.titan.plan.topology import in_flight
+from interdomain.titan.settings.job_config import read_job_config
 
 from .conftest import CONTEXT, PIPELINE, REPOSITORY, TENSOR, flags
 

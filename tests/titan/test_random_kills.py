@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from interdomain.tools import compare_runs
-from interdomain.tools._torchrun import REFUSED
+from interdomain.tools._start.torchrun import REFUSED
 
 from .conftest import REPOSITORY, TINY, assert_same_tensors, environment, flags
 

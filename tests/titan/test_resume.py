@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from interdomain.model.distributed_checkpoint import read_tensors, tensor_index
+from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
 
 from .conftest import assert_same_tensors
 

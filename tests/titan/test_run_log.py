@@ -15,9 +15,9 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.grpc_util import ChannelCredsType
 
-from interdomain.titan.plan import make_plan
-from interdomain.titan.run_log import CHARTS, RunLog, WandbLog, hyperparameters
-from interdomain.titan.settings import read_job_config, refuse_unsupported
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config, refuse_unsupported
+from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, hyperparameters
 from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
 from .conftest import flags

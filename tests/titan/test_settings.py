@@ -4,10 +4,11 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.model import build_config
-from interdomain.titan import entry, host, schema, settings, trainer
-from interdomain.titan.plan import make_plan
-from interdomain.titan.resume_from import ResumePoint, require_same_run
-from interdomain.titan.settings import read_job_config
+from interdomain.titan import entry, host, trainer
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
+from interdomain.titan.settings import job_config
+from interdomain.titan.settings.job_config import read_job_config, schema
 
 from ..common import REPOSITORY
 from .conftest import CONTEXT, PIPELINE, TENSOR, TINY, refusal
@@ -26,12 +27,12 @@ OURS = {
 
 
 def test_a_setting_that_torchtitan_has_has_torchtitans_default():
-    shared = settings.KINDS.keys() & host.TORCHTITAN_DEFAULTS.keys()
+    shared = job_config.KINDS.keys() & host.TORCHTITAN_DEFAULTS.keys()
     assert len(shared) > 50
     assert OURS.keys() <= shared
     for setting in shared:
         default = OURS.get(setting, host.TORCHTITAN_DEFAULTS[setting])
-        assert settings.value_of(schema.JobConfig(), setting) == default, setting
+        assert job_config.value_of(schema.JobConfig(), setting) == default, setting
 
 
 REFUSED = {

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchtitan.config import ConfigManager
 
 from interdomain.data import load_tokenizer
-from interdomain.model import pretrained
+from interdomain.files import pretrained
 from interdomain.titan import spec
 from interdomain.tools import convert
 

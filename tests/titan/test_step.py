@@ -11,7 +11,7 @@ pytestmark = pytest.mark.e2e
 COUNT = """
 import collections, json, os, sys
 from torch.utils._python_dispatch import TorchDispatchMode
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
 
 class Count(TorchDispatchMode):

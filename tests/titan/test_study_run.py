@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from interdomain.tools import _study, study
+from interdomain.tools import study
+from interdomain.tools._study import definition
 
 from ..common import REPOSITORY, TIMEOUT
 from .conftest import TINY, environment
@@ -44,7 +45,7 @@ def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, capsys):
     files = {name: tmp_path / f"{name}.toml" for name in ("calm", "disturbed")}
     for name, file in files.items():
         file.write_text(STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus))
-    (calm,), (ours,) = (_study.read_study(file).runs for file in files.values())
+    (calm,), (ours,) = (definition.read_study(file).runs for file in files.values())
     killed = start(files["disturbed"])
     while ours.step < 3:
         assert killed.poll() is None

@@ -2,8 +2,8 @@
 
 import pytest
 
-from interdomain.titan.plan import make_plan
-from interdomain.titan.settings import read_job_config
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config
 
 from .conftest import Runs, parallel
 

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from interdomain.model import Transformer, build_config, loss
 from interdomain.model.loss import Head
-from interdomain.titan.data_folders import open_dataset
-from interdomain.titan.passes import Passes
-from interdomain.titan.settings import read_job_config
-from interdomain.titan.validate import FixedValidator
+from interdomain.titan.data.folders import open_dataset
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.step.passes import Passes
+from interdomain.titan.watch.validate import FixedValidator
 
 from .conftest import flags, synthetic
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from interdomain.files.distributed_checkpoint import SIDECAR, TOKENIZER
 from interdomain.model import Transformer, cell_of
-from interdomain.model.distributed_checkpoint import SIDECAR, TOKENIZER
 
 from ..model.common import lively, small_config
 
@@ -25,7 +25,7 @@ def write_checkpoint(folder: Path, model, tokenizer, step=100) -> Path:
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     shutil.copyfile(tokenizer.path, checkpoint / TOKENIZER)
-    record = {  # as interdomain.titan.checkpoint writes it
+    record = {  # as interdomain.titan.resume.checkpoint writes it
         "format_version": 1,
         "model": model.config.to_dict(),
         **cell_of(model.config, "debug")._asdict(),

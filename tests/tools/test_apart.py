@@ -5,7 +5,7 @@ import os
 import time
 from types import SimpleNamespace
 
-from interdomain.tools import _apart
+from interdomain.tools._bench import apart
 
 
 def handle(case, emit):
@@ -27,7 +27,7 @@ def test_every_kind_of_end_loses_one_row():
     def add(case, rows, problem):
         found[case] = rows, problem
 
-    _apart.run(jobs, add, handle, deadline=SimpleNamespace(left=0.1), workers=2, least=8.0)
+    apart.run(jobs, add, handle, deadline=SimpleNamespace(left=0.1), workers=2, least=8.0)
     assert not multiprocessing.active_children()
     assert found.keys() == {case for job in jobs for case in job}
     lost = {case: problem for case, (_, problem) in found.items() if problem}
@@ -52,6 +52,6 @@ def test_the_deadline_cuts_one_case_and_names_the_others():
         found[case[1]] = len(rows), problem
         deadline.left = 0  # after the first
 
-    _apart.run(jobs, add, handle, deadline=deadline)
+    apart.run(jobs, add, handle, deadline=deadline)
     late = (0, "not run: time limit")
     assert found == {0: (1, None), 1: (0, "cut by the time limit"), 2: late, 3: late}

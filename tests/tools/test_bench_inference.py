@@ -7,7 +7,8 @@ import torch
 
 from interdomain.model import SIZES, Transformer, build_config
 from interdomain.model.generation import decode
-from interdomain.tools import _bench, bench_inference
+from interdomain.tools import bench_inference
+from interdomain.tools._bench import results
 from interdomain.tools.bench_inference import put, random_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -32,7 +33,7 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(Transformer, "init_state", little)
     assert bench_inference.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "inference.json").read_text())
-    assert (contents["status"], contents["label"]) == ("complete", _bench.CPU_LABEL)
+    assert (contents["status"], contents["label"]) == ("complete", results.CPU_LABEL)
     decoded, prompts = (table["rows"] for table in contents["tables"].values())
     rows = {(row["B"], row["prefix"], row["path"]): row for row in decoded}
     assert list(rows) == [(b, prefix, path) for b in (1, 2) for prefix in (32, 64) for path in bench_inference.PATHS]
@@ -54,7 +55,7 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
 
 
 def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(_bench.Deadline, "passed", True)
+    monkeypatch.setattr(results.Deadline, "passed", True)
     assert bench_inference.main(["--output", str(tmp_path)]) == 0
     contents = json.loads((tmp_path / "inference.json").read_text())
     assert (contents["status"], contents["tables"]) == ("unfinished", {})

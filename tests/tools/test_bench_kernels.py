@@ -9,19 +9,11 @@ import torch
 
 from interdomain import environment
 from interdomain.model import SIZES, Transformer, build_config
-from interdomain.model.flops import forward_flops_per_token
-from interdomain.tools import (
-    _apart,
-    _bench,
-    _cases,
-    _peers,
-    _timing,
-    bench_inference,
-    bench_kernels,
-    check_kernels,
-    launch,
-)
-from interdomain.tools._cases import Shape
+from interdomain.model.costs.flops import forward_flops_per_token
+from interdomain.tools import bench_inference, bench_kernels, check_kernels, launch
+from interdomain.tools._bench import apart, cases, peers, timing
+from interdomain.tools._bench import results as _bench
+from interdomain.tools._bench.cases import Shape
 
 from .. import cuda_stand_in
 
@@ -36,7 +28,7 @@ def results(folder, part, label=_bench.CPU_LABEL):
 
 
 def test_bytes_flops_and_roofline_by_hand(monkeypatch):
-    """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in plugin/model/flops.py."""
+    """bf16, head width 64: q, k, v, o are 128 bytes each. The algebra is counted a second time in model/costs/flops.py."""
     one = Shape(B=1, T=4096)
     for name, condition in ("chunkwise", "interdomain"), ("sdpa-flash", "softmax"):
         nbytes, flops = bench_kernels.costs(name, one)
@@ -47,17 +39,17 @@ def test_bytes_flops_and_roofline_by_hand(monkeypatch):
     assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
     gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert _timing.roofline_ms(torch.device("cuda"), 3.35e9) == pytest.approx(1.0)
-    assert _timing.roofline_ms(torch.device("cuda"), 3.35e9, 2 * 989e9) == pytest.approx(2.0)
-    assert _timing.roofline_ms(CPU, 1) is None
+    assert timing.roofline_ms(torch.device("cuda"), 3.35e9) == pytest.approx(1.0)
+    assert timing.roofline_ms(torch.device("cuda"), 3.35e9, 2 * 989e9) == pytest.approx(2.0)
+    assert timing.roofline_ms(CPU, 1) is None
 
 
 def test_a_chain_is_timed_by_steps_and_a_slow_one_less_often():
     seen = []
-    times = _timing.measure((lambda: 5, lambda x: seen.append(x) or 7, seen.append), CPU, rounds=5)
+    times = timing.measure((lambda: 5, lambda x: seen.append(x) or 7, seen.append), CPU, rounds=5)
     assert [t.count for t in times] == [5] * 4  # three steps, and together
     assert seen[:2] == [5, 7]
-    (_, slow) = _timing.measure(lambda: _timing.time.sleep(0.02), CPU, rounds=12, seconds=0.07)
+    (_, slow) = timing.measure(lambda: timing.time.sleep(0.02), CPU, rounds=12, seconds=0.07)
     assert slow.count == 3
     assert slow.high >= slow.median >= slow.low >= 20
 
@@ -98,7 +90,7 @@ def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", _peers.PEERS)
+@pytest.mark.parametrize("name", peers.PEERS)
 def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatch):
     def kernel(**given):
         tensors = [x for x in given.values() if isinstance(x, torch.Tensor)]
@@ -108,9 +100,9 @@ def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatc
 
     shape = Shape(B=1, T=16, H=2, d=8)
     assert "is not installed" in row_of(name, shape)["remark"]
-    module = types.SimpleNamespace(**{_peers.PEERS[name][2]: kernel})
-    monkeypatch.setattr(_peers.importlib.util, "find_spec", lambda package: ModuleSpec(package, None))
-    monkeypatch.setattr(_peers.importlib, "import_module", lambda package: module)
+    module = types.SimpleNamespace(**{peers.PEERS[name][2]: kernel})
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda package: ModuleSpec(package, None))
+    monkeypatch.setattr(peers.importlib, "import_module", lambda package: module)
     assert row_of(name, shape)["both ms"] > 0
 
 
@@ -141,12 +133,12 @@ def test_a_gpu_that_pytorch_cannot_use_is_no_reason_for_the_tiny_mode(monkeypatc
 def gpu(monkeypatch):
     for name, value in cuda_stand_in.gpu("Stand-in 9000").items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(_cases, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
-    monkeypatch.setattr(_timing, "MIN_FLUSH", 4096)
-    monkeypatch.setattr(_timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
+    monkeypatch.setattr(cases, "generator", lambda device, seed: torch.Generator().manual_seed(seed))
+    monkeypatch.setattr(timing, "MIN_FLUSH", 4096)
+    monkeypatch.setattr(timing, "DATASHEET", {"Stand-in": (4e12, 8e14)})
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_002)
     monkeypatch.setattr(_bench, "cannot_launch", lambda: None)
-    monkeypatch.setattr(_apart, "run", _apart.inline)
+    monkeypatch.setattr(apart, "run", apart.inline)
     with cuda_stand_in.OnTheCPU():
         yield "measured on Stand-in 9000"
 
@@ -166,8 +158,8 @@ def test_a_gpu_is_timed_by_events_behind_writes_that_give_the_host_its_lead(gpu,
     monkeypatch.setattr(cuda_stand_in.Event, "clock", lambda self: now[0])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("done"))
     monkeypatch.setattr(torch.Tensor, "zero_", takes(0.1, "write"))
-    for lead, writes in ((_timing.LEAD_MS, 20), (0, 1)):
-        run = _timing.timer(torch.device("cuda"), lead)
+    for lead, writes in ((timing.LEAD_MS, 20), (0, 1)):
+        run = timing.timer(torch.device("cuda"), lead)
         seen.clear()
         assert run((takes(1, "call"), takes(2, "backward"))) == pytest.approx([1, 2])
         before = seen[: seen.index("call")]
@@ -222,7 +214,7 @@ def test_a_gpu_that_cannot_be_used(gpu, monkeypatch):
 def test_the_check_on_a_gpu(gpu, tmp_path, monkeypatch):
     """Its groups go to workers, each row is judged there; a graph that replays nothing must not pass."""
     (case, *_) = (c for c in check_kernels.groups(True)["step"] if c.mode == "graph")
-    monkeypatch.setattr(check_kernels, "groups", lambda cuda: {"step": [_cases._tiny(case)]})
+    monkeypatch.setattr(check_kernels, "groups", lambda cuda: {"step": [cases._tiny(case)]})
     assert check_kernels.main(["--output", str(tmp_path / "good")]) == 0
     assert results(tmp_path / "good", "check", gpu)["status"] == "passed"
     monkeypatch.setattr(cuda_stand_in.Graph, "replay", lambda self: None)

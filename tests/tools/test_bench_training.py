@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.tools import _bench, bench_training, launch
+from interdomain.tools import bench_training, launch
+from interdomain.tools._bench import results as _bench
 
 from ..common import REPOSITORY, TIMEOUT
 
@@ -74,7 +75,7 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
             "true",
         ]
     )
-    monkeypatch.setattr(bench_training._torchrun, "torchrun_command", lambda *a: ["sh", "-c", next(scripts)])
+    monkeypatch.setattr(bench_training.torchrun, "torchrun_command", lambda *a: ["sh", "-c", next(scripts)])
     monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
     monkeypatch.setattr(bench_training, "CASE_SECONDS", 0.0)
     monkeypatch.setattr(_bench.Deadline, "left", 2.0)
@@ -109,7 +110,7 @@ def test_what_torchtitan_itself_lacks_is_named(tmp_path, monkeypatch):
 
 def test_the_default_cases_can_be_planned(tmp_path):
     """Every case for a GPU is a configuration that the trainer takes, at its size."""
-    from interdomain.titan.plan import make_plan
+    from interdomain.titan.plan.run_plan import make_plan
 
     settings = dict(seq_len=4096, batch_size=4, steps=20, log_freq=5, trace=True, train_flags=[])
     for case in bench_training.CASES:

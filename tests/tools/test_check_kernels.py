@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interdomain.model import mixer
+from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan import chunkwise, ops
-from interdomain.tools import _apart, _bench, bench_kernels, check_kernels
+from interdomain.tools import bench_kernels, check_kernels
+from interdomain.tools._bench import apart
+from interdomain.tools._bench import results as _bench
 
 from .test_bench_kernels import results
 
@@ -31,7 +33,7 @@ def test_every_backend_passes(tmp_path):
 
 def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(_apart, "inline", _apart.run)
+    monkeypatch.setattr(apart, "inline", apart.run)
     assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-fp16", "chunkwise-M128"]) == 0
     assert [row["result"] for row in results(tmp_path, "check")["tables"]["cases"]["rows"]] == ["PASS"] * 3
 

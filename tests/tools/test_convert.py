@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from interdomain.files import distributed_checkpoint as checkpoints
+from interdomain.files import megatron_checkpoint as megatron
+from interdomain.files.pretrained import BASE, read_config
 from interdomain.model import cell_of, count_parameters
-from interdomain.model import distributed_checkpoint as checkpoints
-from interdomain.model import megatron_checkpoint as megatron
-from interdomain.model.pretrained import BASE, read_config
 from interdomain.tools import convert
 
 from .checkpoints import small_model, write_checkpoint
@@ -217,7 +217,7 @@ def test_weights_that_are_not_finite_or_not_in_the_dtype_are_refused(tmp_path, t
 
 def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
     """A machine that writes something else than it was given."""
-    from interdomain.model import pretrained
+    from interdomain.files import pretrained
 
     def flips(tensors, *args, **kwargs):
         tensors["model.norm.weight"][5] += 1e-6

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from interdomain.data import load_tokenizer
+from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model import cell_of
-from interdomain.model.pretrained import load_model, load_pretrained
-from interdomain.tools import _length, _perplexity, _task_table, convert, evaluate
-from interdomain.tools._perplexity import measure, read_spans
+from interdomain.tools import convert, evaluate
+from interdomain.tools._evaluate import length as _length
+from interdomain.tools._evaluate import perplexity, task_table
+from interdomain.tools._evaluate.perplexity import measure, read_spans
 
 from ..common import small_tokenizer
 from ..model.common import small_config
@@ -116,7 +118,7 @@ def direct(model, spans, length, start) -> torch.Tensor:
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_chunks_and_batches_change_nothing(condition, corpus, tokenizer, monkeypatch):
-    monkeypatch.setattr(_perplexity, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(perplexity, "PREFILL_CHUNK", 16)
     model = small_model(condition)
     spans = read_spans(str(corpus), tokenizer, 150, text_field="body")
     assert spans.shape[1] % 4
@@ -201,23 +203,23 @@ def test_bad_requests(folders, corpus, tmp_path, capsys, monkeypatch):
 
 
 def test_the_paper_s_averages_are_those_of_its_rows():
-    assert [len(group) for group, _ in _task_table.AVERAGES.values()] == [8, 6, 14]
-    for group, means in list(_task_table.AVERAGES.values())[:2]:
+    assert [len(group) for group, _ in task_table.AVERAGES.values()] == [8, 6, 14]
+    for group, means in list(task_table.AVERAGES.values())[:2]:
         for i, paper in enumerate(means):
             assert sum(figures[i] for figures in group.values()) / len(group) == pytest.approx(paper, abs=0.006)
 
 
 def test_the_table_has_folders_and_paper_side_by_side():
     ours = {}
-    for i, (task, metric) in enumerate([*_task_table.COMMONSENSE, *_task_table.MODELING]):
+    for i, (task, metric) in enumerate([*task_table.COMMONSENSE, *task_table.MODELING]):
         ours.setdefault(task, {})[metric] = {"value": 0.1 * i, "stderr": 0.01}
     ours["lambada_openai"]["other"] = {"value": 3.0, "stderr": None}  # not in the paper's table: left to the JSON
     ours["mine"] = {"acc": {"value": 0.5, "stderr": None}}
     half = {task: metrics for task, metrics in ours.items() if task != "boolq"}
-    head, *rows = _task_table.table({"a": ours, "b": half}, {("1.3B", c) for c in _task_table.CONDITIONS})
+    head, *rows = task_table.table({"a": ours, "b": half}, {("1.3B", c) for c in task_table.CONDITIONS})
     assert head == ["task", "metric", "a", "b", *(f"paper's 1.3B {c}" for c in ("softmax", "interdomain", "s4d"))]
     # Their average; a task of one's own.
-    assert len(rows) == len(_task_table.COMMONSENSE) + len(_task_table.MODELING) + 2
+    assert len(rows) == len(task_table.COMMONSENSE) + len(task_table.MODELING) + 2
     assert rows[1] == ["piqa", "acc %", "10.00 ± 1.00", "10.00 ± 1.00", "69.42", "71.38", "71"]
     assert rows[7][2:4] == ["70.00 ± 1.00", "-"]
     assert rows[8][1:] == ["acc %", "35.00", "-", "51.51", "54.54", "49.44"]  # the average of the eight
@@ -225,7 +227,7 @@ def test_the_table_has_folders_and_paper_side_by_side():
     assert rows[-1] == ["mine", "acc %", "50.00", "50.00", "-", "-", "-"]
     # Only what is exactly a cell of the paper's has the paper's figures beside it.
     cells = {("1.3B", "s4d"), ("1.3B", "softmax, n_kv_heads 4"), ("debug", "interdomain")}
-    head, *rows = _task_table.table({"a": half}, cells)
+    head, *rows = task_table.table({"a": half}, cells)
     assert (head[2:], rows[1][2:]) == (["a", "paper's 1.3B s4d"], ["10.00 ± 1.00", "71"])
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.outcome import OUTCOME, launcher_has_ended
-from interdomain.tools import _torchrun
-from interdomain.tools._torchrun import CONTINUE, ELASTIC, REFUSED
+from interdomain.launcher import REASON_FILE, launcher_has_ended
+from interdomain.tools._start import torchrun
+from interdomain.tools._start.torchrun import CONTINUE, ELASTIC, REFUSED
 
 # A stand-in for torchrun: `seen` counts the signals that reach it; `wait` gives them time.
 STAND_IN = """
@@ -22,7 +22,7 @@ def ask(number, who):
     os.kill(who, number)
     time.sleep(0.2)
 def say(word):
-    open(os.environ["INTERDOMAIN_OUTCOME"], "w").write(word)
+    open(os.environ["INTERDOMAIN_REASON_FILE"], "w").write(word)
 def wait():
     for _ in range(100):
         if seen:
@@ -33,7 +33,7 @@ launcher, me = os.getppid(), os.getpid()
 
 
 def run(program):
-    return _torchrun.run([sys.executable, "-c", STAND_IN + program], dict(os.environ))
+    return torchrun.run([sys.executable, "-c", STAND_IN + program], dict(os.environ))
 
 
 THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))
@@ -52,7 +52,7 @@ THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGT
         ("ask(signal.SIGUSR1, me); ask(signal.SIGHUP, me); sys.exit(4)", 4, ""),
         # Ctrl-C once is SIGTERM; twice ends the run, whatever it does. A terminal sends it to torchrun as well.
         ("ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')", CONTINUE, "Ctrl-C: saving"),
-        ("ask(signal.SIGINT, launcher); ask(signal.SIGINT, launcher); time.sleep(600)", _torchrun.INTERRUPTED, ""),
+        ("ask(signal.SIGINT, launcher); ask(signal.SIGINT, launcher); time.sleep(600)", torchrun.INTERRUPTED, ""),
         ("os.kill(me, signal.SIGKILL)", 137, "torchrun was ended by SIGKILL"),
     ],
 )
@@ -65,7 +65,7 @@ def test_what_the_end_of_torchrun_means(program, status, said, capfd):
 
 
 def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
-    with _torchrun.handlers({signal.SIGHUP: signal.SIG_IGN}):
+    with torchrun.handlers({signal.SIGHUP: signal.SIG_IGN}):
         assert run("ask(signal.SIGHUP, launcher); ask(signal.SIGHUP, me); sys.exit(1 if seen else 4)") == 4
     default = get_args_parser().parse_args(["x.py"]).signals_to_handle
     monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", ELASTIC["PET_SIGNALS_TO_HANDLE"])
@@ -74,24 +74,24 @@ def test_under_nohup_a_run_outlives_its_terminal(monkeypatch):
 
 
 def test_a_rank_sees_whether_its_launcher_lives(tmp_path, monkeypatch):
-    program = "from interdomain.outcome import *; print(not launcher_has_ended(), os.environ[OUTCOME])"
+    program = "from interdomain.launcher import *; print(not launcher_has_ended(), os.environ[REASON_FILE])"
     assert run(f"sys.stdout = open({str(tmp_path / 'said')!r}, 'w'); {program}") == 0
     lived, path = (tmp_path / "said").read_text().split()
-    monkeypatch.delenv(OUTCOME, raising=False)
+    monkeypatch.delenv(REASON_FILE, raising=False)
     assert (lived, launcher_has_ended()) == ("True", False)
-    monkeypatch.setenv(OUTCOME, path.replace(str(os.getpid()), str(2**30)))
+    monkeypatch.setenv(REASON_FILE, path.replace(str(os.getpid()), str(2**30)))
     assert launcher_has_ended()
 
 
 def test_a_node_keeps_compiled_code_where_nobody_else_can_write(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_NODEID", "0")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(_torchrun, "run", lambda command, environment: environment)
+    monkeypatch.setattr(torchrun, "run", lambda command, environment: environment)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    environment = _torchrun.main(["4", "python"])
+    environment = torchrun.main(["4", "python"])
     assert (environment["PET_RDZV_CONF"], environment["TORCHINDUCTOR_CACHE_DIR"]) == ("is_host=true", "mine")
     folder = Path(environment["TRITON_CACHE_DIR"]).parent
     folder.chmod(0o777)
-    assert _torchrun.main(["4", "python"]) == 2
+    assert torchrun.main(["4", "python"]) == 2
     assert f"{folder} is not a folder that only you can write to" in capsys.readouterr().err

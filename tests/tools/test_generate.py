@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from interdomain.files.pretrained import load_pretrained
 from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
-from interdomain.model.pretrained import load_pretrained
 from interdomain.tools import convert, generate
 
 from ..common import REPOSITORY

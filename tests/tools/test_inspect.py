@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model.layers import rope_of
-from interdomain.model.mixer import InterdomainMixer
-from interdomain.model.pretrained import load_model, load_pretrained
-from interdomain.tools import _maps, convert, inspect
+from interdomain.model.mixers.interdomain import InterdomainMixer
+from interdomain.tools import convert
+from interdomain.tools import inspect_model as inspect
+from interdomain.tools._inspect import maps as _maps
 
 from ..model.common import OPTIONS, random_tokens, variant
 from .checkpoints import small_model, write_checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from interdomain.tools import launch
-from interdomain.tools._torchrun import CONTINUE, REFUSED
+from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from ..common import REPOSITORY, TIMEOUT
 
@@ -24,7 +24,7 @@ def in_repository(monkeypatch):
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    monkeypatch.setattr(launch._torchrun, "run", lambda *a, **k: pytest.fail("started a process"))
+    monkeypatch.setattr(launch.torchrun, "run", lambda *a, **k: pytest.fail("started a process"))
 
 
 def dry(capsys, *argv):
@@ -56,7 +56,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
             (tmp_path / "checkpoint" / "step-7" / ".metadata").touch()
         return torchrun_status
 
-    monkeypatch.setattr(launch._torchrun, "run", run)
+    monkeypatch.setattr(launch.torchrun, "run", run)
     monkeypatch.setattr(launch, "check_data", lambda job: "")
     assert launch.main(["--job.dump_folder", str(tmp_path), "--ranks", "1"]) == status
 
@@ -94,12 +94,12 @@ def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, 
 
 
 def test_flags_lists_every_setting(capsys):
-    from interdomain.titan import settings
+    from interdomain.titan.settings import job_config
 
     with pytest.raises(SystemExit, match=r"^0$"):
         launch.main(["--flags"])
     shown = capsys.readouterr().out
-    assert not [setting for setting in settings.KINDS if f"--{setting.replace('_', '-')}" not in shown]
+    assert not [setting for setting in job_config.KINDS if f"--{setting.replace('_', '-')}" not in shown]
 
 
 def test_every_config_names_existing_fields_and_the_plugin(capsys):
@@ -136,7 +136,7 @@ def test_first_start_end_to_end(tmp_path):
 
 
 def test_the_flags_that_train_on():
-    from interdomain.titan.plan import make_plan
+    from interdomain.titan.plan.run_plan import make_plan
 
     for given, more in (
         (["--training.tokens=409600"], ["--training.tokens", "0", "--lr_scheduler.total_steps", "100"]),

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools import _harness, _task_table
+from interdomain.tools._evaluate import harness, task_table
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 from lm_eval.api.model import LM  # noqa: E402
 
-from interdomain.tools import _recall  # noqa: E402
+from interdomain.tools._evaluate import recall  # noqa: E402
 
 
 class Reader(LM):
@@ -41,30 +41,30 @@ def run(task, answer):
 
 def test_needles_are_found_by_who_reads_the_whole_text(tokenizer):
     length = 1024
-    task = _recall.make(f"niah_single_1_{length}", tokenizer)
+    task = recall.make(f"niah_single_1_{length}", tokenizer)
     texts, options, found = run(task, lambda text: " " + re.search(r"is: (\d+)\.", text)[1] + ". The grass is green.")
     assert found["contains,none"] == 1
-    assert len(texts) == len(set(texts)) == _recall.SAMPLES
+    assert len(texts) == len(set(texts)) == recall.SAMPLES
     # As long as asked for, with 128 tokens of answer.
     sizes = [len(tokenizer.encode(text)) + 128 for text in texts]
-    assert length - 2 * len(tokenizer.encode(_recall.HAY)) < min(sizes) <= max(sizes) <= length
+    assert length - 2 * len(tokenizer.encode(recall.HAY)) < min(sizes) <= max(sizes) <= length
     assert (options["max_gen_toks"], options["until"]) == (128, [])
-    assert _recall.needles(length, tokenizer) == _recall.needles(length, tokenizer)
+    assert recall.needles(length, tokenizer) == recall.needles(length, tokenizer)
     # Anywhere in the text, and nowhere else: who forgets the first half misses some.
     *_, found = run(task, lambda text: (re.findall(r"is: (\d+)\.", text[len(text) // 2 :]) or [""])[0])
     assert 0.2 < found["contains,none"] < 0.8
 
 
 def test_needles_are_seen_whole_beyond_the_length_of_the_others(tokenizer):
-    near, far = (_recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
-    parts = _harness.by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
+    near, far = (recall.make(f"niah_single_1_{n}", tokenizer) for n in (1024, 2048))
+    parts = harness.by_length({"tasks": {"near": near, "far": far, "other": object()}, "groups": {"g": 1}}, 1500)
     assert {length: list(part["tasks"]) for length, part in parts.items()} == {1500: ["near", "other"], 2048: ["far"]}
     assert [part["groups"] for part in parts.values()] == [{"g": 1}, {}]
 
 
 @pytest.mark.parametrize("entries", [16, 128])
 def test_phone_numbers_are_found_by_who_reads_the_list(entries):
-    task = _recall.make(f"phonebook_{entries}", None)
+    task = recall.make(f"phonebook_{entries}", None)
 
     def look_up(text):
         book, asked = text.split("\n\n")
@@ -76,7 +76,7 @@ def test_phone_numbers_are_found_by_who_reads_the_list(entries):
         return " " + re.search(f"^{name} (.*)$", book, re.MULTILINE)[1]
 
     texts, options, found = run(task, look_up)
-    assert (found["exact_match,none"], len(set(texts)), options["until"]) == (1, _recall.SAMPLES, ["\n"])
+    assert (found["exact_match,none"], len(set(texts)), options["until"]) == (1, recall.SAMPLES, ["\n"])
     assert run(task, lambda text: look_up(text) + "0")[2]["exact_match,none"] == 0
     # The second of the answered ones.
     assert run(task, lambda text: text.split("\n")[-2].split(":")[1])[2]["exact_match,none"] < 0.1
@@ -89,9 +89,9 @@ def test_passages_are_completed(tmp_path, monkeypatch):
         {"context": "Nothing.", "question": "Nobody knows", "answers": []},
     ]
     (tmp_path / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setitem(_recall.BASED, "based_triviaqa", str(tmp_path))
+    monkeypatch.setitem(recall.BASED, "based_triviaqa", str(tmp_path))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    task = _recall.make("based_triviaqa", None)
+    task = recall.make("based_triviaqa", None)
     texts, options, found = run(task, lambda text: " an ISLAND of" if "Elba" in text else " Milan")
     assert texts == ["Rome is a city. Italy's capital is", "Elba  An island. Elba is an", "Nothing. Nobody knows"]
     assert found["contains,none"] == pytest.approx(1 / 3)
@@ -105,5 +105,5 @@ def test_names_of_the_suites_are_the_harness_s():
     names = "fda squad_completion swde longbench arc hellaswag lambada piqa siqa super_glue wikitext winogrande"
     folders = [tasks / name for name in names.split()]
     theirs = set(TaskManager(include_path=folders, include_defaults=False).all_tasks)
-    assert set(_task_table.SUITES["longbench-14"] + _task_table.SUITES["paper"]) < theirs
-    assert [name for name in _task_table.SUITES["recall"] if name not in theirs] == _recall.NAMES
+    assert set(task_table.SUITES["longbench-14"] + task_table.SUITES["paper"]) < theirs
+    assert [name for name in task_table.SUITES["recall"] if name not in theirs] == recall.NAMES

@@ -8,8 +8,9 @@ import sys
 import pytest
 from torch.distributed.run import get_args_parser
 
-from interdomain.tools import _slurm, launch
-from interdomain.tools._torchrun import CONTINUE, REFUSED
+from interdomain.tools import launch
+from interdomain.tools._start import slurm as _slurm
+from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from .. import slurm_stand_in
 from ..common import REPOSITORY
@@ -33,12 +34,12 @@ def test_a_dry_run_prints_what_every_node_would_run(slurm, capsys):
     assert "NCCL_NET='AWS Libfabric'" in rows["site"]
     assert "INTERDOMAIN_" not in rows["site"]
     command = shlex.split(rows["command"])
-    node = command.index("interdomain.tools._torchrun")
+    node = command.index("interdomain.tools._start.torchrun")
     own, (ranks, *torchrun) = command[: node - 2], command[node + 1 :]
     gpus_and_cores = {"--gpus-per-node=4", "--cpus-per-task=144"}
     assert {"srun", "--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpu-bind=none", *gpus_and_cores} <= {*own}
     assert ranks == "4"
-    args = get_args_parser().parse_args(torchrun[torchrun.index("interdomain.tools._elastic") + 1 :])
+    args = get_args_parser().parse_args(torchrun[torchrun.index("interdomain.tools._start.elastic") + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.max_restarts, args.numa_binding) == ("4", "4", 3, "node")
     assert (args.rdzv_id, args.rdzv_endpoint, args.standalone) == ("4242", "nid001:24242", False)
     assert torchrun[-3:] == ["-m", "interdomain.titan.entry", "train_configs/1.3B.toml"]

@@ -17,10 +17,12 @@ pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 
 from torch.utils.tensorboard import SummaryWriter
 
-from interdomain.titan.plan import make_plan
-from interdomain.titan.run_log import RunLog
-from interdomain.titan.settings import read_job_config
-from interdomain.tools import _study, _study_run, _study_tables, launch, prepare_data, study
+from interdomain.titan.plan.run_plan import make_plan
+from interdomain.titan.settings.job_config import read_job_config
+from interdomain.titan.watch.run_log import RunLog
+from interdomain.tools import launch, prepare_data, study
+from interdomain.tools._study import definition, tables
+from interdomain.tools._study import run as _study_run
 
 from ..common import REPOSITORY
 
@@ -46,7 +48,7 @@ def write(tmp_path):
         log = RunLog(tmp_path / name / "tb", plan, job, first, fingerprints)
         for step in sorted({first, *losses, *(step - step % 10 for step in losses if step > 10)}):
             if step == 1 or step % 10 == 0:
-                log.log({"n_tokens_seen": plan.tokens_per_step * step, _study_tables.TRAINING: 7 - step / 1000}, step)
+                log.log({"n_tokens_seen": plan.tokens_per_step * step, tables.TRAINING: 7 - step / 1000}, step)
             if step in losses:
                 log.log({"validation_metrics/loss": losses[step]}, step)
         log.close()
@@ -89,7 +91,7 @@ def test_the_table_of_the_study(write, tmp_path, capsys):
     assert ablated["vs_softmax"] is None
     assert "- 125M: runs differ in tokens (2,500,329,472; 524,288), so no percentage compares them." in text
     assert text.count("no percentage") == 1
-    _, small, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
+    _, small, _ = tables.panels(study.shown([Path(run) for run in runs]))  # the last validation is in the plot
     assert small.curves[0].x == [step * 0.524288 for step in LOSSES["interdomain"]][1:]  # not the untrained model's
 
 
@@ -111,7 +113,7 @@ def test_mean_and_deviation_over_runs_that_differ_in_the_seed_alone(write, tmp_p
     assert "| 8.51 ± 1.33 |" in text
     assert (repeated["seeds"], fast["seeds"]) == ([1, 2, 3], [1])
     assert repeated["loss"] == pytest.approx([statistics.mean(losses.values()), statistics.stdev(losses.values())])
-    ours, _ = _study_tables.panels(study.shown([Path(run) for run in runs]))[0].curves
+    ours, _ = tables.panels(study.shown([Path(run) for run in runs]))[0].curves
     mean, deviation = repeated["loss"]
     assert (ours.y, ours.error) == ([pytest.approx(math.exp(mean))], [pytest.approx(math.exp(mean) * deviation)])
 
@@ -175,7 +177,7 @@ def described(tmp_path, monkeypatch):
 
 
 def test_the_runs_of_a_study(described, capsys):
-    runs = {run.name: run for run in _study.read_study(described()).runs}
+    runs = {run.name: run for run in definition.read_study(described()).runs}
     assert [*runs] == [
         *(f"{size}/{condition}/seed-1" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
         *(f"{size}/{condition}/seed-2" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
@@ -194,7 +196,7 @@ def test_the_runs_of_a_study(described, capsys):
 def test_a_begun_run_with_other_settings_is_refused(described, tmp_path, capsys):
     """As a finished one is. Before its first checkpoint nothing is lost."""
     study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))
-    run = {run.name: run for run in _study.read_study(study_file).runs}["debug/softmax/seed-1"]
+    run = {run.name: run for run in definition.read_study(study_file).runs}["debug/softmax/seed-1"]
     begun = run.write_config().read_text()
     assert study.main(["plan", str(changed)]) == 0
     (run.folder / "checkpoint/step-20").mkdir(parents=True)
@@ -247,7 +249,7 @@ def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
     (tmp_path / "run").write_text(f"#!{sys.executable}\nimport os, signal, time\n{count}\n{press}\n")
     (tmp_path / "run").chmod(0o755)
     monkeypatch.setattr(_study_run.sys, "executable", str(tmp_path / "run"))
-    (one, *_) = _study.read_study(described()).runs
+    (one, *_) = definition.read_study(described()).runs
     assert _study_run.run_here([one], 1) == launch.CONTINUE
     assert f"{one.name}: left at step 0" in capsys.readouterr().out
 
@@ -256,7 +258,7 @@ def test_the_studies_of_the_repository(monkeypatch):
     """They say how to make their data, and a condition at S4D's scale has C there (not c)."""
     monkeypatch.chdir(REPOSITORY)
     for file in Path("train_configs/studies").iterdir():
-        read = _study.read_study(file)
+        read = definition.read_study(file)
         assert {run.settings["data"]["corpus"] for run in read.runs} <= {launch.EMBEDDED_CORPUS, *read.corpora}
         for corpus, options in read.corpora.items():
             prepare_data.parse([*shlex.split(options), "--output", corpus])
@@ -267,7 +269,7 @@ def test_the_studies_of_the_repository(monkeypatch):
 def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch, described, capsys):
     """The committed records stay those of their runs, whether they have it or not. A condition's own is refused."""
     monkeypatch.chdir(REPOSITORY)
-    runs = [run for run in _study.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
+    runs = [run for run in definition.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
     assert len(runs) > 50
     assert all(run.is_finished for run in runs)
     recall = [run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1]

@@ -1,0 +1,37 @@
+"""Interdomain Attention: kernels, model, and distributed pretraining under TorchTitan.
+
+from interdomain import InterdomainAttention
+
+layer = InterdomainAttention(dim=512, n_heads=8)  # a layer of your own model
+y = layer(x)                                      # [B, T, 512] -> [B, T, 512]
+
+Packages. Each imports only packages above it:
+
+    scan, features             the kernels, on torch and triton alone
+    folders, environment       safe writing of files; the record of a machine
+    launcher                   messages from a run to the launcher that started it
+    data                       corpora, tokenizers, samples
+    model                      the model in plain PyTorch: decoder, mixers, costs, generation
+    files                      exported folders and checkpoints
+    hf                         the model in transformers
+    titan                      training; the only package that imports TorchTitan
+    megatron                   the model under Megatron-Core
+    tools                      the commands
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from interdomain.model import InterdomainAttention
+
+__version__ = "0.1.0"
+__all__ = ["InterdomainAttention"]
+
+
+def __getattr__(name: str) -> object:
+    # Late: `import interdomain` takes no second for torch.
+    if name in __all__:
+        from interdomain import model
+
+        return getattr(model, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,46 @@
+"""The machine and the versions that a result depends on. No host name, no user, no path."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("triton", "torchtitan", "flash-attn", "flash-linear-attention", "mamba-ssm")
+
+
+def environment(device: torch.device) -> dict[str, str | int | None]:
+    record = {}
+    if device.type == "cuda":
+        p = torch.cuda.get_device_properties(device)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+        record = {"GPU": p.name, "compute capability": f"{p.major}.{p.minor}", "driver": driver or "unknown"}
+        ptxas = _output(os.environ.get("TRITON_PTXAS_PATH", ""), "--version").rpartition("\n")[2]
+        record["ptxas"] = ptxas or "Triton's own"
+        cudnn: int | None = torch.backends.cudnn.version()
+        record["CUDA"] = f"{torch.version.cuda}, cuDNN {cudnn}"
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
+    record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
+
+
+def commit() -> str:
+    """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
+    describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
+    found = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
+    return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
+
+
+def _output(*command: str) -> str:
+    """What a program prints; nothing if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

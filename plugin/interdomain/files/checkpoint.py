@@ -1,0 +1,56 @@
+"""A training checkpoint of this project or of Megatron-Core, and its tokenizer."""
+
+from pathlib import Path
+
+import torch
+
+from interdomain.data import Tokenizer, check_vocab, load_tokenizer
+from interdomain.model import meta_model
+
+from . import distributed_checkpoint as checkpoints
+from .megatron_checkpoint import MegatronCheckpoint, find_checkpoint
+from .pretrained import load_checked_tokenizer
+
+
+class Checkpoint:
+    """A training checkpoint of this project: its model, and what is recorded of it. `MegatronCheckpoint` has the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config, self.record = checkpoints.read_sidecar(folder)
+        self.index = checkpoints.tensor_index(folder)
+        for name, tensor in meta_model(self.config).state_dict().items():
+            found = list(self.index[name].size) if name in self.index else "missing"
+            if found != list(tensor.shape):
+                raise ValueError(
+                    f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
+                )
+
+    def read(self, names: list[str]) -> dict[str, torch.Tensor]:
+        return checkpoints.read_tensors(self.folder, names, self.index)
+
+    def check_bytes(self, names: list[str]) -> None:
+        checkpoints.check_bytes(self.folder, names)
+
+
+def open_checkpoint(source: Path, tokenizer: Path | None) -> tuple[Checkpoint | MegatronCheckpoint, Tokenizer]:
+    """The checkpoint at `source`, or a run's newest complete one, and its tokenizer.
+
+    Raises: ValueError for a tokenizer given for a checkpoint that has its own, or missing for one of Megatron-Core.
+    """
+    folder = find_checkpoint(source)
+    if folder is None:
+        if tokenizer:
+            raise ValueError(
+                f"--tokenizer is for checkpoints of Megatron-Core. {source} has its own tokenizer: leave it out."
+            )
+        checkpoint = Checkpoint(checkpoints.latest_checkpoint(source))
+        record = checkpoints.record_folder(checkpoint.folder)
+        return checkpoint, load_checked_tokenizer(record, checkpoint.config, checkpoint.record)
+    if not tokenizer:
+        raise ValueError(
+            f"{folder} is a checkpoint of Megatron-Core, without a tokenizer. Give the corpus's with --tokenizer."
+        )
+    megatron, loaded = MegatronCheckpoint(folder), load_tokenizer(tokenizer)
+    check_vocab(loaded.vocab_size, megatron.config.vocab_size)
+    return megatron, loaded

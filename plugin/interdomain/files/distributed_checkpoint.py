@@ -1,0 +1,277 @@
+"""Reading torch.distributed.checkpoint folders without a process group, without TorchTitan, and without trusting them.
+
+A checkpoint of this project is `step-N/` with shards, an index `.metadata` (written last: without it the folder is no
+checkpoint), and beside them `interdomain.json` (SIDECAR), which says what model it is, and the tokenizer.
+"""
+
+import io
+import itertools
+import json
+import math
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from enum import EnumType
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from interdomain.folders import write_whole
+from interdomain.model.config import ModelConfig
+
+SIDECAR = "interdomain.json"
+VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
+TOKENIZER = "tokenizer.model"
+METADATA = ".metadata"
+SIDECAR_VERSION = 1
+SIDECAR_FACTS = ("size", "condition", "step", "tokens", "run", "versions")  # what a model folder keeps of the record
+
+# torch.distributed.checkpoint pickles its index. These classes describe tensors and files; none of them runs anything.
+_ALLOWED = {
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # The plans of the ranks, which Megatron-Core keeps beside them.
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
+}
+
+
+def _member(enum: object, name: str) -> object:
+    """What `getattr` may do in an index: Python 3.11.2 (Debian 12's) pickles a member of an enum as getattr(enum, name)."""
+    if not isinstance(enum, EnumType):
+        raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
+    return enum[name]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if isinstance(found, torch.dtype) or found is torch.Size:
+                return found
+        elif name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
+
+
+def parse_index(data: bytes, checkpoint: Path) -> Metadata:
+    """The index of a checkpoint from the bytes of its file, which are not trusted. Raises: ValueError."""
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+            raise TypeError(f"it holds {type(metadata).__name__} and lists no tensors")
+        for place in metadata.storage_data.values():
+            if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
+                raise ValueError("it names a place that is in no shard beside it")
+    except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
+        why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
+        raise ValueError(f"{why} Take another step.") from e
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+class SafeReader(FileSystemReader):
+    """FileSystemReader whose index may hold descriptions of tensors only. Tensors themselves load with weights_only=True.
+
+    index: parsed already; the file is not read then.
+    """
+
+    def __init__(self, checkpoint: Path, index: Metadata | None = None) -> None:
+        super().__init__(checkpoint)
+        self.index = index
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        if self.index is None:
+            path = Path(self.path) / METADATA
+            if not path.is_file():
+                raise FileNotFoundError(f"{self.path} is not a complete checkpoint (no {METADATA}). Take another step.")
+            self.index = parse_index(path.read_bytes(), Path(self.path))
+        if self.index.storage_meta is not None:
+            self.index.storage_meta.load_id = self.load_id
+        return self.index
+
+
+def step_of(folder: Path | str) -> int | None:
+    """The step whose checkpoint a folder is, by its name; None for any other."""
+    match = re.fullmatch(r"step-(\d+)", Path(folder).name)
+    return int(match.group(1)) if match else None
+
+
+def finished_steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return {step: path for path in found if (step := step_of(path)) is not None and (path / METADATA).is_file()}
+
+
+def latest_checkpoint(folder: Path | str) -> Path:
+    """`folder` itself if it is a checkpoint, else the newest complete `step-N` in it or in its `checkpoint/` subfolder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}; give a checkpoint (step-N) or the folder of a run.")
+    if (folder / METADATA).is_file() or step_of(folder) is not None:
+        return folder
+    steps = finished_steps(folder) | finished_steps(folder / "checkpoint")
+    if not steps:
+        raise FileNotFoundError(f"{folder} holds no whole checkpoint (a folder step-N with {METADATA} in it).")
+    return steps[max(steps)]
+
+
+def check_types(record: dict[str, Any], **kinds: Any) -> None:
+    """Check that the values which a record has under these names are of these types. Raises: ValueError."""
+    for name, kind in kinds.items():
+        if name in record and not isinstance(record[name], kind):
+            raise ValueError(f"{name} is {record[name]!r} and must be {getattr(kind, '__name__', kind)}")
+
+
+def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
+    """Write the record and the tokenizer into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.write(folder)
+    write_whole(folder / SIDECAR, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def record_folder(checkpoint: Path) -> Path:
+    """Where the record and the tokenizer of a checkpoint are: in it; or in the run's folder, if TorchTitan's own trainer wrote
+    RUN/checkpoint/step-N."""
+    run = checkpoint.absolute().parents[1]
+    return run if not (checkpoint / SIDECAR).is_file() and (run / SIDECAR).is_file() else checkpoint
+
+
+def read_sidecar(checkpoint: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """(model configuration, the record that it stands in) of a checkpoint. Raises: FileNotFoundError, ValueError."""
+    path = record_folder(checkpoint) / SIDECAR
+    if not path.is_file():
+        raise FileNotFoundError(f"{checkpoint} has no {SIDECAR}, which says what model it is. Copy the whole folder.")
+    try:
+        record = json.loads(path.read_text())
+        if path.parent != checkpoint:  # of the run, not of a step
+            step = step_of(checkpoint) or 0
+            record |= {"step": step, "tokens": step * record["run"]["tokens_per_step"]}
+        missing = [name for name in (*SIDECAR_FACTS, "tokenizer") if name not in record]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+        if record["format_version"] != SIDECAR_VERSION:
+            raise ValueError(f"format version {record['format_version']!r}; this program reads {SIDECAR_VERSION}")
+        check_types(record, run=dict, versions=dict, tokenizer=dict, size=str, condition=str, step=int, tokens=int)
+        return ModelConfig.from_dict(record["model"]), record
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is damaged or of another version ({type(e).__name__}: {e}).") from e
+
+
+def tensor_index(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Name -> description of every tensor in a checkpoint, without reading any."""
+    entries = SafeReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    for name, entry in tensors.items():
+        try:
+            # `load` leaves what no shard holds as it finds it: uninitialised memory.
+            complete = sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
+            complete = complete and isinstance(entry.properties.dtype, torch.dtype)
+        except Exception:  # what came out of the index may be anything
+            complete = False
+        if not complete:
+            raise ValueError(f"{checkpoint / METADATA} is damaged: no shards hold all of {name}. Take another step.")
+    return tensors
+
+
+def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
+    """Tensors by name, from however many ranks wrote them; nothing else in the checkpoint is touched. Raises: ValueError."""
+    reader = SafeReader(checkpoint)
+    reader.read_metadata()  # for its own error: `load` would put its own around it
+    tensors = {name: torch.empty(index[name].size, dtype=index[name].properties.dtype) for name in names}
+    try:
+        with _without_process_group():
+            load(tensors, storage_reader=reader, no_dist=True)
+    except (OSError, RuntimeError) as e:
+        raise ValueError(f"{checkpoint} could not be read ({e}). Take another step.") from e
+    return tensors
+
+
+@contextmanager
+def _without_process_group() -> Iterator[None]:
+    """For `load` and `save` in one process. Raises: OSError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+        try:
+            yield
+        except CheckpointException as e:  # a BaseException: it would pass every handler of errors
+            error: BaseException | None = e.failures[0][0]
+            while error is not None and not isinstance(error, OSError):  # PyTorch's own stand around the system's
+                error = error.__cause__ or error.__context__
+            raise OSError(str(error or repr(e.failures[0][0]))) from e
+
+
+def check_lengths(folder: Path, index: Metadata) -> None:
+    """Raises ValueError unless every shard that the index names is there, as long as the index says."""
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in sorted(ends.items()):
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            raise ValueError(f"{folder} is damaged: its shard {name} {found}.")
+
+
+def altered_entry(
+    folder: Path, index: Metadata, part: int = 0, parts: int = 1, names: Collection[str] | None = None
+) -> str | None:
+    """What is wrong with the first entry whose bytes are not those that were saved; None if there is none.
+
+    torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
+    runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.
+    """
+    places = [(entry, place) for entry, place in index.storage_data.items() if names is None or entry.fqn in names]
+    places.sort(key=lambda item: (item[1].relative_path, item[1].offset))
+    mine = places[len(places) * part // parts : len(places) * (part + 1) // parts]
+    for name, entries in itertools.groupby(mine, key=lambda item: item[1].relative_path):
+        with open(folder / name, "rb") as f:
+            for entry, place in entries:
+                f.seek(place.offset)
+                data = f.read(place.length)
+                try:
+                    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                        record = archive.testzip()
+                except (zipfile.BadZipFile, EOFError, NotImplementedError) as e:  # headers are bytes too
+                    record = str(e)
+                if record is not None:
+                    return (
+                        f"{folder / name} is damaged: the bytes of {entry.fqn} do not match their checksum ({record})"
+                    )
+    return None
+
+
+def check_bytes(checkpoint: Path, names: Collection[str]) -> None:
+    """Raises ValueError unless the tensors of these names are stored as they were saved: torch.load does not look."""
+    index = SafeReader(checkpoint).read_metadata()
+    check_lengths(checkpoint, index)
+    if altered := altered_entry(checkpoint, index, names=names):
+        raise ValueError(f"{altered}. Take another step.")
+
+
+def write_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint of these tensors alone, as one process writes it; the index comes last. Raises OSError."""
+    try:
+        with _without_process_group():
+            save(tensors, checkpoint_id=str(checkpoint), no_dist=True)
+    except OSError as e:
+        raise OSError(f"writing {checkpoint} failed ({e}). Check the free space and the permissions.") from e

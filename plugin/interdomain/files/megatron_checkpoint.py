@@ -1,0 +1,204 @@
+"""The model in Megatron-Core's distributed checkpoints (torch_dist), read and written without Megatron.
+
+Such a folder is one of torch.distributed.checkpoint, with metadata.json beside the index. Its tensors are stacked over layers:
+`decoder.layers.mlp.linear_fc2.weight` is [L, dim, hidden]. A hybrid's are not: `decoder.layers.0.mlp.linear_fc2.weight`.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interdomain.model.config import FIXED_STATE, SIZES, ModelConfig, cell_of
+from interdomain.model.transformer import meta_model
+
+from . import distributed_checkpoint as checkpoints
+
+FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
+TRACKER = "latest_checkpointed_iteration.txt"
+RECORD = "interdomain"  # of each layer's self_attention: its configuration as JSON, uint8
+RECORD_BYTES = 1024
+LAYERS = "decoder.layers."
+FUSED = "mlp.linear_fc1.weight"  # its rows: all of w1, then all of w3
+NAMES = {
+    "tok_embeddings.weight": "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "output.weight": "output_layer.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "pre_mlp_layernorm.weight",
+    "feed_forward.w1.weight": FUSED,
+    "feed_forward.w3.weight": FUSED,
+    "feed_forward.w2.weight": "mlp.linear_fc2.weight",
+    "attention.wo.weight": "self_attention.out_proj.weight",
+}
+# Settings of Megatron's TransformerConfig that change the logits and may leave all names and shapes: the plain model's values.
+BACKBONE = {
+    "activation_func": "silu",
+    "gated_linear_unit": True,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "layernorm_zero_centered_gamma": False,
+    "use_mup": False,
+}
+FLAGS = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
+
+
+def record_of(config: ModelConfig, backbone: dict[str, Any] = BACKBONE) -> Tensor:
+    """uint8 [RECORD_BYTES]: a layer's configuration and BACKBONE as JSON, which is read without unpickling."""
+    record = json.dumps(config.to_dict() | {"backbone": backbone}).encode()
+    return torch.frombuffer(bytearray(record.ljust(RECORD_BYTES)), dtype=torch.uint8)
+
+
+def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any]]:
+    """Inverse of `record_of`; no layer knows the vocabulary's size, and older records have no BACKBONE. Raises: ValueError."""
+    found = json.loads(bytes(record.tolist()).decode())
+    backbone = found.pop("backbone", {})
+    return ModelConfig.from_dict(found), backbone
+
+
+def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
+    """(name in a Megatron checkpoint, where in it the layer is, or None) of a plain model's tensor."""
+    if not name.startswith("layers."):
+        return NAMES[name], None
+    _, layer, rest = name.split(".", 2)
+    prefix, place = (LAYERS, int(layer)) if stacked else (f"{LAYERS}{layer}.", None)
+    if rest in NAMES:
+        return prefix + NAMES[rest], place
+    own = rest.removeprefix("attention.")
+    projection = re.fullmatch(r"(w[qkvg])\.weight", own)
+    return f"{prefix}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", place
+
+
+def part_of(whole: dict[str, Tensor], name: str, stacked: bool = True) -> Tensor:
+    """A plain model's tensor, of a checkpoint's tensors by their names there; a view."""
+    key, layer = place_of(name, stacked)
+    tensor = whole[key] if layer is None else whole[key][layer]
+    return tensor.chunk(2)[name.endswith("w3.weight")] if key.endswith(FUSED) else tensor
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """`folder` if it is a Megatron checkpoint, the newest one of it if it is a run's folder, else None."""
+    if (folder / FORMAT).is_file():
+        return folder
+    if not (folder / TRACKER).is_file():
+        return None
+    last = (folder / TRACKER).read_text().strip()
+    return folder / (last if last == "release" else f"iter_{int(last):07d}")
+
+
+class MegatronCheckpoint:
+    """The model's tensors in a checkpoint, by the plain model's names; nothing else in it is read, and nothing unpickled.
+
+    Attributes: config; record: facts of the run, as in a sidecar; settings_recorded: whether the checkpoint says that the run
+        had this BACKBONE.
+
+    Raises: FileNotFoundError; ValueError for a folder that is damaged or holds another model: other settings, tensors too many.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index = folder, checkpoints.tensor_index(folder)
+        records = [key for key in self.index if key.endswith(f"self_attention.{RECORD}")]
+        if not records:
+            raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
+        self.stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
+        found = checkpoints.read_tensors(folder, records, self.index)
+        each_layer = [read_record(found[key][0] if self.stacked else found[key]) for key in sorted(records, key=_layer)]
+        layers, backbones = zip(*each_layer, strict=True)
+        if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
+            raise ValueError(
+                f"{folder} is of a run with {', '.join(sorted(other))}. A folder cannot have that: its logits would be others. "
+                f"Train with {FLAGS}, and without flags of another activation or norm."
+            )
+        self.settings_recorded = all(each.keys() >= BACKBONE.keys() for each in backbones)
+        rows = self.index[NAMES["tok_embeddings.weight"]].size[0]
+        self.config = replace(layers[0], vocab_size=rows, mixers=tuple(layer.mixer for layer in layers))
+        digits = re.search(r"\d+$", folder.name)
+        facts = {
+            "step": int(digits[0]) if digits else 0,
+            "tokens": None,
+            "run": {"host": "Megatron-Core", "settings_recorded": self.settings_recorded},
+            "versions": {},
+        }
+        self.record = {**cell_of(self.config, _size_of(self.config))._asdict(), **facts}
+        expected = {name: list(t.shape) for name, t in meta_model(self.config).state_dict().items()}
+        known = {*records, *(place_of(name, self.stacked)[0] for name in expected)}
+        if more := sorted(key for key in self.index if key not in known and not OPTIMIZER.match(key)):
+            raise ValueError(
+                f"{folder} has {len(more)} tensor(s) for which a folder has no place, first of all {more[0]}. Without them "
+                f"the logits would be others. Train with {FLAGS}, and without experts, position embeddings or MTP layers."
+            )
+        for name, shape in expected.items():
+            key, layer = place_of(name, self.stacked)
+            found = list(self.index[key].size) if key in self.index else "missing"
+            rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
+            wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
+            if found != wanted:
+                raise ValueError(
+                    f"{folder}: {key} is {found}, and a folder needs {wanted}. Train with {FLAGS} and --ffn-hidden-size "
+                    f"{self.config.ffn_hidden}. If the run had these, the checkpoint is damaged: take another step."
+                )
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Raises: ValueError."""
+        keys = sorted({place_of(name, self.stacked)[0] for name in names})
+        whole = checkpoints.read_tensors(self.folder, keys, self.index)
+        return {name: part_of(whole, name, self.stacked).clone() for name in names}
+
+    def check_bytes(self, names: Iterable[str]) -> None:
+        """Raises ValueError unless these tensors are stored as they were saved."""
+        checkpoints.check_bytes(self.folder, {place_of(name, self.stacked)[0] for name in names})
+
+
+def _layer(key: str) -> int:
+    """The number in a key; 0 without one."""
+    number = re.search(r"\d+", key)
+    return int(number[0]) if number else 0
+
+
+def _size_of(config: ModelConfig) -> str:
+    """The row of SIZES that the model may be of."""
+    shape = ("dim", "n_layers", "n_heads")
+    rows = (name for name, row in SIZES.items() if all(row[key] == getattr(config, key) for key in shape))
+    return next(rows, "unknown")
+
+
+def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
+
+    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError; ValueError for a mixer that
+    `interdomain.megatron` does not have.
+    """
+    if fixed := [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]:
+        raise ValueError(f"{fixed[0]} is not for Megatron: {', '.join(FIXED_STATE)} train under TorchTitan only.")
+    by_key: dict[str, dict[int | None, list[Tensor]]] = {}
+    stacked = len(config.mixers) == 1
+    for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
+        key, layer = place_of(name, stacked)
+        by_key.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
+    found: dict[str, Any] = {}
+    for key, layers in by_key.items():
+        parts = [torch.cat(part) for part in layers.values()]
+        found[key] = parts[0] if None in layers else torch.stack(parts)
+    if stacked:
+        found[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
+    for i, own in enumerate(config.layers):
+        if not stacked:
+            found[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(own)
+        for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+            # Megatron asks for them; there is nothing in them.
+            place = f"{module}._extra_state/shard_{i}_{config.n_layers}"
+            found[LAYERS + (place if stacked else f"{i}.{module}._extra_state/shard_0_1")] = [None]
+    step = folder / "release"
+    checkpoints.write_tensors(step, found)
+    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
+    torch.save({"checkpoint_version": 3.0}, step / "common.pt")
+    (folder / TRACKER).write_text("release")

@@ -1,0 +1,270 @@
+"""The mixer as a Megatron layer's self-attention: this rank's heads between a column-parallel and a row-parallel projection.
+
+Shapes: S time, B batch (Megatron's order is [S, B, dim]), H heads, R head_dim.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+from interdomain.files.megatron_checkpoint import BACKBONE, FLAGS, RECORD, read_record, record_of
+from interdomain.model.config import Execution, MixerConfig, ModelConfig
+from interdomain.model.initialize import initial_value
+from interdomain.model.layers import InputNorm, KeptInFloat32, rope_of
+from interdomain.model.transformer import mixer_class
+
+SHARED = ("k_norm.weight", "v_norm.weight")  # by all heads, so by all ranks; every other parameter is per head
+
+
+class Computed(nn.Module):
+    """Takes the place of a projection: its part of a product that was computed for all of them at once."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, parts: dict[str, Tensor]) -> Tensor:
+        return parts[self.name]
+
+
+class Float32Norm(KeptInFloat32, InputNorm):
+    """In one group of the optimizer with the dynamics: Megatron cannot save a group that mixes precisions."""
+
+
+class InterdomainAttention(MegatronModule):
+    """hidden_states [S, B, dim] ([S / tp, B, dim] with sequence parallelism) -> (the same shape, None).
+
+    `core` is the plain model's mixer for this rank's heads, without its projections. Those of queries, keys, values and gate
+    are one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads.
+
+    Args:
+        mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
+        seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        pg_collection: Any = None,
+        *,
+        mixers: tuple[MixerConfig, ...],
+        rope_theta: float,
+        max_seq_len: int,
+        execution: Execution | None,
+        seed: int,
+        **_: Any,  # of attention, in some versions
+    ) -> None:
+        super().__init__(config)
+        self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
+        tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
+        shared = groups if groups != heads else None
+        whole = ModelConfig(
+            dim=config.hidden_size,
+            n_layers=config.num_layers,
+            n_heads=heads,
+            head_dim=config.kv_channels,
+            max_seq_len=max_seq_len,
+            rope_theta=rope_theta,
+            norm_eps=config.layernorm_epsilon,
+            mixers=tuple(replace(mixer, n_kv_heads=shared) for mixer in mixers),
+        )
+        _refuse(config, tp, len(whole.mixers))
+        settings = _settings(config, whole)
+        self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
+        own = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
+        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(own,))
+        with torch.device("meta"):
+            core: Any = mixer_class(own)(local, execution)
+            self.parts = {}  # by projection, its rows on this rank
+            for name in ("wq", "wk", "wv", "wg"):
+                if getattr(core, name, None) is not None:
+                    self.parts[name] = getattr(core, name).out_features
+                    setattr(core, name, Computed(name))
+            width, core.wo = core.wo.in_features, nn.Identity()
+            for name in ("k_norm", "v_norm"):
+                if getattr(core, name, None) is not None:
+                    setattr(core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps))
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.core = core.to_empty(device=device)
+        same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
+        self.in_proj: Any = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size, sum(self.parts.values()) * tp, init_method=config.init_method, **same
+        )
+        self.out_proj: Any = tensor_parallel.RowParallelLinear(
+            width * tp,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **same,
+        )
+        for name, p in core.named_parameters():
+            if name in SHARED:
+                p.sequence_parallel = config.sequence_parallel  # then Megatron sums its gradients over the ranks
+            else:
+                set_tensor_model_parallel_attributes(p, is_parallel=True, dim=0, stride=1)
+        if config.perform_initialization:
+            self._initialize(seed)
+        core.to(config.params_dtype)  # as Megatron's own layers are made; the dynamics stay float32
+        self.record = record_of(self.whole, settings)
+        selective = config.recompute_granularity == "selective"
+        self.recompute = selective and "core_attn" in (config.recompute_modules or ())
+
+    @torch.no_grad()
+    def _initialize(self, seed: int) -> None:
+        with torch.device("meta"):
+            shapes = {name: t.shape for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()}
+
+        def own(name: str, dim: int = 0) -> Tensor:
+            at = f"layers.{self.layer_number - 1}.attention.{name}"
+            full = initial_value(at, shapes[name], self.whole, seed)
+            return full if name in SHARED else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
+
+        for name, tensor in self.core.state_dict().items():
+            tensor.copy_(own(name))
+        self.in_proj.weight.copy_(torch.cat([own(f"{name}.weight") for name in self.parts]))
+        self.out_proj.weight.copy_(own("wo.weight", dim=1))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        inference_params: Any = None,
+        **_: Any,  # rotary tables and the like, which the mixer makes for itself
+    ) -> tuple[Tensor, Tensor | None]:
+        if inference_context is not None or inference_params is not None:
+            raise NotImplementedError(
+                "Megatron's inference engines keep keys and values, and this mixer keeps a state of fixed size. Convert the "
+                "checkpoint to a folder (interdomain convert) and generate from there."
+            )
+        x, _ = self.in_proj(hidden_states)
+        order = torch.arange(x.shape[0], device=x.device)
+        positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
+        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, None)
+        rope = rope_of(self.whole, order if positions is None else positions, x.dtype)
+        if self.recompute and torch.is_grad_enabled():
+            o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)
+        else:
+            o = self._mix(x, rope, packing)
+        return self.out_proj(o)
+
+    def _mix(self, x: Tensor, rope: tuple[Tensor, Tensor], packing: Any) -> Tensor:
+        """[S, B, rows of in_proj] -> [S, B, columns of out_proj]."""
+        shared = {}
+        if self.tp_group.size() > 1 and not self.config.sequence_parallel:  # nobody else sums their gradients
+            shared = {
+                name: tensor_parallel.copy_to_tensor_model_parallel_region(p, group=self.tp_group)
+                for name, p in self.core.named_parameters()
+                if name in SHARED
+            }
+        parts = x.transpose(0, 1).split(list(self.parts.values()), dim=-1)  # at once: one copy in the backward pass
+        dynamics = self.core.dynamics([self.core])[0]
+        args = dict(zip(self.parts, parts, strict=True)), rope, dynamics, None, packing
+        o = torch.func.functional_call(self.core, shared, args)
+        return o.to(x.dtype).transpose(0, 1).contiguous()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None, **_: Any
+    ) -> dict:
+        """Megatron's: every tensor of a checkpoint with this rank's place in it; the projections one by one."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+        # A copy: loading writes into what stands here, and then the two are compared.
+        found = make_sharded_tensors_for_checkpoint(
+            {RECORD: self.record.clone()}, prefix, {}, sharded_offsets, **groups
+        )
+        core = self.core.state_dict(keep_vars=True)
+        split = {name: 0 for name in core if name not in SHARED}
+        found |= make_sharded_tensors_for_checkpoint(core, f"{prefix}core.", split, sharded_offsets, **groups)
+        for name in ("in_proj", "out_proj"):
+            found |= sharded_state_dict_default(
+                getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        key = f"{prefix}in_proj.weight"
+        found[key] = _by_projection(found[key], self.parts)
+        return found
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        found = state_dict.pop(prefix + RECORD, None)
+        if found is not None:
+            same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
+            if (there := replace(read_record(found)[0], **same)) != self.whole:
+                raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _refuse(config: Any, tp: int, kinds: int) -> None:
+    if kinds > 1 and not config.hetereogenous_dist_checkpoint:
+        raise ValueError(
+            "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
+        )
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if heads % tp or groups % tp:
+        raise ValueError(f"{heads} heads and {groups} heads of keys and values cannot be split over {tp} ranks.")
+    if config.context_parallel_size > 1:
+        raise NotImplementedError("no context parallelism under Megatron: set context_parallel_size to 1.")
+    # Megatron's own training script is running, without the group of the optimizer.
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if arguments is not None and not hasattr(arguments, "ssm_lr"):
+        raise ValueError(
+            "the script does not know this mixer's optimizer settings. Start it as python -m interdomain.megatron.run SCRIPT."
+        )
+
+
+def _settings(config: Any, whole: ModelConfig) -> dict[str, Any]:
+    """BACKBONE as this run has it. Raises: ValueError for what the plain model does not have: it could not become a folder."""
+    found = {name: getattr(config, name, allowed) for name, allowed in BACKBONE.items()}  # use_mup: not in 0.16
+    found["activation_func"] = getattr(config.activation_func, "__name__", str(config.activation_func))
+    shapes = {"ffn_hidden_size": whole.ffn_hidden, "mtp_num_layers": None}
+    allowed = BACKBONE | shapes
+    here = found | {name: getattr(config, name) for name in shapes}
+    other = [f"{name} = {here[name]!r}, allowed {allowed[name]!r}" for name in allowed if here[name] != allowed[name]]
+    if other:
+        raise ValueError(
+            f"{'; '.join(other)}. No folder could be made of such a run. With Megatron-LM's script, give --model.size, or "
+            f"{FLAGS} --ffn-hidden-size {whole.ffn_hidden}. Leave out flags of another activation, norm or prediction layer."
+        )
+    return found
+
+
+def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
+    """A rank's rows of in_proj as one tensor per projection in a checkpoint, each split by heads."""
+    bare = tensor.without_data()
+
+    @torch.no_grad()
+    def build(key, t, replica_id, flattened_range):
+        rows = replace(bare, key=key, data=t, dtype=t.dtype, replica_id=replica_id, flattened_range=flattened_range)
+        found, start = [], 0
+        for name, size in parts.items():
+            for piece in rows.narrow(0, start, size):
+                piece.key = f"{key}.{name}"
+                found.append(piece)
+            start += size
+        return found
+
+    factory: Any = ShardedTensorFactory
+    return factory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)
+
+
+def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
+    """Of each token, how many of its document come before it, [1, S]."""
+    if packed.qkv_format != "thd" or batch != 1:
+        raise NotImplementedError(f"packed sequences of format {packed.qkv_format}, batch {batch}: only thd, batch 1.")
+    ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    document = torch.searchsorted(ends[1:].contiguous(), order, right=True)
+    return (order - ends[document])[None]

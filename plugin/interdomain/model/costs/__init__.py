@@ -1,0 +1,1 @@
+"""FLOPs, memory and traffic of a model, by condition."""

@@ -1,0 +1,131 @@
+"""FLOPs per token and memory per device, by condition. A multiply-add counts as two FLOPs.
+
+Each mixer counts its own (`interface.Mixer`); here they are summed with what all conditions share.
+"""
+
+from ..config import ModelConfig
+from ..loss import piece_tokens
+from ..transformer import mixer_class
+from .traffic import Held
+
+
+def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]:
+    """FLOPs of one forward pass per token, by part: linear layers, output head, convolutions, mixer core.
+
+    Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
+    """
+    macs = [mixer_class(layer.mixer).macs(layer, seq_len) for layer in config.layers]
+    return {
+        "linear": 2 * sum(layer["linear"] + 3 * config.dim * config.ffn_hidden for layer in macs),
+        "head": 2 * config.dim * config.vocab_size,
+        "conv": 2 * sum(layer["conv"] for layer in macs),
+        "mixer": 2 * sum(layer["mixer"] for layer in macs),
+    }
+
+
+def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs of forward and backward per token: three times the forward. Recomputation is not counted (model FLOPs)."""
+    return 3 * sum(forward_flops_per_token(config, seq_len).values())
+
+
+def state_size(layer: ModelConfig) -> int:
+    """Numbers of a layer's state per sequence, a complex one as two (the paper's state budget); of softmax without a window,
+    per token too."""
+    return mixer_class(layer.mixer).state_size(layer)
+
+
+def memory_estimate(
+    config: ModelConfig,
+    own: Held,
+    *,
+    shards: int,
+    local_batch: int,
+    seq_len: int,
+    context: int = 1,
+    tensor: int = 1,
+    in_flight: tuple[int, ...] = (1,),
+    checkpointing: str,
+    precision: str,
+    accumulated: bool = False,
+    stay_gathered: bool = False,
+    compiled: bool = False,
+    recompute: bool = True,
+) -> dict[str, int]:
+    """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
+
+    own: what the device has of the model, before FSDP2 shards it.
+    context: ranks that share the tokens of a sequence; tensor: ranks that share heads, feed-forward, vocabulary, and between
+        the mixers the tokens.
+    in_flight: of each of the device's stages, micro-batches whose activations it holds at once.
+    parameters, gradients, optimizer: float32, sharded but for the dynamics; AdamW has two moments. Gradients that are
+        `accumulated` over micro-batches are whole until the last.
+    gathered: the whole parameters of head and two blocks, or of all that `stay_gathered`, and a block's gradients, also as they
+        are reduced.
+    activations: what autograd keeps (`_kept_per_token`), and what a shard of a sequence keeps of the others.
+    loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
+        logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
+    """
+    dim, V, n_params = config.dim, config.vocab_size // tensor, own.parameters
+    tokens = local_batch * seq_len // context
+    block = (n_params - (own.embedding + own.head) * V * dim) // max(1, sum(map(len, own.layers)))
+    stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+    rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
+
+    options = tensor, checkpointing, precision, compiled, recompute
+    # Of each layer, as often as its activations are held.
+    held = [config.layers[i] for n, stage in zip(in_flight, own.layers, strict=True) for i in stage * n]
+    blocks, per_token = len(held), {layer: _kept_per_token(layer, *options) for layer in dict.fromkeys(held)}
+    kept, handed = ([getattr(mixer_class(x.mixer), f)(x) for x in held] for f in ("kept", "handed_on"))
+    activations = tokens * sum(per_token[layer][0] for layer in held)
+    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * own.head
+    if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
+        again = max((everything - per_layer for per_layer, everything in per_token.values()), default=0)
+        activations += max(0, tokens * again - piece)
+    activations += 4 * sum(layer["tables"] for layer in kept) // tensor
+    if checkpointing == "none":
+        activations += rounded * blocks * block
+    if context > 1:
+        activations += 4 * local_batch * sum(layer["state"] for layer in handed) // tensor
+        alive = (sum if checkpointing == "none" else max)(
+            layer["token"] for layer in handed
+        )  # keys and values of all shards
+        activations += alive * (context - 1) * tokens * width // tensor
+    passed_on = sum(in_flight) - own.head * in_flight[-1]  # outputs of stages that are not the last
+    activations += passed_on * tokens * dim * stored // tensor
+    sharded = 4 * ((n_params - own.dynamics) // shards + own.dynamics)
+    gathered = n_params if stay_gathered else (own.embedding or own.head) * V * dim + 2 * block
+    head = tokens * dim * stored // tensor + tokens * dim * 2 * width + 4 * V * dim
+    return {
+        "parameters": sharded,
+        "gradients": sharded + 4 * n_params * (accumulated and shards > 1),
+        "optimizer": 2 * sharded,
+        "gathered": stored * (gathered + block) + 4 * block,
+        "activations": activations,
+        "loss": own.head * (in_flight[-1] * head + rounded * V * dim + piece),
+    }
+
+
+def _kept_per_token(
+    config: ModelConfig, tensor: int, checkpointing: str, precision: str, compiled: bool, recompute: bool
+) -> tuple[int, int]:
+    """Bytes that autograd keeps per token of a layer, with this checkpointing and without any.
+
+    `none`: the inputs of norms, products, features, scan and activation (compiled: without the activation's output).
+    `selective`: the block's input, the scan and every second product, as TorchTitan chooses (q, v, the gate, the last). `full`:
+    the block's input; and once, the rest of a block, computed again. Without `recompute` also the scan's scores. Of
+    bf16-products without checkpointing, also the weights in bf16.
+    Ranks that share the heads keep all tokens of the products' inputs and of the last product, 1 / tensor of all else.
+    """
+    dim, ffn, kept = config.dim, config.ffn_hidden, mixer_class(config.mixer).kept(config)
+    stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+    features = kept["token"] + 3 * ffn
+    everything = (2 * dim * stored + width * (features + ffn)) // tensor
+    if compiled:
+        everything = (dim * stored + width * (features + dim)) // tensor
+    everything += width * 2 * dim
+    chosen = (dim * stored + width * (2 * dim + config.n_kv_heads * config.head_dim + ffn)) // tensor + width * dim
+    block_input = dim * stored // tensor
+    own = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": block_input}[checkpointing]
+    if not recompute and checkpointing != "full":
+        own += width * kept["scores"] // tensor
+    return own, everything

@@ -1,0 +1,120 @@
+"""What one rank holds of a model, and the bytes that it receives from other ranks in a training step, by axis.
+
+Bytes are counted as received, as a ring moves them: (P - 1) / P of what a gather gives or a reduce-scatter is given on P ranks,
+twice that for an all-reduce. Not counted: sums of a few numbers (loss, norms), validation, logging, checkpoints.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..config import ModelConfig
+from ..shard import SHARDED
+from ..transformer import Transformer, mixer_class
+
+
+class Held(NamedTuple):
+    """What one rank has of a model: all, or stages of a pipeline, and of SHARDED parameters its part for tensor parallelism.
+
+    groups: its parameters but the dynamics, as FSDP2 gathers them together: rows, numbers of a row, and whether it is a part.
+    dynamics: their parameters, which FSDP2 does not shard. layers: their numbers, of each stage.
+    """
+
+    groups: list[list[tuple[int, int, bool]]]
+    dynamics: int
+    layers: tuple[tuple[int, ...], ...]
+    embedding: bool
+    head: bool
+
+    @property
+    def parameters(self) -> int:
+        return self.dynamics + sum(rows * numbers for group in self.groups for rows, numbers, _ in group)
+
+
+def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -> Held:
+    """stages: the names of their modules (layers.0, output), of this rank's stages; tensor: ranks that share heads."""
+    of_module: dict[str, list[tuple[int, int, bool]]] = {}
+    dynamics: dict[str, int] = {}
+    for name, p in model.named_parameters():
+        path = name.split(".")
+        module = ".".join(path[:2]) if path[0] == "layers" else path[0]
+        if ".ssm." in name:
+            dynamics[module] = dynamics.get(module, 0) + p.numel()
+            continue
+        dim = SHARDED.get(path[-2])
+        rows, numbers = len(p) // (tensor if dim == 0 else 1), p[0].numel() // (tensor if dim == 1 else 1)
+        of_module.setdefault(module, []).append((rows, numbers, dim is not None))
+    of_module["output"] += of_module.pop("norm")  # one group of FSDP2's
+    stages = [list(names) for names in stages]
+    names = [name for stage in stages for name in stage]
+    return Held(
+        [of_module[name] for name in names if name in of_module],
+        sum(dynamics.get(name, 0) for name in names),
+        tuple(tuple(int(name[7:]) for name in stage if name.startswith("layers.")) for stage in stages),
+        "tok_embeddings" in names,
+        "output" in names,
+    )
+
+
+def traffic(
+    config: ModelConfig,
+    own: Held,
+    *,
+    replicas: int,
+    shards: int,
+    context: int,
+    tensor: int,
+    local_batch: int,
+    seq_len: int,
+    micro_batches: int,
+    precision: str,
+    checkpointing: str,
+    gathers: int,
+    head_gathers: int,
+) -> dict[str, int]:
+    """Bytes that a rank receives in one step, by axis; an axis of one rank receives none.
+
+    shards: parameters gathered in the precision of the pass, gradients scattered once a step in float32, over shards x context.
+    replicas: the scattered gradients' sum. context: by mixer (`Mixer.handed_on`). tensor: the hidden states, gathered and
+    scattered at embedding, mixers, feed-forwards and head, the loss's normalisers, and the sum of the gradients of whole
+    parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over all ranks of the stage.
+
+    Args:
+        shards: of the data, and so without context.
+        gathers: how often parameters are gathered in a step; head_gathers: those of the head.
+    """
+    parts, stored, width = shards * context, (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
+    tokens, layers = local_batch * seq_len // context, [i for stage in own.layers for i in stage]
+
+    def summed(numbers: int, ranks: int) -> int:
+        return 2 * 4 * numbers * (ranks - 1) // ranks
+
+    per_group = [sum(math.ceil(rows / parts) * numbers for rows, numbers, _ in group) for group in own.groups]
+    times = [head_gathers if own.head and i == len(per_group) - 1 else gathers for i in range(len(per_group))]
+    gathered = sum(n * stored * k for n, k in zip(per_group, times, strict=True))
+    whole = sum(math.ceil(rows / parts) * numbers for group in own.groups for rows, numbers, part in group if not part)
+
+    by_context = 0
+    for layer in (config.layers[i] for i in layers):
+        handed = mixer_class(layer.mixer).handed_on(layer)
+        per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
+        if handed["state"]:
+            per_sequence += 4  # whether a document begins in the shard
+        per_token = width * handed["token"] // tensor
+        # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
+        by_context += local_batch * per_sequence * (2 + (checkpointing == "full"))
+        by_context += tokens * per_token * (2 + (checkpointing != "none"))
+
+    # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
+    # gathers.
+    hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
+    by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * own.embedding)
+    by_tensor += micro_batches * own.head * (2 * hidden * width + 4 * tokens)
+    return {
+        "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
+        "replicas": sum(summed(n, replicas) for n in per_group),
+        "context": (context - 1) * micro_batches * by_context,
+        "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
+        "pipeline": micro_batches * hidden * stored * (2 * len(own.layers) - own.embedding - own.head),
+        "dynamics": summed(own.dynamics, replicas * parts * tensor),
+    }

@@ -1,0 +1,122 @@
+"""Initial values as a pure function of (seed, parameter name): one start for every device and every topology.
+
+Each tensor is drawn whole, on the CPU, from a generator seeded by its name; a sharded parameter keeps its slice. No rank
+needs another, and neither world size nor device nor order of construction changes a single bit. Another kind of processor does:
+PyTorch draws normal numbers with vectorised functions, and between x86-64 and aarch64 the last bits of a third of them differ.
+"""
+
+import hashlib
+import math
+import re
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .mixers.ssm import initial_A
+
+# Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name in the bare model."""
+    return _WRAPPERS.sub("", name)
+
+
+@torch.no_grad()
+def initialize(
+    module: nn.Module, config: ModelConfig, seed: int | None = None, prefix: str = "", *, parameters: bool = True
+) -> None:
+    """Set every parameter and buffer of a model or a part of one; tensors on the meta device are left alone.
+
+    Args:
+        seed: None takes one from PyTorch's global generator: a constructor follows torch.manual_seed, as PyTorch's own do.
+        prefix: put before the names of the module's tensors.
+        parameters: False where a checkpoint replaces all of them: until then they are NaN. Buffers have their values anyway.
+    """
+    tensors = [(n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if not t.is_meta]
+    if seed is None:
+        seed = int(torch.randint(2**62, (), device="cpu")) if tensors else 0
+    for wrapped_name, tensor in tensors:
+        if isinstance(tensor, nn.Parameter) and not parameters:
+            tensor.fill_(math.nan)
+            continue
+        name = prefix + clean_name(wrapped_name)
+        full = initial_value(name, tensor.shape, config, seed)
+        if hasattr(tensor, "placements"):  # a DTensor, whose module takes a second to import: not where there is none
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(tensor, DTensor)
+            # src_data_rank=None: every rank holds the same full tensor and slices it, without communication.
+            full = distribute_tensor(full.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(full)
+
+
+def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
+    """float32 CPU tensor of the full `shape` for the parameter or buffer `name`."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    # Whatever device or dtype is the default around us: the numbers are those of float32 on the CPU.
+    cpu = {"device": "cpu", "dtype": torch.float32}
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def normal(std: float) -> Tensor:
+        return torch.empty(shape, **cpu).normal_(0.0, std, generator=generator)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return torch.empty(shape, **cpu).uniform_(low, high, generator=generator)
+
+    layer = _LAYER.match(name)
+    mixer = config.layers[int(layer[1]) if layer else 0].mixer
+    n_basis = mixer.n_basis
+    module, _, leaf = name.rpartition(".")
+    kind = module.rpartition(".")[2]
+    match kind, leaf:
+        case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
+            return normal(0.02 / math.sqrt(2 * config.n_layers))
+        case "q_conv" | "k_conv" | "v_conv" | "conv", _:  # PyTorch's default for Conv1d: fan-in is the width
+            bound = 1 / math.sqrt(mixer.conv_width)
+            return uniform(-bound, bound)
+        case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
+            return torch.ones(shape, **cpu)
+        case "k_norm" | "v_norm", "bias":
+            return torch.zeros(shape, **cpu)
+        case "ssm", "log_dt":
+            return uniform(math.log(mixer.dt_min), math.log(mixer.dt_max))
+        case "ssm", "A_log":  # Mamba-2's range, and gated DeltaNet's
+            return uniform(1.0 if mixer.kind == "mamba2" else 0.0, 16.0).log()
+        case "ssm", "dt_bias":  # what softplus makes Delta of, log-uniform
+            dt = uniform(math.log(mixer.dt_min), math.log(mixer.dt_max)).exp()
+            return dt + (-torch.expm1(-dt)).log()
+        case "ssm", "D":
+            return torch.ones(shape, **cpu)
+        case _, "gate_bias":
+            return torch.zeros(shape, **cpu)
+        case "ssm", "log_A_real" | "A_imag":
+            return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].expand(shape).clone()
+        case "ssm", "C":
+            if mixer.c_scale is not None:
+                return normal(mixer.c_scale / math.sqrt(2))  # of the real and of the imaginary part
+            # The scale at which the readout starts decides whether the mixer learns: 1/M for the full
+            # matrix; 1/sqrt(M) gives the diagonal the same readout scale (one product per basis function instead of M).
+            return normal(1 / n_basis if mixer.c_form == "full" else n_basis**-0.5)
+        case "ssm", "c":
+            return normal(n_basis**-0.5 if mixer.linear_scale is None else mixer.linear_scale)
+        case "feature_map", "frequencies":
+            # Spectral density of exp(-|x|^2 / (2 sqrt(R))): the scale at which softmax compares queries and keys.
+            drawn = normal(config.head_dim**-0.25)
+            return _orthogonal(drawn) if mixer.feature_map == "favor" else drawn
+        case "tok_embeddings" | "output" | "wq" | "wk" | "wv" | "wg" | "w1" | "w3", "weight":
+            return normal(0.02)
+        case "wa" | "wb" | "gate_down" | "gate_up", "weight":  # gates of the fixed-state baselines
+            return normal(0.02)
+    raise AssertionError(f"no initialisation rule for {name}")
+
+
+def _orthogonal(drawn: Tensor) -> Tensor:
+    """Normal vectors [H, R, R] -> each still normal, those of a head orthogonal (Choromanski et al., 2021)."""
+    columns = drawn.double().mT
+    q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    return (q * columns.norm(dim=1, keepdim=True)).mT.float()

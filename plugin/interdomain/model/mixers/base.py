@@ -1,0 +1,78 @@
+"""What every token mixer answers for: the function, its state, and its costs. Nothing else asks which mixer a layer has.
+
+A `config` is that of a model all of whose layers are alike, so `config.mixer` is the layer's own (`ModelConfig.layers`).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import MixerConfig, ModelConfig
+from ..shard import Part
+
+# Shapes: B batch, T time.
+
+
+class Mixer(nn.Module):
+    """Base of the mixers: x [B, T, dim] -> [B, T, dim] by `forward(x, rope, dynamics, state, packing)`.
+
+    Attributes:
+        shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
+        heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
+            Its matrices are this rank's parts, or DTensors with them (`shard.SHARDED`); all else is whole. None: all heads.
+    Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
+    """
+
+    shard: Part | None = None
+    heads: Part | None = None
+
+    @staticmethod
+    def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
+        """Of mixers with the same settings, what is constant over the sequence: computed once per forward."""
+        raise NotImplementedError("this mixer does not say what is constant over the sequence")
+
+    @staticmethod
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+    ) -> Any:
+        """What `forward` needs to know of packed documents and of the shard: the same in all layers with this mixer.
+
+        order: where the tokens stand in the sequence, [T]; positions: in their documents, [B, T], where several are packed.
+        """
+        raise NotImplementedError("this mixer cannot keep packed documents apart")
+
+    @staticmethod
+    def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
+        """The same for a piece that continues from a `ModelState`."""
+        raise NotImplementedError("this mixer cannot continue from a state")
+
+    def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any) -> Any:
+        """The layer's state before the first token; `capacity` tokens of room where it grows."""
+        raise NotImplementedError(f"{type(self).__name__} has no state: it cannot generate")
+
+    @staticmethod
+    def state_grows(config: ModelConfig) -> bool:
+        """Whether the state has room for a number of tokens, and not one size for all lengths."""
+        return False
+
+    @staticmethod
+    def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
+        """Multiply-adds of one layer's mixer per token: its "linear" layers, its convolutions "conv", its core "mixer"."""
+        raise NotImplementedError("this mixer does not count its FLOPs")
+
+    @staticmethod
+    def state_size(config: ModelConfig) -> int:
+        """Numbers of one layer's state per sequence (of a growing one per token), without the convolutions' last inputs."""
+        raise NotImplementedError("this mixer does not say how large its state is")
+
+    @staticmethod
+    def kept(config: ModelConfig) -> dict[str, int]:
+        """Numbers of one layer that autograd keeps: per token, per token where "scores" are kept, and float32 "tables"."""
+        raise NotImplementedError("this mixer does not say what its backward pass keeps")
+
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward: float32
+        "state" per sequence; of the activations' dtype, "tail" per sequence and "token" per token of the shard."""
+        raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")

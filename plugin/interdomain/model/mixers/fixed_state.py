@@ -1,0 +1,285 @@
+"""Baselines with a state of fixed size: gated linear attention, Mamba-2, DeltaNet and gated DeltaNet.
+
+Each is a layer around `recurrence`, after its paper and its authors' implementation (flash-linear-attention, mamba). With the
+default heads all have as many numbers of state as interdomain attention (`config.state_shape`). None rotates queries or keys.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from interdomain.features import input_features
+
+from ..config import Execution, MixerConfig, ModelConfig, state_shape
+from ..initialize import initialize
+from ..layers import KeptInFloat32, Linear, RMSNorm, ShortConv, widened
+from ..shard import Part
+from ..state import MixerState, ModelState
+from .base import Mixer
+from .fixed_state_scan import CHUNK, recurrence
+from .ssm import copied
+
+# Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
+#         E channels of the convolution.
+
+LOW_RANK = 16  # of gated linear attention's gate, which is also divided by as many (Yang et al., 2024, section 4.4)
+
+
+class StepSize(KeptInFloat32):
+    """The decay exp(A softplus(x + dt_bias)) per head, A = -exp(A_log), and of Mamba-2 the skip D. Called, it returns (A_log,
+    dt_bias, D or nothing) as copies, as SSMDynamics does."""
+
+    def __init__(self, n_heads: int, *, skip: bool) -> None:
+        super().__init__()
+        self.names = ("A_log", "dt_bias", "D") if skip else ("A_log", "dt_bias")
+        for name in self.names:
+            setattr(self, name, nn.Parameter(torch.empty(n_heads, dtype=torch.float32)))
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return tuple(copied(getattr(self, name)) for name in self.names)
+
+
+class FixedStateMixer(Mixer):
+    """Queries, keys and values, a causal convolution with SiLU over all of them, the recurrence, a norm and an output gate.
+
+    Attributes: what a kind has: convolved, conv_bias; gated, the output; delta, beta; shared_keys, one head of them for all.
+    """
+
+    convolved, conv_bias, gated, delta, shared_keys = True, False, True, False, False
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__()
+        self.config, self.execution = config.mixer, execution or Execution()
+        self.shape = H, K, V = state_shape(config.mixer, config.dim)
+        dim, keys, values = config.dim, (1 if self.shared_keys else H) * K, H * V
+        self.widths = keys, keys, values
+        self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
+        self.conv = ShortConv(sum(self.widths), config.mixer.conv_width, self.conv_bias) if self.convolved else None
+        self.ssm: StepSize | None = None
+        self._make_gates(dim)
+        self.wb = Linear(dim, H) if self.delta else None
+        self.wg = Linear(dim, values) if self.gated else None
+        self.norm = RMSNorm(self.norm_width, eps=config.norm_eps)
+        self.wo = Linear(values, dim)
+        initialize(self, config)
+
+    @property
+    def norm_width(self) -> int:
+        return self.shape.value_width
+
+    def _make_gates(self, dim: int) -> None:
+        """The parameters of the decay."""
+
+    def _core(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, dynamics: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """x [B, T, dim], q and k [B, T, G, K], v [B, T, H, V] -> (o [B, T, H, V], the state after the last token)."""
+        raise NotImplementedError
+
+    def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """The norm of each head's output [B, T, H, V], times SiLU of the gate [B, T, H V]: [B, T, H V]."""
+        o = self.norm(o.to(self.norm.weight.dtype)).flatten(
+            2
+        )  # PyTorch's norm is one kernel where both are of one dtype
+        return o if gate is None else o * F.silu(gate)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: Any = None,
+        dynamics: tuple[Tensor, ...] | None = None,
+        state: MixerState | None = None,
+        packing: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
+
+        packing: [B, T], the number of each token's document.
+        """
+        inputs, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
+        if self.conv is not None:
+            inputs, conv = self._convolved(torch.cat(inputs, dim=-1), state, packing)
+        q, k, v = (y.unflatten(-1, (-1, n)) for y, n in zip(inputs, self.shape[1:2] + self.shape[1:], strict=True))
+        dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
+        options = dict(documents=packing, backend=self.execution.backend)
+        o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
+        if state is not None:
+            state.advance(state.conv if conv is None else conv, S)
+        return self.wo(self._gate(o, None if self.wg is None else self.wg(x)))
+
+    def _convolved(self, y: Tensor, state: MixerState | None, documents: Tensor | None) -> tuple[Any, Tensor]:
+        """SiLU of the convolution of y [B, T, E], as q, k and v; and the last W - 1 inputs, [B, W - 1, E]."""
+        assert self.conv is not None
+        bias = self.conv.weight.new_zeros(y.shape[2]) if self.conv.bias is None else self.conv.bias
+        n, past = self.config.conv_width - 1, None if state is None else state.conv.to(y.dtype)
+        convolved = input_features(
+            y,
+            math.gcd(y.shape[2], 64),  # heads are nothing to a convolution
+            conv=(self.conv.weight, bias),
+            past=past,
+            documents=documents,
+            check_documents=False,
+            backend=self.execution.features,
+        )
+        last = y[:, -n:] if past is None else torch.cat([past, y], dim=1)[:, -n:]
+        return F.silu(convolved.flatten(2)).split(self.widths, dim=-1), last
+
+    @staticmethod
+    def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
+        """Of each, what `StepSize` returns."""
+        return [() if mixer.ssm is None else mixer.ssm() for mixer in mixers]
+
+    @staticmethod
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+    ) -> Tensor | None:
+        return None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
+
+    @staticmethod
+    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
+        """Nothing: a state is all that a piece continues from."""
+
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
+    ) -> MixerState:
+        n, channels = (self.config.conv_width - 1, sum(self.widths)) if self.convolved else (0, 0)
+        exact = torch.promote_types(dtype, torch.float32)
+        return MixerState(
+            conv=torch.zeros(batch, n, channels, dtype=dtype, device=device),
+            ssm=torch.zeros(batch, *self.shape, dtype=exact, device=device),
+        )
+
+    # Costs
+
+    @classmethod
+    def _widths(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """Of the queries (and keys), of the values, and what the gates' matrices have of numbers per input channel."""
+        H, K, V = state_shape(config.mixer, config.dim)
+        return (1 if cls.shared_keys else H) * K, H * V, cls._gate_rows(H, K) + cls.delta * H
+
+    @staticmethod
+    def _gate_rows(H: int, K: int) -> int:
+        return 0
+
+    @classmethod
+    def macs(cls, config: ModelConfig, seq_len: int) -> dict[str, int]:
+        """The core as `recurrence` has it by chunks; a triangular system takes half a product."""
+        H, K, V = state_shape(config.mixer, config.dim)
+        keys, values, gates = cls._widths(config)
+        L = min(CHUNK, seq_len)
+        linear = config.dim * (2 * keys + (2 + cls.gated) * values + gates)
+        conv = cls.convolved * config.mixer.conv_width * (2 * keys + values)
+        core = L * keys + H * (L * V + 2 * K * V)  # scores; within the chunk; reading the state and adding to it
+        if cls.delta:
+            core += L * keys + H * (L * (K + V) // 2 + K * V)  # scores of keys; the system; its part of the state
+        return {"linear": linear, "conv": conv, "mixer": core}
+
+    @staticmethod
+    def state_size(config: ModelConfig) -> int:
+        return math.prod(state_shape(config.mixer, config.dim))
+
+    @classmethod
+    def kept(cls, config: ModelConfig) -> dict[str, int]:
+        """With flash-linear-attention's kernels: what convolution, SiLU and recurrence are given; what the norm, the gate (its
+        SiLU, the product) and the last matrix are; float32 copies of normalised queries and keys, and of a gate per channel. In
+        plain PyTorch more, mostly the states between chunks."""
+        keys, values, _ = cls._widths(config)
+        token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 3 * cls.gated) * values
+        token += 8 * keys * cls.delta + 6 * keys * (not cls.convolved)
+        return {"token": token, "scores": 0, "tables": 0}
+
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        """Nothing: `titan.topology` refuses shards of a sequence."""
+        return {"state": 0, "tail": 0, "token": 0}
+
+
+class GLAMixer(FixedStateMixer):
+    """Gated linear attention: a decay per channel of the keys, log_decay = log sigmoid(W2 W1 x + b) / 16 (Yang et al., 2024,
+    section 4.4: https://arxiv.org/abs/2312.06635); no convolution."""
+
+    convolved = False
+
+    def _make_gates(self, dim: int) -> None:
+        self.gate_down, self.gate_up = Linear(dim, LOW_RANK), Linear(LOW_RANK, self.widths[0])
+        self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
+
+    def _core(self, x, q, k, v, dynamics, **options):
+        gate = widened(self.gate_up(self.gate_down(x))) + self.gate_bias
+        decay = F.logsigmoid(gate) / LOW_RANK
+        return recurrence(q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options)
+
+    @staticmethod
+    def _gate_rows(H: int, K: int) -> int:
+        return 2 * LOW_RANK  # as many rows in as out: H K is dim
+
+
+class DeltaNetMixer(FixedStateMixer):
+    """The delta rule: l2-normalised queries and keys, beta = sigmoid(Wb x) (Yang et al., 2024, eq. 5 and section 3.4:
+    https://arxiv.org/abs/2406.06484); no decay, no output gate."""
+
+    gated, delta = False, True
+
+    def _core(self, x, q, k, v, dynamics, **options):
+        assert self.wb is not None
+        q, k = (F.normalize(widened(y), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
+        beta = torch.sigmoid(widened(self.wb(x)))
+        return recurrence(q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
+
+    def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
+        return None
+
+
+class GatedDeltaNetMixer(DeltaNetMixer):
+    """DeltaNet with an output gate and a decay per head, log_decay = A softplus(Wa x + dt_bias), Mamba-2's (Yang et al., 2025,
+    eq. 10 and section 3.4: https://arxiv.org/abs/2412.06464)."""
+
+    gated = True
+
+    def _make_gates(self, dim: int) -> None:
+        self.wa, self.ssm = Linear(dim, self.shape.heads), StepSize(self.shape.heads, skip=False)
+
+    def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor:
+        A_log, dt_bias = dynamics
+        return -A_log.exp() * F.softplus(widened(self.wa(x)) + dt_bias)
+
+    @staticmethod
+    def _gate_rows(H: int, K: int) -> int:
+        return H
+
+
+class Mamba2Mixer(FixedStateMixer):
+    """Mamba-2 by its duality with attention: q is C, k is B (one head for all), v is dt x, log_decay = A dt,
+    dt = softplus(Wa x + dt_bias), and D x is added (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060). The gate
+    comes before the norm, which is over all heads."""
+
+    conv_bias, shared_keys = True, True
+
+    @property
+    def norm_width(self) -> int:
+        return self.shape.heads * self.shape.value_width
+
+    def _make_gates(self, dim: int) -> None:
+        self.wa, self.ssm = Linear(dim, self.shape.heads), StepSize(self.shape.heads, skip=True)
+
+    def _core(self, x, q, k, v, dynamics, **options):
+        A_log, dt_bias, D = dynamics
+        dt = F.softplus(widened(self.wa(x)) + dt_bias)
+        o, S = recurrence(q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options)
+        return (o + D[:, None] * v).to(v.dtype), S
+
+    def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        return self.norm((o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype))
+
+    @staticmethod
+    def _gate_rows(H: int, K: int) -> int:
+        return H
+
+
+MIXERS: dict[str, type[FixedStateMixer]] = {
+    "gla": GLAMixer,
+    "mamba2": Mamba2Mixer,
+    "deltanet": DeltaNetMixer,
+    "gated-deltanet": GatedDeltaNetMixer,
+}

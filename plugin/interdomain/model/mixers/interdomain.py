@@ -1,0 +1,303 @@
+"""The interdomain mixer and its ablations: three switches around one recurrence (paper, figure 3)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interdomain.features import input_features, input_features_step
+from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
+
+from ..config import Execution, MixerConfig, ModelConfig
+from ..initialize import initialize
+from ..layers import InputNorm, Linear, ShortConv, feature_map, widened
+from ..shard import Part, before, own
+from ..state import MixerState, ModelState
+from .base import Mixer
+from .ssm import Dynamics, SSMDynamics, fold
+
+# Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
+#         M basis functions, W convolution width, E channels.
+
+CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
+MAX_GAIN = 16.0  # of the normalised readout: how much larger than the token's own value it may be
+
+
+class InterdomainMixer(Mixer):
+    """o_t = Re(q_t^T U_t^T Gamma_t) over a state of fixed size (paper eq. 13), or the linear readout of s4d.
+
+    With a single input, the projections a and b of the paper take the places (and names) of k and v.
+    """
+
+    def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
+        super().__init__()
+        mixer = config.mixer
+        self.config = mixer
+        self.execution = execution or Execution()
+        self.head_dim = config.head_dim
+        self.n_heads = config.n_heads if mixer.query_readout else 0
+        self.n_kv_heads = config.n_kv_heads
+        kv_dim = config.n_kv_heads * config.head_dim
+        out_dim = config.dim if mixer.query_readout else 2 * config.dim
+
+        if mixer.query_readout:
+            self.wq = Linear(config.dim, config.dim)
+            self.q_conv = ShortConv(config.dim, mixer.conv_width)
+        self.wk = Linear(config.dim, kv_dim)
+        self.k_conv = ShortConv(kv_dim, mixer.conv_width)
+        self.wv = Linear(config.dim, kv_dim)
+        if not mixer.dual_input:
+            self.v_conv = ShortConv(kv_dim, mixer.conv_width)
+
+        self.feature_map = feature_map(mixer.feature_map, self.n_kv_heads, self.head_dim)
+        # These features keep scale and sign, for they estimate a kernel: no input norm (paper, recurrent projection).
+        norm = self.feature_map is None
+        self.k_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
+        self.v_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
+
+        self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout)
+        self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
+        self.wo = Linear(out_dim, config.dim)
+        initialize(self, config)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        dynamics: tuple[Tensor, Tensor] | None = None,
+        state: MixerState | None = None,
+        packing: Tensor | tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
+
+        rope: cos and sin, each [T, 1, R / 2] or [B, T, 1, R / 2]; packing: [B, T], the number of each token's document; of a
+        shard also [B], how many tokens of its document come before the first.
+        """
+        names = "kvq" if self.config.query_readout else "kv"
+        projected = {name: getattr(self, f"w{name}")(x) for name in names}  # each [B, T, heads * R]
+        if state is not None and x.shape[1] == 1 and packing is None and not torch.is_grad_enabled():
+            o = self._step(projected, rope, state)
+        else:
+            documents, back = packing if isinstance(packing, tuple) else (packing, None)
+            past, conv = self._convolved(projected, state, back)
+            # No projection lives longer than it is needed.
+            features = {n: self._features(n, projected.pop(n), rope, past.get(n), documents) for n in names}
+            o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, documents)
+            if state is not None:
+                state.advance(conv, final)
+        o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
+        if self.wg is not None:
+            o = torch.sigmoid(self.wg(x)) * o
+        return self.wo(o)
+
+    def _features(
+        self, name: str, x: Tensor, rope: tuple[Tensor, Tensor], past: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
+        """Projection x [B, T, E] -> convolution, RoPE, feature map and norm, as far as q, k or v has them: [B, T, H, R]."""
+        conv, norm = getattr(self, f"{name}_conv", None), getattr(self, f"{name}_norm", None)
+        mapped = name == "q" or (name == "k" and self.config.dual_input)
+        y = input_features(
+            x,
+            self.head_dim,
+            conv=None if conv is None else (own(conv.local(), self.heads), own(conv.local("bias"), self.heads)),
+            past=past,
+            documents=None if conv is None else documents,
+            check_documents=False,  # counted (`Transformer.forward`)
+            rope=rope if self.config.rope and name != "v" else None,
+            silu=mapped and self.feature_map is None,
+            norm=None if norm is None else (norm.local(), own(norm.local("bias"), self.heads)),
+            eps=1e-5 if norm is None else norm.eps,
+            backend=self.execution.features,
+        )
+        if mapped and self.feature_map is not None:
+            y = self.feature_map(y, self.heads, query=name == "q")
+        return _with_ones(y) if name == "v" and self.config.normalize else y
+
+    def _scan(
+        self,
+        features: dict[str, Tensor],
+        dynamics: tuple[Tensor, Tensor],
+        state: MixerState | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        """(o [B, T, H, D], the state after it where there was one before)."""
+        options: dict[str, Any] = dict(
+            initial_state=None if state is None else state.ssm,
+            final_state=state is not None,  # in training no state goes on
+            documents=documents,
+            check_documents=False,
+            backend=self.execution.backend,
+            group="" if self.shard is None else self.shard.group,
+        )
+        if not self.config.query_readout:
+            return linear_scan(torch.cat([features["k"], features["v"]], dim=-1), *dynamics, **options)
+        q, k, v = (features[name] for name in "qkv")
+        o, final = interdomain_scan(q, k, v, *dynamics, recompute=self.execution.recompute, **options)
+        return divided(o, v) if self.config.normalize else o, final
+
+    @staticmethod
+    def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
+        """Of each, (log_decay, mixing or readout), float32."""
+        return fold([mixer._own_dynamics() for mixer in mixers], mixers[0].config.readout)
+
+    def _own_dynamics(self) -> Dynamics:
+        return Dynamics(*(None if p is None else own(p, self.heads) for p in self.ssm()))
+
+    @staticmethod
+    def packing(
+        mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
+    ) -> Any:
+        if positions is None:
+            return None
+        documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
+        return documents if shard is None else (documents, positions[:, 0])
+
+    @staticmethod
+    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
+        """Nothing: a state is all that a piece continues from."""
+
+    # Decoding
+
+    def init_state(
+        self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[Tensor, Tensor]
+    ) -> MixerState:
+        prepared = self._prepare_step(*dynamics)
+        width = 2 * self.head_dim + self.config.normalize
+        shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
+        channels = sum(len(conv.bias) for conv in self._convolutions().values())
+        return MixerState(
+            conv=torch.zeros(batch, self.config.conv_width - 1, channels, dtype=dtype, device=device),
+            ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
+            prepared=prepared,
+        )
+
+    @torch.no_grad()
+    def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the two step functions read of the parameters: made once for all steps, in the forms that they want."""
+        mixer = self.config
+        convs = self._convolutions().values()
+        features: dict[str, Any] = dict(
+            conv=(
+                torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
+                torch.cat([widened(c.bias) for c in convs]),
+            ),
+            rotated=(self.n_heads + self.n_kv_heads) * mixer.rope,
+            silu=(self.n_heads + self.n_kv_heads * mixer.dual_input) * (self.feature_map is None),
+        )
+        if self.k_norm is not None and self.v_norm is not None:
+            norms = self.k_norm, self.v_norm
+            scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
+            features |= dict(norm=(scale, torch.cat([widened(n.bias) for n in norms])), eps=self.k_norm.eps)
+        log_decay, readout = log_decay.detach(), readout.detach()
+        if mixer.query_readout and mixer.readout == "complex":
+            readout = readout[:, : mixer.n_basis].contiguous()  # the other half holds the same numbers
+        table = {"mixing" if mixer.query_readout else "readout": readout}
+        return features, dict(log_decay=log_decay, decay=decay_factor(log_decay), **table)
+
+    def _step(self, projected: dict[str, Tensor], rope: tuple[Tensor, Tensor], state: MixerState) -> Tensor:
+        """One token, each projection [B, 1, heads * R] -> [B, 1, H, D], by the kernels' two step functions."""
+        assert state.prepared is not None
+        features, tables = state.prepared
+        together = torch.cat([projected[name] for name in "qkv" if name in projected], dim=2)[:, 0]
+        y = input_features_step(
+            together,
+            self.head_dim,
+            past=state.conv,
+            rope=rope if self.config.rope else None,
+            backend=self.execution.features,
+            **features,
+        )
+        q, k, v = y[:, None].split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
+        if self.feature_map is not None:
+            q = self.feature_map(q, query=True) if self.config.query_readout else q
+            k = self.feature_map(k) if self.config.dual_input else k
+        if self.config.normalize:
+            v = _with_ones(v)
+        if self.config.query_readout:
+            o = interdomain_step(q[:, 0], k[:, 0], v[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+            return divided(o, v) if self.config.normalize else o
+        return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
+
+    def _convolutions(self) -> dict[str, ShortConv]:
+        """In the order of their channels in a state."""
+        return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
+
+    def _convolved(
+        self, projected: dict[str, Tensor], state: MixerState | None, back: Tensor | None
+    ) -> tuple[dict[str, Tensor], Any]:
+        """The convolutions' W - 1 inputs before x, by projection; and for a state the last ones after it, [B, W - 1, E].
+
+        They come from the state, or from the shard before: of those the last `back` [B] are of the first token's document.
+        """
+        if state is None and self.shard is None:
+            return {}, None
+        convs, n, conv = self._convolutions(), self.config.conv_width - 1, None
+        new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
+        if state is None:
+            assert self.shard is not None
+            past = before(new, self.shard.group, 1)
+            if back is not None:
+                distance = torch.arange(n, 0, -1, device=new.device)[:, None]
+                past = past.masked_fill(distance > back[:, None, None], 0)
+        else:
+            past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
+        return dict(zip(convs, past.split([projected[name].shape[2] for name in convs], dim=2), strict=True)), conv
+
+    # Costs
+
+    @staticmethod
+    def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
+        """The core by the chunkwise passes of docs/kernels.md."""
+        m, dim = config.mixer, config.dim
+        H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
+        D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
+        out_dim = dim if m.query_readout else 2 * dim
+        linear = dim * (m.query_readout * dim + 2 * G * R + out_dim * (1 + m.output_gate))
+        vectors = {"rff": R // 2, "favor": R}.get(m.feature_map, 0)  # of width R, per head of query and key features
+        linear += (H * m.query_readout + G * m.dual_input) * R * vectors
+        conv = m.conv_width * (m.query_readout * dim + G * R * (1 if m.dual_input else 2))
+        if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
+            return {"linear": linear, "conv": conv, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
+        pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
+        pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
+        return {"linear": linear, "conv": conv, "mixer": pass1 + H * M2 * M2 + pass2}
+
+    @staticmethod
+    def state_size(config: ModelConfig) -> int:
+        m = config.mixer
+        return config.n_kv_heads * m.n_basis * (2 * config.head_dim + m.normalize) * 2
+
+    @staticmethod
+    def kept(config: ModelConfig) -> dict[str, int]:
+        """Without recomputation also a, 2M numbers per query head; tables: W, and what it was made of."""
+        query, M = config.mixer.query_readout, config.mixer.n_basis
+        token = (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim
+        scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2
+        return {"token": token, "scores": scores, "tables": tables}
+
+    @staticmethod
+    def handed_on(config: ModelConfig) -> dict[str, int]:
+        m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
+        channels = m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)
+        return {"state": InterdomainMixer.state_size(config), "tail": (m.conv_width - 1) * channels, "token": 0}
+
+
+def _with_ones(v: Tensor) -> Tensor:
+    """v with the ones channel: its coefficients are eta of paper eq. 9."""
+    return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+
+
+def divided(o: Tensor, v: Tensor) -> Tensor:
+    """Numerator over the Nadaraya-Watson denominator, the last channel of o [B, T, H, D + 1] -> [B, T, H, D], of o's dtype.
+
+    A kernel average lies between its values, but an estimate of one need not: its denominator can vanish. Where the quotient
+    would be larger than MAX_GAIN times the token's own value v [B, T, G, D + 1], both as means of |x| over D, the denominator
+    is as large as makes it just that, with its sign. The scales of v, of the features and of C cancel; no state is needed.
+    """
+    numerator, denominator = widened(o[..., :-1]), widened(o[..., -1:])
+    allowed = MAX_GAIN * widened(v[..., :-1]).abs().mean(-1, keepdim=True)
+    allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
+    sign = torch.where(denominator < 0, -1.0, 1.0)
+    # Not with a quotient as the floor: a value of zeros gives an output of zeros.
+    below = torch.maximum(denominator.abs() * allowed, numerator.abs().mean(-1, keepdim=True))
+    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(o.dtype)

@@ -1,0 +1,48 @@
+"""A user's mistake ends a run with one paragraph from one rank, not with a traceback from each."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn, ParamSpec, TypeVar
+
+from interdomain.launcher import STOPPED, tell_launcher
+
+# Ranks fail together: the others leave rank 0 the time to say why, and are ended meanwhile. One that fails alone, on a disk
+# that only its machine has, speaks for itself after that time.
+GRACE_SECONDS = 20
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def stop(message: str) -> NoReturn:
+    """End this process with exit code 1, and torchrun, which would start the ranks again to the same end; rank 0 says why."""
+    rank = int(os.environ.get("RANK", 0))
+    with contextlib.suppress(ValueError):  # not the main thread's: torchrun's SIGKILL follows
+        # torchrun ends the ranks that wait here, and not the one that speaks, which releases its lock.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if rank else signal.SIG_IGN)
+    if rank:
+        time.sleep(GRACE_SECONDS)
+        message = f"rank {rank}: {message}"
+    print(f"\nerror: {message}\n", file=sys.stderr, flush=True)
+    tell_launcher(STOPPED)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.alarm(GRACE_SECONDS)  # SIGALRM ends a process that hangs in NCCL at its exit
+    raise SystemExit(1)
+
+
+def one_paragraph(check: Callable[P, R]) -> Callable[P, R]:
+    """For hooks whose ValueError and OSError (a folder that cannot be written, say) are refusals of what the user gave."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return check(*args, **kwargs)
+        except (ValueError, OSError) as e:
+            stop(str(e))
+
+    return checked

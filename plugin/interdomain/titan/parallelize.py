@@ -1,0 +1,160 @@
+"""Parts of heads and sequences, activation checkpointing, compilation and FSDP2: one path for one rank and many.
+
+Order: matrices are split first; checkpointing wraps the bare block, torch.compile the wrapped block, FSDP2 the compiled one.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Split
+
+from interdomain.model import Transformer
+from interdomain.model.initialize import initialize
+from interdomain.model.layers import LocalParameters
+from interdomain.model.shard import SHARDED
+
+from .host import SAVED_OPS, ActivationCheckpoint, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
+from .plan.device import device_here
+from .step.meshes import Meshes, part_of
+
+# What selective checkpointing saves beside torchtitan's own list: recomputing the scan would cost more than all it saves.
+# A shard's exchange before it likewise, and the heads' sum. Not gather_shards, which makes all of the parts: recomputed, it is
+# one block's at a time.
+SCAN_OPS = {
+    torch.ops.interdomain.scan.default,
+    torch.ops.interdomain.linear_scan.default,
+    torch.ops.interdomain.fla_recurrence.default,
+    torch.ops.interdomain.before.default,
+    torch.ops.interdomain.scatter_shards.default,
+}
+
+
+def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_backward: bool) -> None:
+    """A model, or a stage of one, on the meta device.
+
+    sum_in_backward: whether FSDP2 sums the gradients of parameters that the tensor axis does not split, one by one, over that
+        axis; else `gradients.reduce_shares` does, once per step.
+    """
+    if meshes.tensor.size() > 1:
+        distribute_over_heads(model, meshes.tensor)
+    for ssm in dynamics_of(model):
+        distribute(ssm, meshes.parameters, Replicate())
+    model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
+    compiled = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)
+    if compiled:
+        apply_compile(model, job_config.compile)
+    if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
+        model.output.compile_loss(job_config.compile.backend)
+    shard(model, meshes.data, job_config)
+    if meshes.tensor.size() > 1:
+        for unit in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
+            if unit is not None:
+                read_local_slices(unit, sum_in_backward)
+
+
+def dynamics_of(model: Transformer) -> list[nn.Module]:
+    """The modules whose parameters are whole on every rank."""
+    blocks: Any = model.layers.values()
+    return [ssm for block in blocks if (ssm := getattr(block.attention, "ssm", None)) is not None]
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of a module's own parameters."""
+    for name, p in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(p, mesh, [placement] * mesh.ndim, src_data_rank=None)
+        setattr(module, name, nn.Parameter(whole))
+
+
+def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
+    """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
+    for name, module in model.named_modules():
+        if isinstance(module, LocalParameters):
+            dim = SHARDED.get(name.rpartition(".")[2])
+            distribute(module, mesh, Replicate() if dim is None else Split(dim))
+
+
+def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
+    """Before each forward pass of `unit`, give its modules this rank's slices of their parameters, as plain tensors.
+
+    After FSDP2's own hook, which gathers them, and outside of what is compiled: torch.compile would pass a DTensor's mesh from
+    the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
+    """
+    modules = [module for module in unit.modules() if isinstance(module, LocalParameters)]
+    names = [(module, name) for module in modules for name, _ in module.named_parameters(recurse=False)]
+
+    def read(*_: Any) -> None:
+        for module, name in names:
+            p: Any = getattr(module, name)
+            shares = [Partial()] if sum_in_backward and p.placements[0].is_replicate() else None
+            module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)  # a Parameter is refused by nn.Module
+
+    unit.register_forward_pre_hook(read)
+
+
+def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
+    """Activation checkpointing by settings [activation_checkpoint]."""
+    apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
+
+
+@torch.no_grad()
+def set_initial_values(
+    model: Transformer, seed: int, *, loaded: bool, device: torch.device, group: dist.ProcessGroup | None = None
+) -> None:
+    """Into the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers.
+
+    Args:
+        loaded: whether a checkpoint replaces all parameters: drawing them takes every rank 8 s at 1.3B.
+        device: of the forward pass. FSDP2 fetches from the CPU what it has offloaded, and nothing else.
+    """
+    initialize(model, model.config, seed, parameters=not loaded)
+    for layer in model.layers.values():
+        for part in (getattr(layer.attention, name, None) for name in ("ssm", "feature_map")):  # not sharded by FSDP2
+            if part is not None:
+                part.to(device)
+                if not loaded and dist.get_world_size(group) > 1:
+                    parameters: Any = part.parameters()
+                    for p in parameters:  # another kind of processor draws other last bits
+                        dist.broadcast(p.to_local(), group=group, group_src=0)
+
+
+def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
+    """FSDP2: one group per block. The dynamics stay float32, and whole on every rank (`gradients` says why)."""
+    training = job_config.training
+    config: dict[str, Any] = {"mesh": mesh}
+    if training.enable_cpu_offload:
+        config["offload_policy"] = CPUOffloadPolicy()
+    # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    parallelism = job_config.parallelism
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
+    default = parallelism.fsdp_reshard_after_forward == "default" and parallelism.pipeline_parallel_degree == 1
+    reshard = always or default
+
+    if model.tok_embeddings is not None:
+        fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
+    for layer in model.layers.values():
+        ssm: Any = getattr(layer.attention, "ssm", None)
+        dynamics = set(ssm.parameters()) if ssm else None
+        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
+    if model.output is not None:  # needed again at once in the backward pass
+        fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
+    fully_shard(model, **config, mp_policy=policy)
+
+    disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count
+    if device_here().type == "cpu":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+    logger.info("Applied FSDP2 over mesh %s", mesh)

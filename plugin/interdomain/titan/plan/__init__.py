@@ -1,0 +1,1 @@
+"""Everything that is computed and refused before anything expensive is built."""

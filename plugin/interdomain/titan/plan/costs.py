@@ -1,0 +1,90 @@
+"""What a step costs the ranks of a run: memory, traffic, and how long a sequence could be. For the ranks that need the most."""
+
+import bisect
+from collections.abc import Callable
+
+from interdomain.model import ModelConfig, meta_model
+from interdomain.model.costs.flops import memory_estimate
+from interdomain.model.costs.traffic import held, traffic
+
+from ..settings.schema import JobConfig
+from .topology import Topology, in_flight
+
+CARD = 80_000_000_000  # bytes of a device, for which the dry run says how long a sequence may be
+
+
+class Costs:
+    """stages: names of each stage's modules; micro_batches: of a step, on each rank that reads samples."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        config: ModelConfig,
+        mesh: Topology,
+        stages: tuple[tuple[str, ...], ...],
+        micro_batches: int,
+    ) -> None:
+        self.job, self.config, self.mesh, self.micro_batches = job, config, mesh, micro_batches
+        self.model, ranks = meta_model(config), mesh.pipeline
+        self.held = [held(self.model, stages[r::ranks], mesh.tensor) for r in range(ranks)]
+        schedule = job.parallelism.pipeline_parallel_schedule if ranks > 1 else "1F1B"
+        self.in_flight = [in_flight(schedule, r, ranks, len(stages) // ranks, micro_batches) for r in range(ranks)]
+        reshard = job.parallelism.fsdp_reshard_after_forward
+        self.stay_gathered = reshard == "never" or (reshard == "default" and ranks > 1)
+
+    def memory(self, local_batch: int, seq_len: int) -> dict[str, int]:
+        """Bytes by part, of the rank that needs the most."""
+        job, mesh = self.job, self.mesh
+        each = [
+            memory_estimate(
+                self.config,
+                own,
+                shards=mesh.shards * mesh.context,
+                local_batch=local_batch,
+                seq_len=seq_len,
+                context=mesh.context,
+                tensor=mesh.tensor,
+                in_flight=micro_batches,
+                checkpointing=job.activation_checkpoint.mode,
+                precision=job.training.precision,
+                accumulated=self.micro_batches > 1,
+                stay_gathered=self.stay_gathered,
+                compiled=job.compile.enable and "model" in job.compile.components,
+                recompute=job.mixer.recompute,
+            )
+            for own, micro_batches in zip(self.held, self.in_flight, strict=True)
+        ]
+        return max(each, key=lambda parts: sum(parts.values()))
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes by axis, of the rank that receives the most."""
+        job, mesh, n = self.job, self.mesh, self.micro_batches
+        once = 1 if mesh.pipeline > 1 else n  # a pipeline keeps what is gathered for all micro-batches
+        head = 2 * n if job.parallelism.fsdp_reshard_after_forward == "always" else once
+        each = [
+            traffic(
+                self.config,
+                own,
+                replicas=mesh.replicas,
+                shards=mesh.shards,
+                context=mesh.context,
+                tensor=mesh.tensor,
+                local_batch=job.training.local_batch_size,
+                seq_len=job.training.seq_len,
+                micro_batches=n,
+                precision=job.training.precision,
+                checkpointing=job.activation_checkpoint.mode,
+                gathers=once if self.stay_gathered else 2 * n,
+                head_gathers=head,
+            )
+            for own in self.held
+        ]
+        return max(each, key=lambda axes: sum(axes.values()))
+
+
+def longest_sequence(bytes_of: Callable[[int], int], step: int, device: int = CARD) -> int:
+    """Tokens of the longest sequence, a multiple of step, whose training needs at most `device` bytes; 0 where none does.
+
+    bytes_of: what training on sequences of so many tokens needs; growing.
+    """
+    return step * bisect.bisect_right(range(1, 2**32 // step), device, key=lambda n: bytes_of(n * step))

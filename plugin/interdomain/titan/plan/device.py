@@ -1,0 +1,71 @@
+"""The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
+
+import os
+import types
+import warnings
+
+import torch
+
+from interdomain.scan.triton_support import cannot_launch
+
+from ..host import replace_device
+from ..settings.schema import JobConfig
+
+
+def _cpu_module() -> types.SimpleNamespace:
+    """torch.cpu, with the rest of what TorchTitan asks of an accelerator's module."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ours = {
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,  # torch.cpu says "cpu"; a barrier wants an index
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=memory),
+        "memory_stats": lambda device=None: _resident_memory(),
+        "reset_peak_memory_stats": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    return types.SimpleNamespace(**vars(torch.cpu) | ours)
+
+
+def _resident_memory() -> dict[str, int]:
+    """This process's resident memory, under the names of the CUDA allocator's statistics; {} where it is not Linux."""
+    if not os.path.exists("/proc/self/statm"):
+        return {}
+    with open("/proc/self/statm") as f:
+        resident = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"active_bytes.all.peak": resident, "reserved_bytes.all.peak": resident}
+
+
+def use_cpu_if_alone() -> None:
+    """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
+    if torch.accelerator.is_available():
+        return
+    replace_device("cpu", _cpu_module())
+    # Its DTensors draw no random numbers here: initial values are drawn before they are sharded (interdomain.model.initialize).
+    warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
+
+
+def device_here() -> torch.device:
+    """What a run on this machine computes on."""
+    return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
+
+
+def refuse_for_device(job_config: JobConfig) -> None:
+    """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
+    nothing can be compiled for it."""
+    if torch.accelerator.is_available():
+        mixer = job_config.mixer
+        plain = mixer.features == "torch" and mixer.backend == "chunkwise-torch" and not job_config.compile.enable
+        if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
+            raise ValueError(
+                f"{problem}. Without kernels, much slower: --compile.no-enable --mixer.backend chunkwise-torch "
+                "--mixer.features torch."
+            )
+        return
+    impossible = {
+        "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
+        "profiling.enable_profiling": job_config.profiling.enable_profiling,
+    }
+    asked = [name for name, wanted in impossible.items() if wanted]
+    if asked:
+        raise ValueError(f"{', '.join(asked)} needs a GPU, and this machine has none. Turn it off to run on the CPU.")

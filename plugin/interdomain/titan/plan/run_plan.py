@@ -1,0 +1,219 @@
+"""Everything that a job configuration implies, computed and checked before anything expensive is built.
+
+`make_plan` is the one place that knows which settings are possible; the trainer and the dry run both go through it.
+Every refusal names the setting, what was got, and what is allowed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from interdomain import features, scan
+from interdomain.model import SIZES, Cell, Execution, ModelConfig, build_config, cell_of, count_parameters
+from interdomain.model.config import FIXED_STATE
+from interdomain.model.costs.flops import state_size, train_flops_per_token
+from interdomain.model.mixers import fla_kernels
+from interdomain.model.transformer import mixer_class
+
+from ..host import refuse_for_host
+from ..settings.job_config import refuse_unsupported
+from ..settings.schema import JobConfig, Mixer
+from .costs import CARD, Costs, longest_sequence
+from .device import device_here, refuse_for_device
+from .schedule import run_length
+from .topology import CHUNK, Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will run: the model, the schedule in steps and tokens, the topology, and what it costs."""
+
+    config: ModelConfig
+    size: str
+    execution: Execution
+    seed: int
+    n_params: int
+    flops_per_token: int
+    world_size: int
+    replicas: int
+    shards: int
+    context: int  # ranks that share a sequence
+    tensor: int  # ranks that share heads, feed-forward and vocabulary
+    pipeline: int  # ranks that share the layers
+    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of a pipeline has stages r, r + pipeline, ...
+    schedule: str  # of the pipeline
+    local_batch: int
+    global_batch: int
+    seq_len: int
+    steps: int
+    warmup_steps: int
+    precision: str
+    memory: dict[str, int]  # bytes by part, of the rank that needs the most
+    traffic: dict[str, int]  # bytes by axis that are received in a step, of the rank that receives the most
+    longest: int  # tokens of a sequence that fits on a device of costs.CARD bytes
+    computed: dict[str, str]  # how the scan and the features are computed, in words
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read samples of their own."""
+        return self.replicas * self.shards
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.replicas, self.shards, self.context, self.tensor, self.pipeline)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step, on each rank that reads samples."""
+        return self.global_batch // (self.local_batch * self.data_ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch * self.seq_len
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Numbers of the state of all layers: (per sequence, per sequence and token)."""
+        sizes = [0, 0]
+        for layer in self.config.layers:
+            sizes[mixer_class(layer.mixer).state_grows(layer)] += state_size(layer)
+        return sizes[0], sizes[1]
+
+    @property
+    def cell(self) -> Cell:
+        return cell_of(self.config, self.size)
+
+    def describe(self) -> str:
+        """The dry run's table."""
+        gib = 2**30
+        memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
+        received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
+        longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
+        if self.context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
+            longest += f" (8 ranks share {8 * self.longest:,})"
+        states = []
+        for layer, n in Counter(self.config.layers).items():
+            grows = mixer_class(layer.mixer).state_grows(layer)
+            which = f" ({n} x {cell_of(layer, self.size).condition})" if len(self.config.mixers) > 1 else ""
+            if layer.mixer.kind in FIXED_STATE:
+                which += f" (interdomain attention: {4 * layer.mixer.n_basis * layer.dim:,})"
+            states.append(f"{state_size(layer):,} numbers per layer{', token' * grows} and sequence{which}")
+        shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
+        rows = {
+            "model": f"{self.cell} ({self.n_params:,} parameters)",
+            "state": "; ".join(states),
+            "FLOPs per token": f"{self.flops_per_token:.4g} (forward and backward)",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
+            "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
+            "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
+            "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
+            f"{shared if self.context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
+            "mesh": str(self.topology),
+            **({"pipeline": self._stages()} if self.pipeline > 1 else {}),
+            "precision": self.precision,
+            "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
+            "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
+            "longest sequence": longest,
+            **self.computed,
+        }
+        return "\n".join(f"{name:>18}  {value}" for name, value in rows.items())
+
+    def _stages(self) -> str:
+        """A pipeline in words, and the share of a step that its ranks wait."""
+        numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
+        layers = " | ".join("-".join(dict.fromkeys([n[0], n[-1]])) if n else "none" for n in numbers)
+        waits = self.pipeline - 1
+        idle = waits / (len(self.stages) // self.pipeline * self.accumulation + waits)
+        return f"{self.schedule}, idle {idle:.1%} of a step; layers by stage {layers}"
+
+
+def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> RunPlan:
+    """Check `job_config` for a run on `world_size` ranks.
+
+    on_gpus: those are other machines', known to have GPUs; else what this one lacks is refused.
+    Raises: ValueError (unknown or impossible setting), FileNotFoundError (data). Nothing is built and nothing is written.
+    """
+    refuse_unsupported(job_config)
+    refuse_for_host(job_config)
+    if not on_gpus:
+        refuse_for_device(job_config)
+    training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
+    mesh = topology(job_config.parallelism, world_size)
+    stages = pipeline_stages(job_config.parallelism, config.n_layers)
+    refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
+    data_ranks = mesh.replicas * mesh.shards
+    local, seq_len = training.local_batch_size, training.seq_len
+    global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
+    refuse_for_batch(job_config, mesh, global_batch)
+    steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
+    costs = Costs(job_config, config, mesh, stages, global_batch // (local * data_ranks))
+    products = training.precision == "bf16-products"
+    execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=products)
+    return RunPlan(
+        config=config,
+        size=job_config.model.flavor,
+        execution=execution,
+        seed=job_config.debug.seed,
+        n_params=count_parameters(costs.model),
+        flops_per_token=train_flops_per_token(config, seq_len),
+        world_size=world_size,
+        **mesh._asdict(),
+        stages=stages,
+        schedule=job_config.parallelism.pipeline_parallel_schedule,
+        local_batch=local,
+        global_batch=global_batch,
+        seq_len=seq_len,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        precision=training.precision,
+        memory=costs.memory(local, seq_len),
+        traffic=costs.traffic(),
+        longest=longest_sequence(lambda n: sum(costs.memory(1, n).values()), mesh.context * mesh.tensor * CHUNK),
+        computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
+    )
+
+
+def model_config(job_config: JobConfig) -> ModelConfig:
+    """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
+    model, mixer = job_config.model, job_config.mixer
+    names = [f.name for f in fields(Mixer) if f.name not in ("condition", "backend", "recompute", "features")]
+    changed: dict[str, Any] = {name: value for name in names if (value := getattr(mixer, name)) is not None}
+    changed |= {name: n for name in ("vocab_size", "dim", "n_layers", "n_heads") if (n := getattr(model, name))}
+    if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
+        size = SIZES[model.flavor] | changed
+        changed["head_dim"] = size["dim"] // size["n_heads"]
+    return build_config(model.flavor, mixer.condition, max_seq_len=job_config.training.seq_len, **changed)
+
+
+def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:
+    """How the scan and the features are computed, in words. device: None for another machine's GPU."""
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    words = (
+        {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
+    )
+    if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
+        words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
+    if words.get("scan") == "auto":
+        found = dict.fromkeys(
+            scan.resolve_backend(
+                device,
+                mixer.n_basis,
+                config.head_dim + mixer.normalize if mixer.query_readout else 0,
+                dtype=dtype,
+            )[1]
+            for mixer in recurrent
+        )
+        words["scan"] = "; ".join(found)
+    if words["features"] == "auto":
+        conv_width = max(
+            (mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")), default=0
+        )
+        words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
+    return words

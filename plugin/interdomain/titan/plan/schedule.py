@@ -1,0 +1,104 @@
+"""How many steps a run has, how many of them warm up, and the learning rate of each."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from interdomain.files.distributed_checkpoint import SIDECAR, finished_steps
+
+from ..host import logger
+from ..settings.schema import JobConfig
+
+JUMP = 2  # factor between two learning rates of one step that is taken for a mistake
+
+
+def run_length(job_config: JobConfig, tokens_per_step: int) -> tuple[int, int]:
+    """(steps, warmup steps) of a run. A warmup that is longer than the schedule becomes a tenth of it.
+
+    Raises: ValueError for a schedule that cannot be.
+    """
+    training, schedule = job_config.training, job_config.lr_scheduler
+    steps = math.ceil(training.tokens / tokens_per_step) if training.tokens else training.steps
+    warmup = round(schedule.warmup_tokens / tokens_per_step) if schedule.warmup_tokens else schedule.warmup_steps
+    lowest_peak = min(job_config.optimizer.lr, job_config.optimizer.ssm_lr)
+    if schedule.min_lr > lowest_peak:
+        raise ValueError(
+            f"lr_scheduler.min_lr = {schedule.min_lr:g} is above the peak learning rate {lowest_peak:g} "
+            "(the smaller of optimizer.lr and optimizer.ssm_lr)."
+        )
+    total = schedule.total_steps or steps
+    if total < steps and not schedule.min_lr and schedule.decay_ratio:
+        raise ValueError(
+            f"the schedule ends at lr_scheduler.total_steps = {total:,}, before the run's last step {steps:,}, and there is no "
+            "floor: the learning rate would be 0 from there on. Set lr_scheduler.min_lr, or total_steps to the number of "
+            "steps or more, or leave it out."
+        )
+    if warmup > total:
+        logger.warning("the warmup of %d steps is longer than the schedule: shortened to %d steps", warmup, total // 10)
+        warmup = total // 10
+    return steps, warmup
+
+
+def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Callable[[int], float]:
+    """step (0-based) -> multiple of the peak rate: TorchTitan's shapes, and the floor exactly at the schedule's last step.
+
+    Where the floor is 0, it is reached one step after the last, as TorchTitan does: no step is wasted on a rate of 0.
+
+    Args:
+        config: settings [lr_scheduler].
+    """
+    floor = config.min_lr / peak
+    total = config.total_steps or steps
+    last = total - 1 if floor else total
+    decay = min(max(0, last - warmup), round(total * config.decay_ratio))
+    shape = {
+        "linear": lambda progress: 1 - progress,
+        "sqrt": lambda progress: 1 - math.sqrt(progress),
+        "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    }[config.decay_type]
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, max(0.0, (step - last + decay) / decay)) if decay else 0.0
+        return floor + (1 - floor) * shape(progress)
+
+    return factor
+
+
+def refuse_jump(job_config: JobConfig, steps: int, warmup: int) -> None:
+    """Refuse to continue a checkpoint whose learning rate is not what this schedule gives its step.
+
+    A decayed cosine that is stretched would do so: the rate would be back near its peak. Rank 0 looks, before anything is
+    built.
+    Raises: ValueError with both rates.
+    """
+    checkpoint, schedule = job_config.checkpoint, job_config.lr_scheduler
+    if not checkpoint.enable or schedule.allow_jump or os.environ.get("RANK", "0") != "0":
+        return
+    found = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
+    if not found:
+        return
+    folder = found.get(checkpoint.load_step, found[max(found)])
+    try:
+        record = json.loads((folder / SIDECAR).read_text())
+    except (OSError, ValueError):  # what is damaged is refused, or passed over, when it is loaded
+        return
+    if "lr" not in record:
+        return
+    # With the checkpoint's own peak: another optimizer.lr is what was asked for.
+    step, trained, peak = record["step"], record["lr"], record["peak_lr"]
+    here = peak * multiple_of_peak(schedule, peak, steps=steps, warmup=warmup)(step - 1)
+    if max(here, trained) > JUMP * min(here, trained):
+        planned = record["run"]["planned_steps"]
+        stay = f"lr_scheduler.total_steps = {planned}" if schedule.min_lr else "lr_scheduler.min_lr"
+        raise ValueError(
+            f"the learning rate would jump: {folder} was trained with {trained:.3g} at step {step:,}, and this run's schedule "
+            f"of {schedule.total_steps or steps:,} steps gives that step {here:.3g}. To train on at the last rate, set "
+            f"{stay}. For runs that can be extended, set lr_scheduler.decay_ratio (0: constant; 0.2: a decay at the "
+            "end) and go back to a checkpoint before the decay (checkpoint.load_step). If the jump is wanted, add "
+            "--lr_scheduler.allow_jump."
+        )

@@ -1,0 +1,238 @@
+"""The axes that a run's ranks are divided by, the layers of a pipeline's stages, and what the axes refuse."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+
+from interdomain.model import ModelConfig
+from interdomain.model.config import FIXED_STATE
+from interdomain.scan.ops import runs_as
+
+from ..host import generate_llm_fqn_per_model_part, logger
+from ..settings.schema import JobConfig, Parallelism
+
+CHUNK = 64  # tokens of the kernels' chunks: a shard that is no multiple of it ends in a shorter one
+MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
+
+
+class Topology(NamedTuple):
+    """replicas x shards x context x tensor x pipeline = ranks."""
+
+    replicas: int
+    shards: int
+    context: int  # ranks that share a sequence
+    tensor: int  # ranks that share heads, feed-forward and vocabulary
+    pipeline: int  # ranks that share the layers
+
+    def __str__(self) -> str:
+        """replicas 2 x tensor 4 = 8 ranks: the axes that divide anything."""
+        axes = [f"{name} {degree}" for name, degree in self._asdict().items() if degree > 1]
+        return f"{' x '.join(axes)} = {math.prod(self)} ranks" if axes else "1 rank"
+
+
+def topology(parallel: Parallelism, world_size: int) -> Topology:
+    """Raises: ValueError for degrees whose product is not the number of ranks."""
+    left, words = world_size, ""
+    for name in ("pipeline", "tensor", "context"):
+        degree = getattr(parallel, f"{name}_parallel_degree")
+        if left % degree:
+            raise ValueError(
+                f"parallelism.{name}_parallel_degree = {degree} does not divide the {left} rank(s){words}: replicas x shards x "
+                f"context x tensor x pipeline must be the number of ranks. Set one of {_divisors(left)}, or start a multiple "
+                f"of {world_size // left * degree} ranks."
+            )
+        if degree > 1:
+            words += f"{' and' if words else ' left by'} {name}_parallel_degree = {degree}"
+        left //= degree
+    replicas, shards = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+    if replicas < 1 or left % replicas:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree = {replicas} does not divide the {left} rank(s){words}. Set one of "
+            f"{_divisors(left)}."
+        )
+    if shards == -1:
+        shards = left // replicas
+    if replicas * shards != left:
+        raise ValueError(
+            f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicas} x {shards} must be "
+            f"the number of ranks{words}: {left}. Set the shard degree to -1 to let it follow."
+        )
+    context, tensor, pipeline = (
+        getattr(parallel, f"{name}_parallel_degree") for name in ("context", "tensor", "pipeline")
+    )
+    return Topology(replicas, shards, context, tensor, pipeline)
+
+
+def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:
+    """TorchTitan's module names of each virtual stage, as its `pipeline_llm` makes them; without a pipeline one has all. Rank r
+    of p has the stages r, r + p, ...
+
+    Raises: ValueError for layers that do not divide over the stages.
+    """
+    ranks, per_stage = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
+    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+    if ranks == 1:
+        return tuple(map(tuple, generate_llm_fqn_per_model_part(1, n_layers)))
+    several = parallel.pipeline_parallel_schedule == MULTI_STAGE
+    weight, stages = n_layers + first + last, 2 * ranks if several else ranks
+    said = (
+        f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
+        f"{last} for the head (pipeline_parallel_last_stage_less_layers)"
+    )
+    if per_stage is not None:
+        stages = math.ceil(weight / per_stage)
+        if stages % ranks or (stages >= 2 * ranks) != several:
+            allowed = f"a multiple of {ranks} that is {2 * ranks} or more" if several else str(ranks)
+            raise ValueError(
+                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {said}: "
+                f"{parallel.pipeline_parallel_schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed}. Leave it "
+                f"out for {2 * ranks if several else ranks}."
+            )
+    if max(first, last, 1) > weight // stages:
+        raise ValueError(
+            f"{said}, cannot be divided over {stages} stages ({parallel.pipeline_parallel_schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} ranks): at most {weight // max(first, last, 1)} are possible."
+        )
+    return tuple(map(tuple, generate_llm_fqn_per_model_part(stages, n_layers, first, last)))
+
+
+def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Of each stage of a pipeline's rank, micro-batches that are forward and not yet backward, where they are the most.
+
+    stages: of a rank. As PyTorch's schedules order them (`Schedule1F1B`, `ScheduleGPipe`, `ScheduleInterleaved1F1B`).
+    """
+    if schedule == "GPipe":
+        return (micro_batches,)
+    if schedule == "1F1B":
+        return (min(micro_batches, ranks - rank),)
+    a_round = micro_batches // max(1, micro_batches // ranks)
+    first_backward = min((stages - 1) * a_round + 2 * (ranks - 1 - rank) + 1, stages * micro_batches)
+    order = [i // a_round % stages for i in range(first_backward)]
+    return tuple(map(order.count, range(stages)))
+
+
+def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torch.device) -> None:
+    """Raises: ValueError for a model, lengths or settings that the axes cannot divide."""
+    parallel, training, validation = job_config.parallelism, job_config.training, job_config.validation
+    context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    fixed = [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]
+    if fixed and max(context, tensor) > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree = {context} and tensor_parallel_degree = {tensor}: both must be 1 for the "
+            f"{fixed[0]} condition. More ranks may be data_parallel_replicate_degree, data_parallel_shard_degree or "
+            "pipeline_parallel_degree."
+        )
+    lengths = {"training.seq_len": training.seq_len}
+    if validation.enable:
+        lengths["validation.seq_len"] = validation.seq_len
+    if context > 1:
+        _refuse_for_context(job_config, config, lengths, device)
+    if tensor > 1:
+        _refuse_for_tensor(tensor, context, config, lengths)
+    if training.enable_cpu_offload and (tensor > 1 or parallel.pipeline_parallel_degree > 1):
+        raise ValueError(
+            "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
+            "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
+        )
+    if validation.enable and parallel.pipeline_parallel_degree > 1:
+        for name in ("local_batch_size", "seq_len"):
+            if getattr(validation, name) != getattr(training, name):
+                raise ValueError(
+                    f"validation.{name} = {getattr(validation, name)} must be training.{name} = {getattr(training, name)} with "
+                    "parallelism.pipeline_parallel_degree above 1: a pipeline keeps the shapes of its micro-batches."
+                )
+
+
+def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -> None:
+    """Raises: ValueError for sequences of a step that do not divide over the ranks that read samples, or a number of
+    micro-batches that the pipeline's schedule does not take."""
+    local, schedule = job_config.training.local_batch_size, job_config.parallelism.pipeline_parallel_schedule
+    ranks, said = mesh.replicas * mesh.shards, f"training.global_batch_size = {global_batch} sequences"
+    wrong, micro_batches = global_batch % (local * ranks), global_batch // (local * ranks)
+    if wrong:
+        why = (
+            f"{said} does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
+            f"multiple of {local * ranks}."
+        )
+        if ranks > global_batch:
+            why += f" A step of {global_batch} sequences feeds at most {global_batch} ranks."
+    else:
+        rounds = micro_batches // mesh.pipeline
+        why = (
+            f"{said}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
+            f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
+            + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
+        )
+    if wrong or not runs_with(schedule, mesh.pipeline, micro_batches):
+        batch, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
+        advice = f"--training.global_batch_size {batch} " if batch != global_batch else ""
+        advice += f"--training.local_batch_size {fits}"
+        if mesh.pipeline > 1 and job_config.validation.enable:
+            advice += f" --validation.local_batch_size {fits}"
+        raise ValueError(f"{why} These ranks can run {advice}.")
+
+
+def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
+    """Whether a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
+    if ranks == 1 or schedule == "GPipe":
+        return True
+    if schedule == MULTI_STAGE:
+        return micro_batches % max(1, micro_batches // ranks) == 0
+    return micro_batches >= ranks
+
+
+def _batch_that_divides(least: int, local: int, ranks: int, schedule: str, pipeline: int) -> tuple[int, int]:
+    """The smallest number of sequences per step, from `least` on, that these ranks can run, and the largest local batch."""
+    return next(
+        (each * ranks, n)
+        for each in itertools.count(math.ceil(least / ranks))
+        for n in range(min(local, each), 0, -1)
+        if each % n == 0 and runs_with(schedule, pipeline, each // n)
+    )
+
+
+def _refuse_for_context(
+    job_config: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device
+) -> None:
+    context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
+    degree = f"parallelism.context_parallel_degree = {context}"
+    recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
+    least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])
+    for setting, length in lengths.items():
+        if length % context or length < context * least:
+            raise ValueError(
+                f"{setting} = {length} tokens cannot be shared by {degree} ranks: every rank needs the same number, at least "
+                f"{least} (for the convolution of the next rank). Set a multiple of {context} that is {context * least} or "
+                "more, or another degree."
+            )
+    if recurrent and backend != "auto" and runs_as(backend, device) is None:
+        raise ValueError(
+            f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
+            "chunkwise, chunkwise-torch, and on CUDA parallel."
+        )
+    own = job_config.training.seq_len // context
+    if recurrent and own % CHUNK:
+        logger.warning("%d tokens per rank are no multiple of the scan's %d: its last chunk is short", own, CHUNK)
+
+
+def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:
+    sizes = {
+        "n_heads": config.n_heads,
+        "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in config.layers)),
+        "the feed-forward's width": config.ffn_hidden,
+        "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
+    }
+    shared = f" / context_parallel_degree {context}" if context > 1 else ""
+    sizes |= {f"{setting}{shared}": length // context for setting, length in lengths.items()}
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+    if wrong:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {tensor} does not divide {', '.join(wrong)}. Set one of "
+            f"{_divisors(math.gcd(*sizes.values()))}, or change those."
+        )
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

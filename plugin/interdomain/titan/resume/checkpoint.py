@@ -1,0 +1,266 @@
+"""Checkpoints that say what they are, are checked before they are loaded, and of which the last good one is never lost.
+
+step-N/interdomain.json   model configuration, size, condition, step, tokens, settings, data fingerprints, versions
+step-N/tokenizer.model    the tokenizer (tiktoken.json or hf_tokenizer.json where it is one)
+step-N/validation.json    loss and perplexity, where the run validated after this step
+step-N/*.distcp           torch.distributed.checkpoint's shards
+step-N/.metadata          its index, written last: a folder without it is not a checkpoint and is never loaded
+step-N.damaged            could not be read back; no run loads, counts or removes it
+step-N.superseded         came after a step that the run went back to (checkpoint.load_step); likewise
+"""
+
+import contextlib
+import errno
+import functools
+import gc
+import json
+import os
+import shutil
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.tensor import DTensor
+
+import interdomain
+from interdomain.data import Tokenizer
+from interdomain.files.distributed_checkpoint import (
+    METADATA,
+    SIDECAR_VERSION,
+    VALIDATION,
+    SafeReader,
+    altered_entry,
+    finished_steps,
+    step_of,
+    write_record,
+)
+from interdomain.folders import write_whole
+
+from ..errors import one_paragraph, stop
+from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
+from ..plan.device import device_here
+from .lock import FolderLock
+from .resume_from import (
+    ResumePoint,
+    find_resume_point,
+    on_rank_0,
+    require_same_run,
+    set_damaged_aside,
+    set_later_aside,
+    warn_of_changes,
+)
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def describe_run(plan, job_config, dataset_fingerprint: str, tokenizer) -> dict:
+    """The record that every checkpoint of this run carries. The trainer adds the fingerprints of the texts."""
+    of_the_plan = ("seed", "precision", "seq_len", "global_batch", "tokens_per_step")
+    run = {name: getattr(plan, name) for name in of_the_plan}
+    return {
+        "format_version": SIDECAR_VERSION,
+        "model": plan.config.to_dict(),
+        "size": plan.cell.size,
+        "condition": plan.cell.condition,
+        "run": {**run, "planned_steps": plan.steps, "data_fingerprint": dataset_fingerprint},
+        "configuration": job_config.to_dict(),
+        "tokenizer": {"file": tokenizer.file, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "versions": {"interdomain": interdomain.__version__, "torch": torch.__version__, "torchtitan": VERSION},
+    }
+
+
+class SelfDescribingCheckpoints(CheckpointManager):
+    """TorchTitan's manager, with a record beside every save, a check before every load, and an explanation when a disk fills.
+
+    A damaged checkpoint is skipped, and the one before it is loaded.
+
+    Args:
+        record: of `describe_run`. tensors: of the whole model, by name, of which this rank may have a part.
+        tokenizer: written into every checkpoint.
+        lock: on rank 0, where the run holds its folder.
+    """
+
+    saving = ""  # the folder being written, or written last
+    branched_from: int | None = None  # the step that the run last went back to
+
+    def __init__(
+        self,
+        *,
+        record: dict,
+        tensors: dict,
+        tokenizer: Tokenizer,
+        lock: FolderLock | None,
+        checkpoint_config,
+        **torchtitans,
+    ) -> None:
+        self.record, self.tensors, self.tokenizer, self.lock = record, tensors, tokenizer, lock
+        super().__init__(checkpoint_config=checkpoint_config, sd_adapter=None, **torchtitans)
+
+    # Saving
+
+    @one_paragraph
+    def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
+        self._refuse_not_finite(checkpoint_id)
+        self.saving = str(checkpoint_id)
+        with self._explain_full_disk():
+            on_rank_0(lambda: self._write_record(Path(checkpoint_id)))
+            return super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
+
+    def _refuse_not_finite(self, checkpoint_id: str) -> None:
+        """End the run before weights that are not finite would become its latest checkpoint. Collective."""
+        weights = [
+            p.to_local() if isinstance(p, DTensor) else p
+            for part in self.states[MODEL].model
+            for p in part.parameters()
+        ]
+        finite = torch.stack([p.detach().isfinite().all().to(device_here()) for p in weights]).all().float()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if not finite.item():
+            last = max(finished_steps(Path(self.folder)), default="none")
+            stop(
+                f"the weights are not finite, so {checkpoint_id} is not saved. The last complete checkpoint is step {last}. "
+                "Try a lower optimizer.lr, a longer warmup or a smaller training.max_norm from there."
+            )
+
+    def _async_wait(self) -> None:
+        with self._explain_full_disk():  # an asynchronous save that failed raises its error here
+            super()._async_wait()
+
+    @contextlib.contextmanager
+    def _explain_full_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointException, OSError) as e:
+            if (full := _disk_full(e)) is None:
+                raise
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.saving, ignore_errors=True)
+            last = max(finished_steps(Path(self.folder)), default="none")
+            stop(
+                f"The disk is full: saving {self.saving} failed ({full}), and what was written of it is removed. The last "
+                f"complete checkpoint is step {last}. Free some space (checkpoint.keep_latest_k limits how many are kept), "
+                "then start the same command again: it continues from there."
+            )
+
+    @one_paragraph
+    def require_folder(self) -> None:
+        """End this rank if another run has taken the folder over."""
+        if self.lock:
+            self.lock.require()
+
+    def _write_record(self, folder: Path) -> None:
+        """Make the folder, with the record and the tokenizer. On rank 0."""
+        if self.lock:
+            self.lock.beat()
+            self.lock.require()
+        if folder.exists():  # from an older save of this step; without its index it is no checkpoint
+            (folder / METADATA).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+        step, optimizers = self.states[TRAIN_STATE].step, self.states[OPTIMIZER]
+        record = {**self.record, "step": step, "tokens": step * self.record["run"]["tokens_per_step"]}
+        record |= {"skipped_steps": optimizers.guard.skipped, "branched_from": self.branched_from}
+        if optimizers.rates:  # a later start compares (schedule.refuse_jump)
+            record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
+        write_record(folder, record, self.tokenizer)
+
+    def note_validation(self, step: int, loss: float, perplexity: float, accuracy: float | None) -> None:
+        """Write a step's validation beside its checkpoint, where it has one."""
+        if self.enable and dist.get_rank() == 0 and self._folder_of(step).is_dir():
+            result = {"step": step, "loss": loss, "perplexity": perplexity}
+            result |= {} if accuracy is None else {"accuracy": accuracy}
+            write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
+
+    @one_paragraph
+    def lacks_validation(self, step: int) -> bool:
+        """Whether this step was saved and not validated. Collective; the same on all ranks."""
+        folder = self._folder_of(step) if self.enable else None
+        return on_rank_0(lambda: folder is not None and folder.is_dir() and not (folder / VALIDATION).exists())
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self._create_checkpoint_id(step))
+
+    def save_now(self, step: int) -> bool:
+        """Return once a checkpoint of this step is on the disk. False: the run saves none."""
+        if self.enable:
+            self._async_wait()
+            if step != step_of(self.saving):
+                self.save(step, last_step=True)
+        return self.enable
+
+    def _save_last_step(self, curr_step: int) -> None:
+        super()._save_last_step(curr_step)
+        self._purge_stale_checkpoints()  # TorchTitan keeps one more than it was told after the last step
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Keep the latest `keep_latest_k` finished checkpoints, the one being saved included. Remains of older saves go too.
+
+        The index is removed first: a folder of which a part is gone is not a checkpoint any more.
+        """
+        current = step_of(self.saving)
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0 or current is None:
+            return
+        finished = sorted(step for step in {*finished_steps(Path(self.folder)), current} if step <= current)
+        for path in Path(self.folder).iterdir():
+            step = step_of(path)
+            if step is not None and step <= current and step not in finished[-self.keep_latest_k :]:
+                (path / METADATA).unlink(missing_ok=True)
+                self.purge_queue.put(str(path))
+
+    # Loading
+
+    @one_paragraph
+    @torch.no_grad()
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.
+
+        Not TorchTitan's, which takes a folder with remains of a save alone for a run that has checkpoints. Collective.
+        """
+        if not self.enable:
+            return False
+        folder = Path(self.folder)
+        while point := on_rank_0(lambda: find_resume_point(folder, step, self.initial_load_path)):
+            if (damage := self._load(point)) is None:
+                self.branched_from = point.branched_from
+                if point.source == "load_step":
+                    on_rank_0(lambda: set_later_aside(folder, step))
+                return True
+            if point.source != "latest":
+                stop(f"{damage}. Choose another checkpoint.load_step or checkpoint.initial_load_path.")
+            on_rank_0(functools.partial(set_damaged_aside, point.folder, damage))
+        return False
+
+    def _load(self, point: ResumePoint) -> str | None:
+        """Returns what is damaged, on all ranks alike; None: nothing, and it is loaded. Collective."""
+        logger.info("Loading the checkpoint from %s.", point.folder)
+        initial = point.source == "initial"
+        if not initial:
+            self.exclude_from_loading = []
+        states = self._states_to_load(initial and self.initial_load_model_only)
+        continues = TRAIN_STATE in states
+        require_same_run(point, self.record, self.tensors, batch=continues)
+        damaged = [None] * dist.get_world_size()
+        dist.all_gather_object(damaged, altered_entry(point.folder, point.index, dist.get_rank(), len(damaged)))
+        if any(damaged):
+            return next(filter(None, damaged))
+        load_checkpoint(states, storage_reader=SafeReader(point.folder, point.index))
+        self.states[MODEL].load_state_dict(states)
+        if continues:
+            if dist.get_rank() == 0:
+                warn_of_changes(point, self.record)
+            self.states[OPTIMIZER].guard.skipped = point.record.get("skipped_steps", 0)
+        gc.collect()  # the trainer has turned off Python's own collections
+        return None
+
+
+def _disk_full(error: BaseException) -> str | None:
+    """The system's words if `error` says that a disk is full.
+
+    PyTorch hides the system's error behind one of its own, and on the way from rank to rank only the text is left.
+    """
+    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    text = "".join(line for cause in causes for line in traceback.format_exception(cause))
+    return next((words for words in map(os.strerror, DISK_FULL) if words in text), None)

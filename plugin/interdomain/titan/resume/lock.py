@@ -1,0 +1,160 @@
+"""One run at a time in a folder: `run.lock` names the run that trains there, which touches the file as long as it lives.
+
+A start takes the lock over at once if the holder's process is gone from this machine, or if the holder was an earlier start of
+the same SLURM job; otherwise after a minute in which nobody touched it. A run whose lock was taken over ends before it writes
+a checkpoint. No kernel lock: on shared file systems those hold within one node only, do not exist, or outlive a node.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..errors import one_paragraph
+from ..host import logger
+
+NAME = "run.lock"
+BEAT_SECONDS = 10.0
+LOOK_SECONDS = 1.0
+# Looks, not seconds: where the file system stands still, looking takes long, and nobody can touch the file.
+PATIENCE = 60
+KINDS = dict(token=str, pid=int, host=str, machine=str, since=str, slurm_job=str | None, slurm_restarts=int)
+
+
+class FolderLock:
+    """Holds `folder` from `acquire` to `release`. Attributes: lost, whether it is another run's now."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder, self.path, self.lost = folder, Path(folder) / NAME, False
+        # One boot of one machine, and the container in it that has process numbers of its own.
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+        restarts = os.environ.get("SLURM_RESTART_COUNT") or "0"
+        if not restarts.isdecimal():
+            raise ValueError(
+                f"SLURM_RESTART_COUNT must be a number: got {restarts!r}. Unset it, or set what SLURM had set."
+            )
+        self.record = {
+            **{"token": secrets.token_hex(8), "pid": os.getpid(), "host": os.uname().nodename, "machine": machine},
+            **{"since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "slurm_job": os.environ.get("SLURM_JOB_ID")},
+            "slurm_restarts": int(restarts),  # how often the job was requeued
+        }
+
+    def acquire(self) -> None:
+        """Raises: ValueError that names a holder that lives on, or for a file that is no lock."""
+        self._wait_for_holder()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f"{NAME}.{self.record['token']}")  # another's, at the same moment, has its own
+        partial.write_text(json.dumps(self.record) + "\n")
+        os.replace(partial, self.path)
+        threading.Thread(target=self._keep_beating, daemon=True).start()
+        atexit.register(self.release)
+
+    def _wait_for_holder(self) -> None:
+        first = self.holder()
+        if not first or self._has_ended(first):
+            return
+        name = "process {pid} on {host}, since {since}".format_map(first)
+        logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
+        for _ in range(PATIENCE):
+            time.sleep(LOOK_SECONDS)
+            found = self.holder()
+            if not found or self._has_ended(found):
+                return
+        if found != first:
+            raise ValueError(
+                f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run another folder "
+                "with --job.dump_folder."
+            )
+
+    def _has_ended(self, holder: dict) -> bool:
+        """Whether the holder's process is gone, or the scheduler has put this start in its place (its node may be cut off)."""
+        if holder["machine"] == self.record["machine"]:
+            return not Path(f"/proc/{holder['pid']}").exists()
+        requeued = holder["slurm_restarts"] < self.record["slurm_restarts"]
+        return requeued and holder["slurm_job"] == self.record["slurm_job"]
+
+    def holder(self) -> dict:
+        """The holder's record, and when it was last `touched`; empty where there is no holder.
+
+        Raises: ValueError for a file that is no lock.
+        """
+        # Opened anew: NFS looks at the server then.
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as f:
+            if text := f.read():
+                return _record(self.path, text) | {"touched": os.fstat(f.fileno()).st_mtime_ns}
+        return {}
+
+    def _keep_beating(self) -> None:
+        while not self.lost:
+            time.sleep(BEAT_SECONDS)
+            self.beat()
+
+    def beat(self) -> None:
+        """Touch the lock, or note that it is another's."""
+        # A file system that is away comes back, or fails the next save. A file that is no lock names no other run.
+        with contextlib.suppress(OSError, ValueError):
+            self.lost |= self.holder().get("token", self.record["token"]) != self.record["token"]
+            if not self.lost:
+                os.utime(self.path)
+
+    def require(self) -> None:
+        """Raises: ValueError if another run has taken the folder over."""
+        if self.lost:
+            raise ValueError(
+                f"{self.folder} was taken over by another run ({NAME} names it), because this run did not respond for a minute "
+                "or both started together. This run ends here."
+            )
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if self.holder().get("token") == self.record["token"]:
+                self.path.unlink()
+
+
+def _record(path: Path, text: bytes) -> dict:
+    """A lock's text as `FolderLock.record` has it. Raises: ValueError."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(text)
+        if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in KINDS.items()):
+            return {name: record.get(name) for name in KINDS}
+    raise ValueError(
+        f"{path} is not a lock of this version: it holds {text[:60]!r}. If no run trains in {path.parent}, remove that file. "
+        "Else give this run another folder with --job.dump_folder."
+    )
+
+
+@one_paragraph
+def hold_folder(job_config) -> FolderLock | None:
+    """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
+    metrics = job_config.metrics
+    writes = job_config.checkpoint.enable or metrics.enable_tensorboard or metrics.enable_wandb
+    if not writes or int(os.environ["RANK"]):
+        return None
+    lock = FolderLock(job_config.job.dump_folder)
+    lock.acquire()
+    return lock
+
+
+@one_paragraph
+def require_shared(job_config, lock: FolderLock | None) -> None:
+    """Refuse a folder that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
+    token, folder = [lock and lock.record["token"]], job_config.job.dump_folder
+    dist.broadcast_object_list(token)
+    looks, hosts = 0, [None] * dist.get_world_size()
+    while (
+        token[0] not in (None, FolderLock(folder).holder().get("token")) and looks < 10
+    ):  # a network may take a moment
+        time.sleep(LOOK_SECONDS)
+        looks += 1
+    dist.all_gather_object(hosts, os.uname().nodename if looks == 10 else None)
+    if blind := {*filter(None, hosts)}:
+        raise ValueError(
+            f"{folder} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "
+            "Choose a folder on a file system that all nodes share."
+        )

@@ -1,0 +1,227 @@
+"""Which checkpoint a start resumes from, whether it is complete, and whether it holds this model. No tensor is read here.
+
+A run that went back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the record of every checkpoint
+that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+
+from interdomain.files.distributed_checkpoint import (
+    SafeReader,
+    check_lengths,
+    finished_steps,
+    latest_checkpoint,
+    read_sidecar,
+)
+from interdomain.model import ModelConfig, cell_of
+from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
+
+from ..errors import one_paragraph
+from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
+from ..settings.job_config import pairs, reads_n_basis
+from ..settings.schema import JobConfig
+
+OTHER_STATE = tuple(f"{part}." for part in (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE))
+# Outside of [model] and [mixer] the one setting that changes what the model computes from the same tokens and weights.
+RESET = "data.reset_state_at_documents"
+# Settings that may change at any start: folders, logging, saving, and how the ranks share work and memory. The corpora are
+# compared by the fingerprints of their text.
+FREE = (
+    *("job.", "metrics.", "profiling.", "checkpoint.", "comm.", "parallelism.", "activation_checkpoint."),
+    *("data.corpus", "data.validation_corpus", "data.prefetch", "mixer.recompute", "lr_scheduler.allow_jump"),
+    *("training.local_batch_size", "training.enable_cpu_offload", "training.gc_freq", "validation.local_batch_size"),
+)
+
+
+class ResumePoint(NamedTuple):
+    """The checkpoint that a start loads."""
+
+    folder: Path
+    index: Metadata
+    record: dict  # the file interdomain.json
+    source: Literal["latest", "load_step", "initial"]  # "latest": where it is damaged, an older one replaces it
+    branched_from: int | None = None  # for the records of the checkpoints that follow
+
+
+def on_rank_0(act: Callable[[], Any]) -> Any:
+    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except (OSError, ValueError) as e:
+            outcome[1] = e
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+@one_paragraph
+def loads_a_model(job_config) -> bool:
+    """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
+    config = job_config.checkpoint
+    if not config.enable:
+        return False
+    folder = Path(job_config.job.dump_folder) / config.folder
+    return on_rank_0(lambda: bool(config.initial_load_path or finished_steps(folder)))
+
+
+def find_resume_point(folder: Path, step: int, initial: str | None) -> ResumePoint | None:
+    """The latest complete checkpoint, or that of a step, or the initial one; None: there is none. On rank 0.
+
+    A run that went back to the step before, and saved since, continues from its latest. Damaged checkpoints are renamed.
+
+    Args:
+        step: checkpoint.load_step (-1: the latest). initial: checkpoint.initial_load_path.
+    Raises: ValueError for a checkpoint that cannot be loaded; OSError.
+    """
+    latest = _latest(folder, above=step)
+    if step != -1 and (latest is None or latest.branched_from != step):
+        steps = finished_steps(folder)
+        if step not in steps:
+            others = ", ".join(map(str, sorted(steps))) or "none"
+            raise ValueError(
+                f"checkpoint.load_step = {step} is no complete checkpoint of {folder}. There are: {others}."
+            )
+        return ResumePoint(steps[step], *_read_checked(steps[step]), "load_step", step)
+    if latest is None and initial:
+        start = latest_checkpoint(initial)
+        return ResumePoint(start, *_read_checked(start), "initial")
+    if latest and step != -1:
+        logger.warning(
+            "the run went back to step %d before: continuing from %s, which it saved since. To go back once more, move the "
+            "checkpoints after step %d away.",
+            *(step, latest.folder, step),
+        )
+    return latest
+
+
+def _latest(folder: Path, above: int) -> ResumePoint | None:
+    """The latest complete checkpoint after a step (-1: of all)."""
+    for step, path in sorted(finished_steps(folder).items(), reverse=True):
+        if step > above:
+            try:
+                index, record = _read_checked(path)
+                return ResumePoint(path, index, record, "latest", record.get("branched_from"))
+            except ValueError as e:
+                _refuse_newer(path)
+                set_damaged_aside(path, str(e))
+    damaged = sorted(path.name for path in folder.glob("step-*.damaged*"))
+    if damaged and above == -1:  # starting over is not for a program to decide
+        raise ValueError(
+            f"no complete checkpoint is left in {folder}, only {', '.join(damaged)}. Restore one of them, or move them away "
+            "to start from the beginning."
+        )
+    return None
+
+
+def _refuse_newer(folder: Path) -> None:
+    """Raises: ValueError if a later PyTorch wrote this checkpoint: that it cannot be read here is no damage."""
+    try:
+        wrote = read_sidecar(folder)[1]["versions"]["torch"].partition("+")[0]
+    except (OSError, ValueError, KeyError):
+        return
+    if torch.__version__ < wrote:
+        raise ValueError(
+            f"{folder} was written by PyTorch {wrote}, and PyTorch {torch.__version__} cannot read it. Start with {wrote} or "
+            "later, or move the folder away to continue from an earlier step."
+        )
+
+
+def _read_checked(folder: Path) -> tuple[Metadata, dict]:
+    """A checkpoint's index and record, after a check of its files and their lengths. Raises: ValueError; OSError."""
+    index = SafeReader(folder).read_metadata()
+    check_lengths(folder, index)
+    return index, read_sidecar(folder)[1]
+
+
+def _set_aside(folder: Path, why: str) -> Path:
+    """Rename a checkpoint to `step-N.WHY`: no run loads, counts or removes it, and no later save of its step overwrites it."""
+    aside, n = folder.with_name(f"{folder.name}.{why}"), 1
+    while aside.exists():
+        n += 1
+        aside = folder.with_name(f"{folder.name}.{why}-{n}")
+    return folder.rename(aside)
+
+
+def set_damaged_aside(folder: Path, reason: str) -> None:
+    """On rank 0."""
+    logger.warning("SKIPPED, and renamed to %s: %s", _set_aside(folder, "damaged").name, reason)
+
+
+def set_later_aside(folder: Path, step: int) -> None:
+    """Rename the checkpoints after the step that a run has gone back to. On rank 0."""
+    for later, path in sorted(finished_steps(folder).items()):
+        if later > step:
+            logger.warning("went back to step %d: renamed %s to %s", step, path, _set_aside(path, "superseded").name)
+
+
+@one_paragraph
+def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
+    """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
+
+    Args:
+        run: this run's record. tensors: the whole model's state dict. batch: whether the tokens per step matter.
+    Raises: ValueError.
+    """
+    record = point.record
+    before, now = (settings_of(r) for r in (record, run))
+    if before and point.source != "initial" and before[RESET] != now[RESET]:
+        raise ValueError(
+            f"{point.folder} was trained with {RESET} = {before[RESET]}, and here it is {now[RESET]}: the model would compute "
+            "something else. Restore the setting, or start another run from these weights: --job.dump_folder FOLDER "
+            f"--checkpoint.initial_load_path {point.folder}."
+        )
+    # Settings that make another model of the same tensors. The context length does not.
+    models = [ModelConfig.from_dict(r["model"]) for r in (record, run)]
+    compared = [(name, *(getattr(m, name) for m in models)) for name in MODEL_SETTINGS if name != "max_seq_len"]
+    if len(models[0].mixers) == len(models[1].mixers):
+        for mixers in zip(*(m.mixers for m in models), strict=True):
+            now = mixers[1]
+            unread = () if reads_n_basis({"condition": now.kind, "state_heads": now.state_heads}) else ("n_basis",)
+            names = [name for name in MIXER_SETTINGS if name not in unread]
+            compared += [(f"mixer.{name}", *(getattr(mixer, name) for mixer in mixers)) for name in names]
+    else:
+        compared += [("mixer.layers", *(cell_of(m, record["size"]).condition for m in models))]
+    if batch:
+        compared += [("tokens_per_step", *(r["run"].get("tokens_per_step") for r in (record, run)))]
+    entries = point.index.state_dict_metadata.items()
+    there = {name: list(getattr(entry, "size", ())) for name, entry in entries if not name.startswith(OTHER_STATE)}
+    here = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    compared += [(name, there.get(name, "missing"), here.get(name, "missing")) for name in sorted(there | here)]
+    if differences := [f"{name} is {a} there and {b} here" for name, a, b in compared if a != b]:
+        raise ValueError(
+            f"{point.folder} is a checkpoint of another run ({record['condition']}, {record['size']}): "
+            f"{'; '.join(differences[:3])}. Restore the settings that it was made with, or give this run a folder of its own "
+            "with --job.dump_folder."
+        )
+
+
+def settings_of(record: dict) -> dict[str, Any]:
+    """{setting: value} of a run's record, with the default of a setting that is newer than the record. Empty for a record from
+    before the configuration was in it."""
+    if "configuration" not in record:
+        return {}
+    recorded = dict(pairs(record["configuration"]))
+    settings = {name: recorded.get(name, default) for name, default in pairs(JobConfig().to_dict())}
+    return settings | {
+        f"fingerprint of the {split} text": text for split, text in record.get("fingerprints", {}).items()
+    }
+
+
+def warn_of_changes(point: ResumePoint, run: dict) -> None:
+    """Log the settings in which this run differs from the checkpoint that it continues, in one warning. On rank 0."""
+    before, now = (settings_of(record) for record in (point.record, run))
+    if not before:
+        logger.warning("%s does not record its settings: they are not compared with this run's", point.folder)
+        return
+    names = [name for name in now if name in before and not name.startswith(FREE)]
+    if lines := [f"\n  {name}: {before[name]} -> {now[name]}" for name in names if before[name] != now[name]]:
+        logger.warning("%s was saved with other settings (there -> here):%s", point.folder, "".join(lines))

@@ -1,0 +1,1 @@
+"""The settings of a run: their schema, and how a TOML file and flags are read."""

@@ -1,0 +1,204 @@
+"""Reads the job configuration from a TOML file and flags, and refuses settings that this plugin cannot honour."""
+
+import argparse
+import difflib
+import importlib.util
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+import interdomain
+from interdomain.model.config import FIXED_STATE
+
+from ..host import TORCHTITAN_DEFAULTS
+from .schema import JobConfig
+
+# setting -> its annotated type
+KINDS: dict[str, Any] = {
+    f"{section}.{name}": kind
+    for section, table in get_type_hints(JobConfig).items()
+    for name, kind in get_type_hints(table, include_extras=True).items()
+}
+# What to set instead of a setting that files written for TorchTitan's own models have.
+INSTEAD = {
+    "training.dataset": "data.corpus",
+    "training.dataset_path": "data.corpus",
+    "training.mixed_precision_param": "training.precision",
+    "validation.dataset": "data.validation_corpus",
+    "validation.steps": "validation.tokens",
+    "model.hf_assets_path": "data.tokenizer",
+    "lr_scheduler.min_lr_factor": "lr_scheduler.min_lr",
+    "parallelism.pipeline_parallel_microbatch_size": "training.local_batch_size",
+}
+# Old files name these for TorchTitan's own entry point. They change nothing.
+IGNORED = ("job.custom_config_module", "experimental.custom_import")
+# These count in tokens or in steps. Tokens win in a file; steps on the command line win over a file's tokens.
+IN_TOKENS = {"training.steps": "training.tokens", "lr_scheduler.warmup_steps": "lr_scheduler.warmup_tokens"}
+
+
+def read_job_config(arguments: list[str]) -> JobConfig:
+    """The job configuration from a TOML file and flags, which win over the file.
+
+    Args:
+        arguments: of the command line: `--job.config_file FILE`, and flags such as `--training.steps=10`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is no TOML, or has a key that does not exist, or a value that is not allowed.
+        SystemExit: `--help`; or a flag that does not exist or has a wrong value, after saying so.
+    """
+    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file.add_argument("--job.config_file", "--job.config-file", dest="path")
+    path = file.parse_known_args(arguments)[0].path
+    job = job_config_of(read_toml(path) if path else {})
+    let_steps_win(job, arguments)
+    job = tyro.cli(
+        JobConfig,
+        args=arguments,
+        default=job,
+        prog="./launch.sh FILE.toml",
+        description="Settings of a run. Each is a key in a section of FILE.toml and a flag.\n\n"
+        "A flag wins over the file. The defaults shown are those of the file.",
+    )
+    # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
+    given = names_of(arguments)
+    chosen = given & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
+    if chosen and "mixer.n_basis" not in given and not reads_n_basis(vars(job.mixer)):
+        job.mixer.n_basis = None
+    return job
+
+
+def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
+    """Whether a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
+    unread = {"softmax"} | ({*FIXED_STATE} - {"mamba2"} if mixer.get("state_heads") else set())
+    return not unread.issuperset(mixer.get("layers") or [mixer.get("condition", "interdomain")])
+
+
+def names_of(flags: list[str]) -> set[str]:
+    """The settings that are set on a command line."""
+    return {flag[2:].partition("=")[0].replace("-", "_") for flag in flags}
+
+
+def let_steps_win(job_config: Any, flags: list[str]) -> None:
+    """Lengths in steps on the command line win over a file's in tokens."""
+    given = names_of(flags)
+    for steps, tokens in IN_TOKENS.items():
+        if steps in given and tokens not in given:
+            _set(job_config, tokens, 0)
+
+
+def job_config_of(table: dict[str, Any]) -> JobConfig:
+    """The job configuration of what a TOML file says, by section. Raises: ValueError."""
+    job = JobConfig()
+    for setting, value in pairs(table):
+        if setting in KINDS:
+            _set(job, setting, value)
+        else:
+            _refuse_unknown(setting, value)
+    refuse_wrong_values(job)
+    return job
+
+
+def read_toml(file: str | Path) -> dict[str, Any]:
+    """A file's table. The wheel brings train_configs/: a file that is not here is looked for there.
+
+    Raises: ValueError for a file that is no TOML, FileNotFoundError.
+    """
+    brought = Path(interdomain.__file__).parent / file
+    try:
+        with open(brought if brought.is_file() and not Path(file).exists() else file, "rb") as f:
+            return tomllib.load(f)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(
+            f"{file} is not valid TOML: {e}. Correct that place: strings in quotes, true and false in lower case, one "
+            "`key = value` per line, as in train_configs/debug.toml."
+        ) from e
+
+
+def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(setting, value) of everything in a TOML table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from pairs(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _refuse_unknown(setting: str, value: Any) -> None:
+    """Raises: ValueError unless it is a setting of TorchTitan's at TorchTitan's default, which changes nothing."""
+    if setting in IGNORED or (setting in TORCHTITAN_DEFAULTS and value == TORCHTITAN_DEFAULTS[setting]):
+        return
+    if setting in TORCHTITAN_DEFAULTS:
+        instead = f"Set {INSTEAD[setting]} instead, and leave" if setting in INSTEAD else "Leave"
+        raise ValueError(
+            f"{setting} = {value} is a setting of TorchTitan that this plugin does not use. {instead} it out."
+        )
+    near = difflib.get_close_matches(setting, KINDS, n=3, cutoff=0.7)
+    hint = f" Near to it: {', '.join(near)}." if near else ""
+    raise ValueError(f"there is no setting {setting}.{hint} ./launch.sh --flags lists all.")
+
+
+def value_of(job_config: Any, setting: str) -> Any:
+    section, name = setting.split(".")
+    return getattr(getattr(job_config, section), name)
+
+
+def _set(job_config: JobConfig, setting: str, value: Any) -> None:
+    section, name = setting.split(".")
+    setattr(getattr(job_config, section), name, value)
+
+
+def refuse_wrong_values(job_config: JobConfig) -> None:
+    """What each setting's annotation says: the one loop over all settings. Raises: ValueError."""
+    for setting, kind in KINDS.items():
+        value, bound = value_of(job_config, setting), None
+        if get_origin(kind) is Annotated:
+            kind, bound = kind.__origin__, kind.__metadata__[0]
+        if not _fits(value, kind):
+            words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+            raise ValueError(f"{setting} must be {words}: got {value!r}.")
+        if bound and not bound.allows(value):
+            raise ValueError(f"{setting} must be {bound.words}: got {value}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return value in arguments
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, *arguments) for one in value)
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def refuse_unsupported(job_config: JobConfig) -> None:
+    """Raises: ValueError with the setting, what was got, and what is allowed."""
+    refuse_wrong_values(job_config)
+    if job_config.metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
+        )
+    mixer, checkpoint = job_config.mixer, job_config.checkpoint
+    if mixer.n_basis is not None and not reads_n_basis(vars(mixer)):
+        raise ValueError(
+            f"mixer.n_basis = {mixer.n_basis} is not possible: no layer reads it. It is not for softmax, and with "
+            "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
+        )
+    if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it
+        raise ValueError(
+            "checkpoint.initial_load_path has no effect while checkpoint.enable is off: nothing is loaded or saved. "
+            "Turn it on (--checkpoint.enable), or leave checkpoint.initial_load_path out."
+        )
+    if checkpoint.exclude_from_loading and (not checkpoint.initial_load_path or checkpoint.initial_load_model_only):
+        raise ValueError(
+            "checkpoint.exclude_from_loading is for a run that starts from another run's checkpoint. Set "
+            "checkpoint.initial_load_path and --checkpoint.no-initial_load_model_only, or leave it out."
+        )

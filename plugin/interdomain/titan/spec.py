@@ -1,0 +1,280 @@
+"""The model as a variant of TorchTitan: what its own entry, `python -m torchtitan.train`, builds a run from.
+
+    [job]
+    custom_config_module = "interdomain.titan"     # adds the settings of `schema`
+    [experimental]
+    custom_import = "interdomain.titan"            # registers the variant
+    [model]
+    name = "interdomain"
+
+`InterdomainTrainer` takes the same parts, and adds what docs/torchtitan.md lists.
+"""
+
+import copy
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from interdomain.data import Tokenizer, load_tokenizer
+from interdomain.model import SIZES, Execution, ModelConfig, count_parameters
+from interdomain.model.costs.flops import train_flops_per_token
+
+from .data.dataloader import open_data
+from .data.folders import open_dataset, open_tokenizer
+from .errors import one_paragraph
+from .host import (
+    TORCHTITAN_DEFAULTS,
+    BaseModelArgs,
+    MetricsProcessor,
+    TrainSpec,
+    Validator,
+    build_cross_entropy_loss,
+    build_hf_tokenizer,
+    build_text_dataloader,
+    build_validator,
+    logger,
+    pipeline_llm,
+    register_train_spec,
+)
+from .plan.device import use_cpu_if_alone
+from .plan.run_plan import RunPlan, make_plan
+from .plan.topology import refuse_for_batch, runs_with, topology
+from .settings.job_config import let_steps_win, pairs, refuse_wrong_values, value_of
+from .settings.schema import JobConfig
+from .step.meshes import meshes_of
+from .step.optimizer import GroupedOptimizers, GroupedSchedulers
+from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
+from .watch.metrics import life_signs, perplexity
+
+# Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
+NOT_HONOURED = {
+    "training.dtype": "Parameters are float32; set training.precision for the arithmetic.",
+    "training.mixed_precision_param": "Set training.precision: bf16, bf16-products or float32.",
+    "training.max_skipped_steps": "TorchTitan's trainer takes steps that are not finite: start with ./launch.sh.",
+    "lr_scheduler.min_lr_factor": "Set lr_scheduler.min_lr, the rate itself.",
+    "lr_scheduler.allow_jump": "TorchTitan's trainer does not compare rates at a resume: start with ./launch.sh.",
+    "optimizer.early_step_in_backward": "Leave it out: the optimizer has two groups and one step.",
+    "parallelism.enable_async_tensor_parallel": "Leave it out: the layers exchange tokens by operations of their own.",
+    "parallelism.pipeline_parallel_schedule_csv": "Leave it out: set parallelism.pipeline_parallel_schedule.",
+    "parallelism.expert_parallel_degree": "Leave it out: the model has no experts.",
+    "model.converters": "Leave it out: converters replace layers that this model's parallelism needs.",
+    "fault_tolerance.enable": "Leave it out.",
+    "memory_estimation.enable": "./launch.sh FILE.toml --dry-run estimates the memory.",
+}
+
+
+@one_paragraph
+def plan_of(job_config: Any) -> RunPlan:
+    """The plan of a configuration, checked at the first call, which also puts lengths in steps where it had tokens.
+
+    Raises: SystemExit: the configuration cannot run; the reason is printed.
+    """
+    if "plan" not in vars(job_config):
+        if not hasattr(job_config, "mixer"):
+            raise ValueError(
+                'the settings of [mixer] and [data] are missing. Set job.custom_config_module = "interdomain.titan" in the '
+                "TOML file, or pass --job.custom_config_module interdomain.titan."
+            )
+        defaults = TORCHTITAN_DEFAULTS | dict(pairs(JobConfig().to_dict()))
+        for setting, instead in NOT_HONOURED.items():
+            if (value := value_of(job_config, setting)) != defaults[setting]:
+                raise ValueError(f"{setting} = {value} has no effect in this run. {instead}")
+        let_steps_win(job_config, sys.argv[1:])
+        refuse_wrong_values(job_config)
+        _refuse_for_trainer(job_config)
+        planned = copy.deepcopy(job_config)
+        planned.checkpoint.exclude_from_loading = []  # TorchTitan's has no conditions
+        if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
+            mesh, training = topology(job_config.parallelism, dist.get_world_size()), planned.training
+            if training.global_batch_size < 0:
+                training.global_batch_size = training.local_batch_size * mesh.replicas * mesh.shards
+            refuse_for_batch(job_config, mesh._replace(pipeline=1), training.global_batch_size)
+            size = job_config.parallelism.pipeline_parallel_microbatch_size
+            training.local_batch_size = planned.validation.local_batch_size = size
+        plan = job_config.plan = make_plan(planned, dist.get_world_size())
+        job_config.training.steps, job_config.training.tokens = plan.steps, 0
+        job_config.lr_scheduler.warmup_steps, job_config.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+        # The scan passes a state from rank to rank: pieces must be contiguous.
+        job_config.parallelism.context_parallel_load_balancer = None
+    return job_config.plan
+
+
+def _refuse_for_trainer(job_config: Any) -> None:
+    """Raises: ValueError for combinations that TorchTitan's trainer hands on otherwise than the model needs."""
+    parallel, validation, training = job_config.parallelism, job_config.validation, job_config.training
+    pipeline, context = parallel.pipeline_parallel_degree > 1, parallel.context_parallel_degree > 1
+    if job_config.data.reset_state_at_documents and (pipeline or context):
+        raise ValueError(
+            "data.reset_state_at_documents with pipeline_parallel_degree or context_parallel_degree above 1: TorchTitan's "
+            "trainer gives positions to the first stage alone, and its own to context parallelism. Start with ./launch.sh."
+        )
+    size, degree, schedule = (
+        getattr(parallel, f"pipeline_parallel_{name}") for name in ("microbatch_size", "degree", "schedule")
+    )
+    local = training.local_batch_size
+    if pipeline and (size < 1 or local % size or not runs_with(schedule, degree, local // size)):
+        raise ValueError(
+            f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
+            f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
+            f"multiple of {max(size, 1) * degree}, or another micro-batch."
+        )
+    if validation.enable and pipeline and validation.local_batch_size != training.local_batch_size:
+        raise ValueError(
+            f"validation.local_batch_size = {validation.local_batch_size} must be training.local_batch_size = "
+            f"{training.local_batch_size} with pipeline_parallel_degree above 1."
+        )
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):
+    """A size; `update_from_config` makes of it the model of a run."""
+
+    size: str = "debug"
+    config: ModelConfig | None = None
+    execution: Execution | None = None
+    n_layers: int = 0
+    seed: int = 0
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        plan = plan_of(job_config)
+        self.config, self.execution, self.seed = plan.config, plan.execution, plan.seed
+        self.n_layers = plan.config.n_layers
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        assert self.config is not None
+        return count_parameters(model), train_flops_per_token(self.config, seq_len)
+
+
+def pipeline_variant(
+    model: nn.Module, parallel_dims: Any, job_config: Any, device: Any, args: Any, parallelize_fn: Any, loss_fn: Any
+) -> Any:
+    """TorchTitan's stages and schedules. Its trainer goes backward from the sum of the loss; here the gradient is that of the
+    mean."""
+    targets = plan_of(job_config).global_batch * job_config.training.seq_len
+    if job_config.data.corpus:
+        targets = plan_of(job_config).global_batch * open_dataset(job_config, "train").targets
+
+    def loss_of_step(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_fn(logits, labels)
+        share = loss / targets
+        return share + (loss - share).detach()  # the sum, which the trainer logs, with the gradient of the mean
+
+    return pipeline_llm(model, parallel_dims, job_config, device, args, parallelize_fn, loss_of_step)
+
+
+def build_optimizers(model_parts: list[nn.Module], config: Any, parallel_dims: Any, *_: Any) -> GroupedOptimizers:
+    return GroupedOptimizers(model_parts, config)
+
+
+def build_lr_schedulers(optimizers: Any, config: Any, steps: int) -> GroupedSchedulers:
+    return GroupedSchedulers(optimizers, config, steps)
+
+
+@one_paragraph
+def build_tokenizer(job_config: Any) -> Any:
+    """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
+    plan = plan_of(job_config)
+    if job_config.data.corpus:
+        return open_tokenizer(job_config)
+    tokenizer = build_hf_tokenizer(job_config)
+    if (size := tokenizer.get_vocab_size()) > plan.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of model.hf_assets_path has {size} tokens and the model {plan.config.vocab_size}: set "
+            f"model.vocab_size = {size} or more."
+        )
+    return tokenizer
+
+
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> Any:
+    """Read data.corpus; without one, TorchTitan's training.dataset. Rank 0 writes the run's record beside its checkpoints."""
+    fingerprint = ""
+    if job_config.data.corpus:
+        tokenizer, loader = open_data(job_config, plan_of(job_config), dp_rank, dp_world_size)
+        fingerprint = loader.fingerprint
+    else:
+        loader = build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
+        tokenizer = as_trained(tokenizer)
+    record_run(job_config, plan_of(job_config), fingerprint, tokenizer)
+    return loader
+
+
+def as_trained(tokenizer: Any) -> Tokenizer:
+    """TorchTitan's tokenizer as one of ours, with the control tokens that TorchTitan adds from tokenizer_config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.tokenizer.save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(tokenizer.config or {}))
+        return load_tokenizer(folder)
+
+
+class FixedWindowsValidator(Validator):
+    """TorchTitan's validator over `FixedWindows`."""
+
+    def __init__(self, windows: FixedWindows, parts: dict[str, Any]) -> None:
+        vars(self).update(parts, validation_dataloader=windows)  # TorchTitan's would open a data set of its own
+
+
+@one_paragraph
+def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
+    job_config = parts["job_config"]
+    if not job_config.data.corpus:
+        return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
+    windows = FixedWindows(job_config, dp_rank, dp_world_size)
+    if parts["parallel_dims"].cp_enabled and windows.dataset.targets < windows.dataset.seq_len:
+        raise ValueError(
+            "validation.enable with parallelism.context_parallel_degree above 1, for a corpus with answers: TorchTitan's "
+            "validator takes all pieces of a sequence to have the same number of labels. Start with ./launch.sh, or turn "
+            "validation off."
+        )
+    job_config.validation.steps = len(windows.batches)
+    return FixedWindowsValidator(windows, parts)
+
+
+class VariantMetrics(MetricsProcessor):
+    """TorchTitan's metrics, with the perplexity and the mixer's timescales (`life_signs`)."""
+
+    job_config: Any
+    model_parts: list[Any]
+
+    def log(
+        self, step: int, loss: float, worst: float, grad_norm: float, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        freq = self.job_config.metrics.mixer_freq
+        more = {"loss_metrics/perplexity": perplexity(loss)}
+        if freq and (step == 1 or step % freq == 0):
+            more |= life_signs(self.model_parts, meshes_of(self.parallel_dims))
+        super().log(step, loss, worst, grad_norm, (extra_metrics or {}) | more)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        # TorchTitan's validator divides by the labels of a rank's own piece of the sequences.
+        super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
+
+
+def build_metrics(job_config: Any, parallel_dims: Any, model_args: Any) -> VariantMetrics:
+    return VariantMetrics(job_config, parallel_dims)
+
+
+use_cpu_if_alone()
+register_train_spec(
+    "interdomain",
+    TrainSpec(
+        model_cls=TitanTransformer,  # pyright: ignore[reportArgumentType] (a module, with ModelProtocol's methods)
+        model_args={size: ModelArgs(size=size) for size in SIZES},
+        parallelize_fn=parallelize_variant,
+        pipelining_fn=pipeline_variant,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=build_dataloader,
+        build_tokenizer_fn=build_tokenizer,
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=build_variant_validator,
+        build_metrics_processor_fn=build_metrics,
+        state_dict_adapter=FolderNames,
+    ),
+)
+logger.info("interdomain is registered as a model of TorchTitan")

@@ -1,0 +1,1 @@
+"""One training step: meshes, forward and backward passes, gradients, optimizer, guard."""

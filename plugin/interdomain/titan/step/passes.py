@@ -1,0 +1,132 @@
+"""Forward and backward passes of the micro-batches of a step: one after the other, or through the stages of a pipeline."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from interdomain.model import Transformer
+from interdomain.model.shard import own
+
+from ..data.dataloader import Batch
+from ..plan.run_plan import RunPlan
+from .meshes import Meshes
+
+
+class Passes:
+    """Through the whole model, one micro-batch after the other.
+
+    Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then every
+    rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
+
+    Attributes:
+        together: as many micro-batches as `run` takes for validation.
+    """
+
+    together = 1
+
+    def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
+        """targets: the labels of a step that count, on all ranks together; the same number in every step."""
+        self.parts, self.plan, self.meshes, self.device, self.targets = parts, plan, meshes, device, targets
+
+    def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
+        """This rank's share of the summed loss. Collective.
+
+        batches: all micro-batches of a step; without `backward` `together` ones.
+        backward: also add up the gradients of the mean loss per label of the step that counts.
+        """
+        (model,), losses = self.parts, []
+        for i, batch in enumerate(batches):
+            inputs, labels = self._own(batch)
+            if backward and self.plan.accumulation > 1:
+                model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
+            loss = model(inputs.pop("input"), **inputs, labels=labels)
+            if backward:
+                (loss / self.targets).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def _own(self, batch: Batch) -> Batch:
+        """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
+        computes the last."""
+        inputs, labels = batch
+
+        def share(x: Tensor) -> Tensor:
+            return own(x.to(self.device, non_blocking=True), self.meshes.context, dim=1).contiguous()
+
+        return {name: share(x) for name, x in inputs.items()}, share(labels)
+
+
+class Pipeline(Passes):
+    """Through this rank's stages and the other ranks', by one of PyTorch's schedules.
+
+    All micro-batches of a step go through one schedule: it has one idle phase, however many they are. The last stage computes
+    the summed loss itself, in its head.
+    """
+
+    def __init__(
+        self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int, schedule: str
+    ) -> None:
+        """parts: this rank's stages, in order. schedule: parallelism.pipeline_parallel_schedule."""
+        super().__init__(parts, plan, meshes, device, targets)
+        self.together, self.losses = plan.accumulation, []
+        numbers, last = stages_of(plan, meshes.pipeline.get_local_rank()), len(plan.stages) - 1
+        self.first, self.last = 0 in numbers, last in numbers
+        # Said here, they need not be found out by a pass through all stages.
+        B, T = plan.local_batch, plan.seq_len // plan.context
+        tokens = torch.empty(B, T, dtype=torch.int64, device="meta")
+        dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+        hidden = torch.empty(B, T // plan.tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                part,
+                n,
+                last + 1,
+                device,
+                input_args=hidden if n else tokens,
+                output_args=loss if n == last else hidden,
+                group=meshes.pipeline.get_group(),
+            )
+            for part, n in zip(parts, numbers, strict=True)
+        ]
+        if dist.get_backend() == "fake":  # nobody answers PyTorch's question whether all stages have said their shapes
+            for stage in stages:
+                vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
+        kind: Any = get_schedule_class(schedule)
+        given: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self.schedule = kind(given, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
+
+    def _note(self, loss: Tensor, labels: Tensor) -> Tensor:
+        self.losses.append(loss.detach())
+        return loss / self.targets
+
+    def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
+        mine = [self._own(batch) for batch in batches]
+        inputs = {name: torch.cat([inputs[name] for inputs, _ in mine]) for name in mine[0][0]}
+        tokens, labels = inputs.pop("input"), torch.cat([labels for _, labels in mine])
+        first = (tokens,) if self.first else ()
+        last: dict[str, Any] = {"target": labels, "labels": labels} if self.last else {}
+        self.losses = []
+        act = self.schedule.step if backward else self.schedule.eval
+        act(*first, **inputs, **last, return_outputs=False)
+        return torch.stack(self.losses).sum() if self.last else torch.zeros((), device=self.device)
+
+
+def stages_of(plan: RunPlan, rank: int) -> range:
+    """The stages of a rank of the pipeline: every `plan.pipeline`-th."""
+    return range(rank, len(plan.stages), plan.pipeline)
+
+
+def keep(model: Transformer, names: Collection[str]) -> None:
+    """Make a stage of a model on the meta device: the modules of these names alone."""
+    for name in ("tok_embeddings", "norm", "output"):
+        if name not in names:
+            setattr(model, name, None)
+    for i in list(model.layers):
+        if f"layers.{i}" not in names:
+            del model.layers[i]

@@ -1,0 +1,237 @@
+"""One training run: it is built here, and its training step is here.
+
+TorchTitan's trainer gives the loop over the steps (`Trainer.train`: load, step, save, validate), the process group, and its
+state in a checkpoint. What it builds we build ourselves, from the plan and the plugin's own classes.
+"""
+
+import itertools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from interdomain.model import Transformer, meta_model
+
+from .data.dataloader import Batch, open_data
+from .data.folders import text_fingerprint
+from .errors import one_paragraph
+from .host import (
+    TRAIN_STATE,
+    GarbageCollection,
+    Trainer,
+    dist_max,
+    dist_sum,
+    init_logger,
+    local_device,
+    logger,
+    set_determinism,
+    set_pg_timeouts,
+    translate,
+)
+from .parallelize import parallelize, set_initial_values
+from .plan.device import use_cpu_if_alone
+from .plan.run_plan import RunPlan, make_plan
+from .plan.schedule import refuse_jump
+from .resume.checkpoint import SelfDescribingCheckpoints, describe_run
+from .resume.lock import hold_folder, require_shared
+from .resume.preemption import Preemption
+from .resume.resume_from import loads_a_model
+from .settings.schema import JobConfig
+from .step.gradients import clip, reduce_shares
+from .step.meshes import meshes_of
+from .step.optimizer import GroupedOptimizers, GroupedSchedulers
+from .step.passes import Passes, Pipeline, keep, stages_of
+from .watch.metrics import InterdomainMetrics
+from .watch.validate import FixedValidator
+
+
+@record
+def run(job: JobConfig) -> None:
+    """Build, train and close the run of a configuration, on every rank that torchrun started.
+
+    Args:
+        job: from `settings.read_job_config`.
+    """
+    init_logger()
+    # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
+    if os.environ.get("GROUP_RANK", "0") != "0":  # torchrun's number of this node: one of many speaks for all
+        logger.setLevel(logging.WARNING)
+    logger.info("Starting job: %s", job.job.description)
+    trainer = InterdomainTrainer(job)
+    try:
+        trainer.train()
+    except Exception:
+        trainer.close()
+        raise
+    trainer.close()
+    dist.destroy_process_group()
+
+
+@one_paragraph
+def check(job: JobConfig) -> RunPlan:
+    """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
+    plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
+    refuse_jump(job, plan.steps, plan.warmup_steps)
+    return plan
+
+
+class InterdomainTrainer(Trainer):
+    """One rank's part of a run: TorchTitan's `Trainer` with this project's model, data, optimizer, checkpoints and validation.
+
+    Building it checks the configuration before the process group exists, then makes meshes, data, model, optimizer and
+    checkpoints, in this order. `train()`, TorchTitan's, runs all steps; it saves and validates between them.
+
+    Args:
+        job: from `settings.read_job_config`.
+
+    Attributes:
+        plan: what the configuration says about the run: model, steps, batch, ranks (`plan.RunPlan`).
+        meshes: the process groups of this rank.
+        model_parts: this rank's stages of the pipeline; without one, the model.
+        targets: labels per step that count in the loss, over all ranks.
+        step: the step that runs, from 1.
+
+    Raises:
+        SystemExit: the configuration cannot run, or another process writes to the folder; the reason is printed.
+    """
+
+    job_config: Any
+    config: Any
+    checkpointer: SelfDescribingCheckpoints
+    metrics_processor: InterdomainMetrics
+    model_parts: list[Any]
+    optimizers: GroupedOptimizers
+    validator: FixedValidator
+
+    def __init__(self, job: JobConfig) -> None:
+        # Before the process group exists: nothing is built for a run that cannot be.
+        self.plan = plan = check(job)
+        use_cpu_if_alone()
+        self.preemption = Preemption()
+        self.lock = hold_folder(job)
+
+        # In steps, where the file has tokens: TorchTitan reads these, and the run records them.
+        job.training.steps, job.training.tokens = plan.steps, 0
+        job.lr_scheduler.warmup_steps, job.lr_scheduler.warmup_tokens = plan.warmup_steps, 0
+        self.job_config = self.config = config = translate(job)
+        config.metrics.disable_color_printing |= not sys.stderr.isatty()  # a file or a pipe would show their codes
+        self.device = local_device()
+        if self.device.type == "cpu":
+            config.comm.trace_buf_size = 0  # NCCL's recorder: TorchTitan would make an empty folder for it
+        os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)  # torchrun's: TorchTitan sets its own, with a warning
+        self.parallel_dims = self.init_distributed()
+        if config.comm.mode == "default":  # else there are no other ranks
+            require_shared(config, self.lock)
+        self.gc_handler = GarbageCollection(gc_freq=config.training.gc_freq)
+        set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=[])
+
+        self.meshes = meshes_of(self.parallel_dims)
+        self.meshes.set_timeouts(config.comm.init_timeout_seconds)
+        batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
+        rank = batch.get_local_rank() if batch else 0
+        tokenizer, self.dataloader = open_data(config, plan, rank, plan.data_ranks)
+        self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
+        self.model_parts = self.metrics_processor.model_parts = self._build_model()
+        self.targets = plan.global_batch * self.dataloader.dataset.targets
+        run = self.model_parts, plan, self.meshes, self.device, self.targets
+        schedule = config.parallelism.pipeline_parallel_schedule
+        self.passes = Pipeline(*run, schedule) if plan.pipeline > 1 else Passes(*run)
+        self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
+        self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
+        self.step = self.ntokens_seen = 0
+        self.checkpointer = SelfDescribingCheckpoints(
+            record=describe_run(plan, config, self.dataloader.fingerprint, tokenizer),
+            tensors=meta_model(plan.config).state_dict(),
+            tokenizer=tokenizer,
+            lock=self.lock,
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={TRAIN_STATE: self},
+            checkpoint_config=config.checkpoint,
+            base_folder=config.job.dump_folder,
+        )
+        if config.validation.enable:
+            beside = self.metrics_processor, self.checkpointer
+            self.validator = FixedValidator(config, rank, plan.data_ranks, self.passes, *beside)
+        datasets = {"train": self.dataloader.dataset}
+        datasets |= {"validation": self.validator.dataset} if config.validation.enable else {}
+        fingerprints = {split: text_fingerprint(dataset) for split, dataset in datasets.items()}
+        self.checkpointer.record["fingerprints"] = self.metrics_processor.fingerprints = fingerprints
+        logger.info("%s, %s parameters, %d steps: the trainer is built", plan.cell, f"{plan.n_params:,}", plan.steps)
+
+    def _build_model(self) -> list[Transformer]:
+        """This rank's stages of the pipeline; without one, the whole model."""
+        config, plan = self.job_config, self.plan
+        logger.info("Building %s", plan.config)
+        parts, loaded = [], loads_a_model(config)
+        for stage in stages_of(plan, self.meshes.pipeline.get_local_rank()):
+            with torch.device("meta"):
+                model = Transformer(plan.config, plan.execution)
+            keep(model, plan.stages[stage])
+            parallelize(model, self.meshes, config, sum_in_backward=False)
+            model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
+            set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
+            parts.append(model.train())
+        return parts
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One step of the optimizer. The host reads nothing from the device, and waits for it in steps that are logged alone.
+
+        Args:
+            data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
+        """
+        self.optimizers.zero_grad()
+        batches = itertools.islice(data_iterator, self.plan.accumulation)
+        loss = self.passes.run(batches, backward=True) / self.targets  # this rank's share
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        reduce_shares(parameters, self.meshes)
+        norm = clip(parameters, self.job_config.training.max_norm, self.meshes)
+        skip, asked = self.optimizers.guard.verdict(loss, norm, self.preemption.asked is not None)
+        self.optimizers.step(skip)
+        self.lr_schedulers.step()
+        self.preemption.cast(asked)
+        if self.metrics_processor.should_log(self.step):
+            self._log(loss, norm)
+
+    def _log(self, loss: Tensor, norm: Tensor) -> None:
+        loss, mesh = self.meshes.whole(loss), self.parallel_dims.get_optional_mesh("loss")
+        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks * self.plan.context, mesh)
+        self.metrics_processor.log_step(self.step, mean, worst, norm.item())
+
+    def should_continue_training(self) -> bool:
+        """Whether another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
+        stop saves and ends."""
+        if not self.preemption.listening:  # before any step: from here on there is something to save
+            self.preemption.listen()
+            self.first_step = self.step + 1
+            self.metrics_processor.begin(self.step + 1)
+            if self.job_config.validation.enable:
+                self.validator.run_missed_validation(self.model_parts, self.step)
+        elif self.step == self.first_step:  # of this start: what is slow once has been done
+            seconds = self.job_config.comm.train_timeout_seconds
+            set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+            self.meshes.set_timeouts(seconds)
+        if not super().should_continue_training():
+            self.optimizers.guard.warn_at_the_end(self.step)
+            return False  # asked or not, the run is at its end
+        self.checkpointer.require_folder()
+        if self.preemption.agreed():
+            self.preemption.leave(self)
+        return True
+
+    def close(self) -> None:
+        """Finish what is being written, and release the folder."""
+        super().close()
+        if self.lock:
+            self.lock.release()

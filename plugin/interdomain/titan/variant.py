@@ -1,0 +1,112 @@
+"""The model for TorchTitan's own trainer: parts that both of its versions take (`spec`, `spec_0_3`)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from interdomain.files.distributed_checkpoint import write_record
+from interdomain.files.pretrained import BASE, stored_name
+from interdomain.model import Transformer
+
+from .data.dataloader import Batch, read_batch
+from .data.folders import open_dataset
+from .host import StateDictAdapter
+from .parallelize import dynamics_of, parallelize, set_initial_values
+from .plan.device import device_here
+from .plan.run_plan import RunPlan
+from .resume.checkpoint import describe_run
+from .step.meshes import Meshes, meshes_of
+from .watch.validate import windows_of
+
+
+class TitanTransformer(Transformer):
+    """The model as TorchTitan's trainer calls it: tokens -> logits of the whole vocabulary."""
+
+    meshes: Meshes
+    freqs_cis = None  # TorchTitan's validator asks for it under context parallelism, and does not use it
+
+    def __init__(self, plan: Any) -> None:
+        """plan: a `RunPlan`, or something else with its `config`, `execution` and `seed`."""
+        super().__init__(plan.config, plan.execution)
+        self.seed = plan.seed
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens [B, T] -> [B, T, vocab_size]; of a stage hidden states. positions: as the base class has them."""
+        if self.shard is not None:  # TorchTitan's own of a contiguous piece: the model counts the same
+            positions = None
+        with torch.autocast(tokens.device.type, enabled=False):  # `training.precision` says what is rounded
+            out = super().forward(tokens, positions=positions)
+        if self.heads is None or self.output is None:
+            return out
+        columns = DTensor.from_local(out, self.meshes.tensor, [Shard(2)], run_check=False)
+        return columns.full_tensor(grad_placements=[Replicate()])  # every rank computes the whole loss
+
+    def init_weights(self, seed: Any = None, buffer_device: torch.device | None = None) -> None:
+        set_initial_values(
+            self, self.seed, loaded=False, device=buffer_device or device_here(), group=self.meshes.stage
+        )
+        for ssm in dynamics_of(self):
+            for p in ssm.parameters():
+                p.register_post_accumulate_grad_hook(_sum_shares)
+
+    def verify_module_protocol(self) -> None:
+        """Nothing: TorchTitan 0.3 asks for modules of its own where it shards a model. `parallelize` does it here."""
+
+    def get_attention_masks(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("this model takes no attention masks")  # TorchTitan's validator asks, and expects this error
+
+
+def _sum_shares(p: Any) -> None:
+    """Sum a gradient of which every rank has a share, after each backward pass."""
+    p.grad = p.grad.redistribute(placements=p.placements)
+
+
+def parallelize_variant(model: TitanTransformer, parallel_dims: Any, job_config: Any) -> TitanTransformer:
+    model.meshes = meshes_of(parallel_dims)
+    parallelize(model, model.meshes, job_config, sum_in_backward=True)
+    return model
+
+
+class FixedWindows:
+    """A rank's validation batches, the same at every iteration: windows that lie evenly over the split."""
+
+    def __init__(self, job_config: Any, rank: int, ranks: int) -> None:
+        config = job_config.validation
+        self.dataset, self.positions = open_dataset(job_config, "validation"), job_config.data.reset_state_at_documents
+        per_pass = config.local_batch_size * ranks
+        windows = windows_of(self.dataset, config.tokens)
+        if windows < per_pass:
+            raise ValueError(
+                f"validation has {windows} windows of {config.seq_len} tokens, and one pass of all ranks takes {per_pass}. Set "
+                "a smaller validation.local_batch_size or more validation.tokens."
+            )
+        windows -= windows % per_pass
+        indices = [i * len(self.dataset) // windows for i in range(rank, windows, ranks)]
+        self.batches = [
+            indices[i : i + config.local_batch_size] for i in range(0, len(indices), config.local_batch_size)
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (read_batch(self.dataset, indices, self.positions) for indices in self.batches)
+
+
+class FolderNames(StateDictAdapter):
+    """To and from the names of an exported folder: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {stored_name(name): tensor for name, tensor in state_dict.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix(BASE): tensor for name, tensor in hf_state_dict.items()}
+
+
+def record_run(job_config: Any, plan: RunPlan, fingerprint: str, tokenizer: Any) -> None:
+    """On rank 0, write the run's record into its folder: TorchTitan's checkpoints have none of their own."""
+    if job_config.checkpoint.enable and dist.get_rank() == 0:
+        record = describe_run(plan, job_config, fingerprint, tokenizer)
+        write_record(Path(job_config.job.dump_folder), record, tokenizer)

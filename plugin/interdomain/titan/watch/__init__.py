@@ -1,0 +1,1 @@
+"""Metrics, curves and validation of a run."""

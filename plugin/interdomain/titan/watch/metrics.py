@@ -1,0 +1,142 @@
+"""TorchTitan's metrics, and what a person watching this model wants beside them: rates, tokens, perplexity, life signs."""
+
+import copy
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interdomain.model import Transformer
+
+from ..host import LoggerContainer, MetricsProcessor, ParallelDims, logger
+from ..plan.run_plan import RunPlan
+from ..step.gradients import norms
+from ..step.meshes import Meshes
+from ..step.optimizer import GroupedOptimizers
+from .run_log import RunLog, WandbLog
+
+
+class InterdomainMetrics(MetricsProcessor):
+    job_config: Any
+    logger: Any
+    fingerprints: dict[str, str]  # of the training and the validation text
+    model_parts: list[Any]
+    optimizers: GroupedOptimizers
+
+    def __init__(self, job_config: Any, parallel_dims: ParallelDims, plan: RunPlan, meshes: Meshes) -> None:
+        # TorchTitan's own curves would be another run after every restart: `begin` opens ours.
+        without_curves = copy.copy(job_config)
+        without_curves.metrics = copy.copy(job_config.metrics)
+        without_curves.metrics.enable_tensorboard = without_curves.metrics.enable_wandb = False
+        super().__init__(without_curves, parallel_dims)
+        self.job_config, self.logger = job_config, LoggerContainer()
+        self.plan, self.meshes, self.num_flops_per_token = plan, meshes, plan.flops_per_token
+        self.started: tuple[int, float] | None = None  # (step, time) at the first log, for the remaining time
+
+    def begin(self, first_step: int) -> None:
+        """Open the curves of a start of the run, once a checkpoint has been loaded."""
+        config, folder = self.job_config, Path(self.job_config.job.dump_folder)
+        if dist.get_rank() != 0:
+            return
+        if config.metrics.enable_tensorboard:
+            run_log = RunLog(folder / config.metrics.save_tb_folder, self.plan, config, first_step, self.fingerprints)
+            self.logger.add_logger(run_log)
+        if config.metrics.enable_wandb:
+            self.logger.add_logger(WandbLog(folder, self.plan, config, self.fingerprints))
+
+    def log_step(self, step: int, loss: float, worst_loss: float, grad_norm: float) -> None:
+        """Log a training step. loss: mean per token; worst_loss: of the rank with the highest. Collective."""
+        training, guard = self.job_config.training, self.optimizers.guard
+        seconds, steps = time.perf_counter() - self.time_last_log, len(self.data_loading_times) / self.plan.accumulation
+        extra = {
+            "n_tokens_seen": step * self.plan.tokens_per_step,
+            "loss_metrics/perplexity": perplexity(loss),
+            "lr": self.optimizers.rates["main"],
+            **{f"lr/{name}": rate for name, rate in self.optimizers.rates.items()},
+            **gradient_norms(self.optimizers, grad_norm, training.max_norm, self.meshes),
+            **guard.scalars(),
+            "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
+        }
+        if self._mixer_is_due(step):
+            extra |= life_signs(self.model_parts, self.meshes)
+        self.log(step, loss, worst_loss, grad_norm, extra)
+        self._log_progress(step)
+        guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
+        self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
+        logger.info("validation perplexity: %.3f", perplexity(loss))
+        found = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
+        if (accuracy := found.pop("accuracy", None)) is not None:
+            logger.info("validation accuracy: %.4f", accuracy)
+        if found:
+            by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in found.items())
+            logger.info("validation loss by position: %s", by_position)
+
+    def _mixer_is_due(self, step: int) -> bool:
+        """Whether a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
+        freq, log_freq = self.job_config.metrics.mixer_freq, self.job_config.metrics.log_freq
+        return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
+
+    def _log_progress(self, step: int) -> None:
+        now, steps = time.monotonic(), self.plan.steps
+        if self.started is None:
+            self.started = (step, now)
+            return
+        first, began = self.started
+        left = timedelta(seconds=round((now - began) / (step - first) * (steps - step)))
+        tokens = f"{step * self.plan.tokens_per_step:,} of {self.plan.tokens:,} tokens"
+        logger.info("%5.1f %% of %d steps, %s, %s left", 100 * step / steps, steps, tokens, left)
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 80.0))  # e^80: a float32 of TensorBoard's ends at e^88
+
+
+@torch.no_grad()
+def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float, meshes: Meshes) -> dict[str, float]:
+    """Norm of the gradients of each parameter group, before they were clipped. Collective: every rank must call it.
+
+    total: the norm of all, before clipping.
+    """
+    groups: dict[str, list[Tensor]] = {"main": [], "ssm": []}  # on every stage of a pipeline
+    for group in optimizers.groups:
+        groups[group["name"]] += [p.grad for p in group["params"] if p.grad is not None]
+    clipped = min(1.0, max_norm / (total + 1e-6))  # as torch.nn.utils.clip_grads_with_norm_ scaled them
+    before = (norms(groups.values(), meshes) / clipped).tolist()
+    return {f"grad_norm/{group}": norm for group, norm in zip(groups, before, strict=True) if norm}
+
+
+@torch.no_grad()
+def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
+    """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta, the
+    share of modes at the bound on the decay, and the root mean square of |C|.
+
+    The parameters are complete on every rank of a stage (`gradients`). One read of the device for all layers. Collective.
+    """
+    names = [
+        *(f"timescale_tokens_{which}" for which in ("min", "median", "max")),
+        "one_minus_abs_lambda_min",
+        "dt_median",
+        "share_at_decay_bound",
+        "c_rms",
+    ]
+    device = next(parts[0].parameters()).device
+    signs = torch.zeros(parts[0].config.n_layers, len(names), device=device)  # zeros: of the layers of other stages
+    for i, layer in (item for part in parts for item in part.layers.items()):
+        ssm: Any = getattr(layer.attention, "ssm", None)
+        if hasattr(ssm, "log_A_real"):
+            real, bound = ssm.decay()  # [H, M] each
+            timescale, dt = -1 / real, ssm().log_dt.exp()
+            values = timescale.min(), timescale.median(), timescale.max(), -torch.expm1(real.max()), dt.quantile(0.5)
+            signs[int(i)] = torch.stack([*values, bound.float().mean(), ssm.c_rms()])
+    if meshes.pipeline.size() > 1:
+        dist.all_reduce(signs, group=meshes.pipeline.get_group())
+    by_layer = {f"mixer/layer_{i:02d}": row for i, row in enumerate(signs.tolist()) if any(row)}
+    return {f"{layer}/{name}": x for layer, row in by_layer.items() for name, x in zip(names, row, strict=True)}

@@ -1,0 +1,175 @@
+"""Validation over the same fixed tokens every time, whatever the topology: loss, loss by position, accuracy of answers."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from interdomain.data import MixtureDataset, PackedDataset
+
+from ..data.dataloader import Batch, read_batch
+from ..data.folders import open_dataset
+from ..errors import one_paragraph
+from ..host import IGNORE_INDEX, BaseValidator, dist_sum, logger
+from ..plan.device import device_here
+from ..resume.checkpoint import SelfDescribingCheckpoints
+from ..step.meshes import Meshes
+from ..step.passes import Passes
+from .metrics import InterdomainMetrics, perplexity
+
+ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04d}-{:04d}"
+
+
+def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
+    """How many windows a validation of so many tokens (0: all) takes of the split."""
+    held, asked = len(dataset), math.ceil(tokens / dataset.seq_len)
+    if asked > held:
+        logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
+    return min(asked or held, held)
+
+
+class Tally:
+    """Sums over a validation of what the model's head finds of each token (`Head.scores`), in float64.
+
+    An answer is a run of consecutive labels of a window in a corpus with answers. It is right if each of its tokens is the
+    argmax after the true tokens before it.
+    """
+
+    def __init__(self, parts: list[Any], meshes: Meshes, dataset: PackedDataset | MixtureDataset) -> None:
+        self.heads = [part.output for part in parts if part.output is not None]  # none on most stages of a pipeline
+        for head in self.heads:
+            head.scores = []
+        self.meshes, self.answers = meshes, dataset.targets < dataset.seq_len
+        # By position: losses and labels; and of answers: right ones and all.
+        self.sums = torch.zeros(2, dataset.seq_len + 1, dtype=torch.float64, device=device_here())
+
+    def add(self, labels: Tensor) -> None:
+        """labels: of the pass that was made, [B, T], whole sequences. Collective among the ranks that share them."""
+        labels = labels.to(self.sums.device)
+        counted, (B, T) = labels != IGNORE_INDEX, labels.shape
+        share = T if self.meshes.context is None else T // self.meshes.context.size
+        scores = torch.zeros(2, B, share, device=labels.device)
+        for head in self.heads:
+            scores = torch.cat(head.scores, dim=1).view(2, B, share)
+            head.scores.clear()
+        loss, wrong = self.meshes.whole_sequences(scores)
+        self.sums[0, :T] += loss.double().sum(dim=0)
+        self.sums[1, :T] += counted.sum(dim=0)
+        if self.answers:
+            begins = counted & ~F.pad(counted[:, :-1], (1, 0))
+            answer = begins.flatten().cumsum(0) * counted.flatten()  # its number, from 1; 0: no answer
+            mistakes = torch.zeros(B * T + 1, device=labels.device).index_add_(0, answer, wrong.flatten())
+            self.sums[:, T] += torch.stack([begins.sum() - (mistakes[1:] > 0).sum(), begins.sum()])
+
+    def close(self, batch: DeviceMesh | None) -> dict[str, float]:
+        """Scalars by tag. batch: of the ranks that have windows of their own. Collective among these."""
+        for head in self.heads:
+            head.scores = None
+        if batch is not None:
+            dist.all_reduce(self.sums, group=batch.get_group())
+        *by_position, answers = self.sums.T.tolist()
+        found = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
+        for begin in (0, *(2**n for n in range((len(by_position) - 1).bit_length()))):
+            bucket = by_position[begin : 2 * begin or 1]
+            if count := sum(labels for _, labels in bucket):
+                tag = BY_POSITION.format(begin, begin + len(bucket) - 1)
+                found[tag] = sum(loss for loss, _ in bucket) / count
+        return found
+
+
+class FixedValidator(BaseValidator):
+    """Mean loss per token over windows that lie evenly over the validation split; ranks share them round robin.
+
+    Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. If a run is
+    killed after saving a step but before validating it, the next start runs that validation once (`run_missed_validation`).
+
+    Args:
+        rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
+    """
+
+    job_config: Any
+
+    @one_paragraph
+    def __init__(
+        self,
+        job_config: Any,
+        rank: int,
+        ranks: int,
+        passes: Passes,
+        metrics: InterdomainMetrics,
+        checkpoints: SelfDescribingCheckpoints,
+    ) -> None:
+        super().__init__(job_config)
+        self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
+        self.passes = passes
+        self.dataset = open_dataset(job_config, "validation")
+        self.windows = windows_of(self.dataset, job_config.validation.tokens)
+
+    def should_validate(self, step: int) -> bool:
+        return super().should_validate(step) or step == self.job_config.training.steps
+
+    def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
+        """Validate the step that the run continues from, if that was due and did not finish. Collective."""
+        if not (step and self.should_validate(step) and self.checkpoints.lacks_validation(step)):
+            return
+        config = self.job_config
+        # torch.compile makes general code for the second shape that it meets: were that the training step's, its sums would be
+        # in another order than without the restart.
+        if config.compile.enable and step < config.training.steps:
+            logger.warning(
+                "step %d was saved and not validated, and is not now: with compile.enable, training comes first", step
+            )
+            return
+        logger.info("step %d was saved and not validated: validating it now", step)
+        self.metrics.time_last_log = time.perf_counter()
+        self.validate(model_parts, step)
+
+    def _batches(self) -> Iterator[Batch]:
+        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
+        ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
+        per_pass = self.job_config.validation.local_batch_size * self.ranks
+        at_once = per_pass * self.passes.together
+        for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
+            mine = range(first + self.rank, first + per_pass, self.ranks)
+            indices = [min(i, self.windows - 1) * len(self.dataset) // self.windows for i in mine]
+            inputs, labels = self._read(indices)
+            labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
+            self.metrics.ntokens_since_last_log += labels.numel()
+            yield inputs, labels
+
+    @one_paragraph
+    def _read(self, indices: list[int]) -> Batch:
+        return read_batch(self.dataset, indices, self.job_config.data.reset_state_at_documents)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[Any], step: int) -> None:
+        for part in model_parts:
+            part.eval()
+        # Sums in float64: the result must not depend on how the windows are split over ranks.
+        loss = torch.zeros((), dtype=torch.float64, device=device_here())
+        tokens = torch.zeros((), dtype=torch.float64, device=device_here())
+        everything, tally = self._batches(), Tally(model_parts, self.passes.meshes, self.dataset)
+        while batches := list(itertools.islice(everything, self.passes.together)):
+            loss += self.passes.run(batches, backward=False)
+            tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
+            tally.add(torch.cat([labels for _, labels in batches]))
+        dims = self.metrics.parallel_dims
+        mean = dist_sum(self.passes.meshes.whole(loss), dims.get_optional_mesh("loss"))
+        mean /= dist_sum(tokens, dims.get_optional_mesh("batch"))
+        found = tally.close(dims.get_optional_mesh("batch"))
+        self.metrics.log_validation(mean, step, found)
+        self.checkpoints.note_validation(step, mean, perplexity(mean), found.get(ACCURACY))
+        # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
+        for part in model_parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            part.train()

@@ -1,0 +1,156 @@
+"""The T x T attention maps of a model's layers for one text, for `inspect`.
+
+A mixer's output is linear in its values v, with all else fixed: o_t = sum_j w_tj v_j. The call of a mixer's core (the scan, or
+softmax attention) is recorded in a forward pass. The same call with the identity in the place of v returns the weights w: of
+the interdomain mixer w_tj = Re(b_t^T Lambda^(t-j)), where b_t is the query's readout of the state (paper eqs. 11 and 13). No
+formula is written a second time, so windows, grouped heads and every readout are what the model computes.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from interdomain.model import Transformer
+from interdomain.model.mixers import fixed_state, softmax
+from interdomain.model.mixers import interdomain as mixer
+
+# Shapes: T time, H query heads, G heads of values, D value width.
+
+
+class Core(NamedTuple):
+    """A function that mixers call, linear in one argument v.
+
+    kind: of its mixers, for the reader; empty for their class. where, name: the module that they find it in. v: the place of v
+    among the arguments. heads: the dimension of heads in v and in the output; time is the other of 1 and 2.
+    """
+
+    kind: str
+    where: Any
+    name: str
+    v: int = 2
+    heads: int = 2
+
+
+CORES = (
+    Core("interdomain", mixer, "interdomain_scan"),
+    Core("linear readout", mixer, "linear_scan", v=0),
+    Core("softmax", softmax, "_in_blocks", heads=1),  # of a sliding window; it calls the other, with parts of v
+    Core("softmax", softmax, "_attention", heads=1),
+    Core("", fixed_state, "recurrence"),
+)
+
+
+class Call(NamedTuple):
+    core: Core
+    function: Any
+    args: tuple
+    kwargs: dict
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """The output [H, T, D] for v [G, T, D]."""
+        args = list(self.args)
+        args[self.core.v] = v.movedim(0, self.core.heads - 1)[None].contiguous()
+        out = self.function(*args, **self.kwargs)
+        return (out[0] if isinstance(out, tuple) else out)[0].movedim(self.core.heads - 1, 0)
+
+    @property
+    def v(self) -> Tensor:
+        """[G, T, D]."""
+        return self.args[self.core.v][0].movedim(self.core.heads - 1, 0)
+
+
+@dataclass
+class Layer:
+    """What one layer does with a text.
+
+    Attributes:
+        kind: its core's, or the class of a mixer that calls none of `CORES`.
+        weights: [H, T, T], query's position before key's; None without a core. With mixer.normalize over the
+            denominator (paper eq. 9): they sum to 1 but where the mixer holds it away from zero.
+        error: the largest |weights @ v - o|, relative to the largest |o|.
+        output_rms: root mean square of what the output projection reads; None for a mixer without one.
+    """
+
+    kind: str
+    mixer: Any
+    weights: Tensor | None = None
+    error: float | None = None
+    output_rms: float | None = None
+
+
+@torch.no_grad()
+def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[int, Layer]:
+    """The wanted layers of a model that reads tokens [T], in the model's dtype."""
+    inputs: dict[Any, tuple] = {}
+    with register_module_forward_pre_hook(lambda module, args: inputs.update({module: args})):
+        model(tokens[None])
+    blocks, found = model.layers, {}
+    for i in wanted:
+        attention: Any = blocks[str(i)].attention
+        with _recorded() as calls:
+            attention(*inputs[attention])
+        kind = calls[0].core.kind if calls else ""
+        layer = found[i] = Layer(kind or type(attention).__name__, attention)
+        if wo := getattr(attention, "wo", None):
+            layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
+        if calls:
+            layer.weights, layer.error = _weights(calls[0], attention, inputs)  # the outermost
+    return found
+
+
+def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tensor, float]:
+    """([H, T, T], their error). inputs: of every module."""
+    G, T, _ = call.v.shape
+    weights = call(torch.eye(T, dtype=call.v.dtype, device=call.v.device).expand(G, T, T))
+    v, o = call.v.repeat_interleave(len(weights) // G, dim=0), call(call.v)
+    if call.core.kind == "interdomain" and attention.config.normalize:
+        (x,), (o,) = inputs[attention][0], inputs[attention.wo][0]
+        o = o if attention.wg is None else o / torch.sigmoid(attention.wg(x))
+        v, o = v[..., :-1], o.unflatten(-1, (len(weights), -1)).movedim(1, 0)
+        # The denominator is a number per token and head, so it is what makes o of the numerators.
+        numerator = weights @ v
+        weights = weights * (o * numerator).sum(-1, keepdim=True) / numerator.square().sum(-1, keepdim=True)
+    return weights, ((weights @ v - o).abs().max() / o.abs().max()).item()
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[Call]]:
+    calls: list[Call] = []
+
+    def record(core: Core, function: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(Call(core, function, args, kwargs))
+        return function(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for core in CORES:
+            recorder = functools.partial(record, core, getattr(core.where, core.name))
+            stack.enter_context(mock.patch.object(core.where, core.name, recorder))
+        yield calls
+
+
+def share(weights: Tensor) -> Tensor:
+    """|w_tj| / sum_j |w_tj|, [H, T, T]: of softmax the weights themselves."""
+    return weights.abs() / weights.abs().sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+def by_head(weights: Tensor) -> dict[str, list[float]]:
+    """Numbers of each head, means over the queries: the share of the token itself; how far back it looks, in tokens; over how
+    many tokens the weight is spread (exp of the entropy of the shares); the share of negative weights."""
+    shares = share(weights)
+    position = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
+    lag = (position[:, None] - position).clamp_min(0)
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)
+    found = {
+        "own token": shares.diagonal(dim1=1, dim2=2),
+        "distance": (shares * lag).sum(-1),
+        "spread": entropy.exp(),
+        "negative": (shares * (weights < 0)).sum(-1),
+    }
+    return {name: values.mean(-1).tolist() for name, values in found.items()}

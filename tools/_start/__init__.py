@@ -1,0 +1,1 @@
+"""Starts of torchrun, on one node and under SLURM."""

@@ -1,0 +1,15 @@
+"""python -m interdomain.tools._start.elastic TORCHRUN'S ARGUMENTS: torchrun, without its traceback after a signal.
+
+A signal ends torchrun as it should: a scheduler's, or that of a rank which has said why it stops (titan.errors).
+"""
+
+import sys
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.run import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SignalException as e:
+        sys.exit(128 + e.sigval)

@@ -1,0 +1,289 @@
+"""What a study is: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record kept of each.
+
+    config = "train_configs/debug.toml"    # settings that all runs share
+    output = "outputs/studies/small"       # of the runs' folders
+    results = "benchmarks/studies/small"   # of the records; without it output/records
+    ranks = 1                              # processes of a run; without it as ./launch.sh chooses
+
+    [all]                                  # over the settings of `config`
+    training.tokens = 2_000_000
+    [sizes.debug]                          # each a name and its settings, over those above; may have a `config` of its own
+    [conditions.softmax]
+    mixer.condition = "softmax"
+    [settings.text]                        # optional: a third axis, such as corpora or learning rates
+    data.corpus = "data/stdlib"
+
+    [corpora]                              # optional: of a corpus that runs read, the options of prepare-data that make it
+    "data/mqar" = "--synthetic mqar"
+
+    [[runs]]                               # a product of names; what is left out means all
+    conditions = ["softmax"]
+    seeds = [1, 2, 3]
+
+The n_basis of a table that conditions share is not for a condition that does not read it, such as softmax.
+A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
+A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
+"""
+
+import itertools
+import json
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.folders import write_whole
+from interdomain.model import count_parameters, meta_model
+from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
+from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
+from interdomain.tools._curves import (
+    EVENTS,
+    FOLDER,
+    configuration_of,
+    curves_of,
+    environment_of,
+    events_folder,
+    hyperparameters_of,
+    read_events,
+)
+
+AXES = ("sizes", "conditions", "settings")
+TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
+VALIDATION = "validation_metrics/loss"
+# Tags of a record.
+KEPT = re.compile(
+    r"(validation_metrics/(loss|accuracy)|validation_position/.*|loss_metrics/global_avg_loss|n_tokens_seen)$"
+)
+CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One run of a study. labels: its size, condition and setting, by axis; settings: the sections of its TOML file."""
+
+    labels: dict[str, str]
+    seed: int
+    name: str
+    settings: dict[str, Any]
+    record: Path
+    ranks: int | None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings["job"]["dump_folder"])
+
+    @cached_property
+    def plan(self) -> RunPlan:
+        """Raises: ValueError for settings that no run can have, with the run's name."""
+        try:
+            job = job_config_of(self.settings)
+            if not (job.validation.enable and job.checkpoint.enable and job.metrics.enable_tensorboard):
+                needed = "validation.enable, checkpoint.enable and metrics.enable_tensorboard"
+                raise ValueError(f"a study compares validation losses and continues its runs: set {needed} to true.")
+            return make_plan(job, self.ranks or 1, on_gpus=True)
+        except ValueError as e:
+            raise ValueError(f"{self.name}: {e}") from e
+
+    @cached_property
+    def is_finished(self) -> bool:
+        """Whether its record is there; one is written if the run has come to its end.
+
+        Raises: ValueError if the run was finished, or begun, with other settings.
+        """
+        if self.record.is_file():
+            self._refuse_changes(self.record, json.loads(self.record.read_text())["settings"])
+            return True
+        logged = record_of(self.folder) if any((self.folder / FOLDER).glob(EVENTS)) else {"curves": {}}
+        ended = str(self.plan.steps) in logged["curves"].get(VALIDATION, {})
+        config = self.folder / CONFIG
+        if (ended or self.step) and config.is_file():
+            self._refuse_changes(config, read_toml(config))
+        if ended:
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
+            write_whole(self.record, dumped(record))
+        return ended
+
+    def _refuse_changes(self, path: Path, settings: dict[str, Any]) -> None:
+        """Raises: ValueError if the settings in a file of this run are not those of the study."""
+        there, here = dict(pairs(_without_unread(settings))), dict(pairs(self.settings))
+        free = ("job.", "experimental.")  # folders; TorchTitan's own entry
+        names = [name for name in there | here if not name.startswith(free) and there.get(name) != here.get(name)]
+        if changed := [f"{name} {there.get(name)} there, {here.get(name)} here" for name in names]:
+            raise ValueError(
+                f"{path} was made with other settings: {'; '.join(changed)}. Restore them, or remove {self.folder} (and "
+                f"{self.record}, if it exists) to train the run again, or give the study another output and results."
+            )
+
+    @property
+    def step(self) -> int:
+        """The last step that a checkpoint is of; 0: none."""
+        return max(finished_steps(self.folder / "checkpoint"), default=0)
+
+    def write_config(self) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / CONFIG
+        write_whole(path, toml(self.settings).encode())
+        return path
+
+
+@dataclass(frozen=True)
+class Study:
+    """corpora: {folder: options of prepare-data that make it}."""
+
+    name: str
+    runs: list[StudyRun]
+    corpora: dict[str, str]
+
+    def missing(self) -> list[StudyRun]:
+        return [run for run in self.runs if not run.is_finished]
+
+
+def read_study(path: Path) -> Study:
+    """The runs of a study's file, seed by seed. Raises: ValueError for a file that describes none, FileNotFoundError."""
+    table = read_toml(path)
+    if unknown := [key for key in table if key not in TOP]:
+        raise ValueError(f"{path}: there is no {', '.join(unknown)} in a study; allowed: {', '.join(TOP)}.")
+    for axis in ("sizes", "conditions"):
+        if not table.get(axis):
+            raise ValueError(f"{path} names no {axis}: add a table [{axis}.NAME] with that one's settings.")
+    corpora = table.get("corpora", {})
+    if not isinstance(corpora, dict) or not all(isinstance(options, str) for options in corpora.values()):
+        raise ValueError(
+            f'{path}: corpora must be a table of folders with options of prepare-data, as "data/mqar" = "--synthetic mqar": '
+            f"got {corpora!r}."
+        )
+    output = Path(table.get("output", f"outputs/studies/{path.stem}"))
+    results = Path(table.get("results", output / "records"))
+    runs: dict[str, StudyRun] = {}
+    for grid in _grids(path, table):
+        names = [_named(path, table, grid, axis) for axis in AXES]
+        seeds = grid.get("seeds", [42])
+        for seed, *labels in itertools.product(seeds, *names):
+            named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
+            name = "/".join([*map(_file_name, named.values()), f"seed-{seed}"])
+            try:
+                settings = _settings(table, named)
+            except ValueError as e:
+                raise ValueError(f"{name}: {e}") from e
+            settings.setdefault("debug", {})["seed"] = seed
+            settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
+            labels = {axis.removesuffix("s"): label for axis, label in named.items()}
+            runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
+    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora)
+
+
+def _grids(path: Path, table: dict) -> list[dict[str, list]]:
+    """The tables [[runs]], each with lists that are not empty; without any, one that names nothing and means all."""
+    grids = table.get("runs", [{}])
+    if unknown := [key for grid in grids for key in grid if key not in (*AXES, "seeds")]:
+        raise ValueError(f"{path}: [[runs]] has no {', '.join(unknown)}; allowed: {', '.join(AXES)}, seeds.")
+    for key, value in [("runs", grids), *(item for grid in grids for item in grid.items())]:
+        if not isinstance(value, list) or not value:
+            raise ValueError(
+                f"{path}: {key} = {value!r} names no run. Give a list with at least one entry, or leave {key} out: then "
+                f"{'the seed is 42' if key == 'seeds' else f'all {key} are meant'}."
+            )
+    return grids
+
+
+def _named(path: Path, table: dict, grid: dict, axis: str) -> list:
+    there = table.get(axis, {})
+    names = grid.get(axis, list(there) or [None])
+    if unknown := [name for name in names if name is not None and name not in there]:
+        raise ValueError(f"{path}: [[runs]] names {axis} {', '.join(unknown)}; the file has {', '.join(there)}.")
+    return names
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "-", label).strip("-")
+
+
+def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
+    """The sections of a run's file: each table's over those before it."""
+    layers = [
+        {"config": table.get("config")},
+        table.get("all", {}),
+        *(table[axis][name] for axis, name in named.items()),
+    ]
+    settings: dict[str, Any] = {}
+    per_parameter = None
+    for layer in layers:
+        layer = dict(layer)
+        if file := layer.pop("config", None):
+            _put(settings, read_toml(file))
+        per_parameter = layer.pop("tokens_per_parameter", per_parameter)
+        _put(settings, layer)
+    if "mixer.n_basis" not in dict(pairs(table["conditions"][named["conditions"]])):
+        settings = _without_unread(settings)
+    if per_parameter is not None:
+        parameters = count_parameters(meta_model(model_config(job_config_of(settings))))
+        settings.setdefault("training", {})["tokens"] = round(per_parameter * parameters)
+    return settings
+
+
+def _without_unread(settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's sections without an n_basis that its layers do not read. Records made before that was refused have it."""
+    mixer = settings.get("mixer", {})
+    if reads_n_basis(mixer):
+        return settings
+    return settings | {"mixer": {name: value for name, value in mixer.items() if name != "n_basis"}}
+
+
+def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Put a table's settings over others. Steps replace tokens that an earlier table said, as on the command line."""
+    given = dict(pairs(layer))
+    for name, value in given.items():
+        section, _, key = name.partition(".")
+        if not key:
+            raise ValueError(f"{name} = {value!r} is no setting: write section.name, as training.tokens.")
+        settings.setdefault(section, {})[key] = deepcopy(value)
+    for steps, tokens in IN_TOKENS.items():
+        if steps in given and tokens not in given:
+            section, key = tokens.split(".")
+            settings[section].pop(key, None)
+
+
+def toml(settings: dict[str, Any]) -> str:
+    """A TOML file of sections with strings, numbers, switches and lists, which TOML writes as JSON does."""
+    sections = [
+        "\n".join(
+            [f"[{section}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())]
+        )
+        for section, values in settings.items()
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """What a run's TensorBoard events say: facts, configuration, environment, and curves of `KEPT` by step.
+
+    Raises: FileNotFoundError, ValueError for a folder that holds no run of the plugin.
+    """
+    events = read_events(events_folder(folder))
+    curves, facts = curves_of(events), hyperparameters_of(events)
+    if not facts or "n_tokens_seen" not in curves:
+        raise ValueError(f"{folder} holds no run of this project: its TensorBoard events have no record of the model.")
+    kept = {
+        tag: {str(step): x for step, x in curve.items()} for tag, curve in sorted(curves.items()) if KEPT.match(tag)
+    }
+    return {
+        "facts": facts,
+        "configuration": configuration_of(events),
+        "environment": environment_of(events),
+        "curves": kept,
+    }
+
+
+def dumped(record: dict[str, Any]) -> bytes:
+    """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
+    curves = {
+        tag: {s: float(f"{x:.7g}") if isinstance(x, float) else x for s, x in curve.items()}
+        for tag, curve in record["curves"].items()
+    }
+    facts = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in record.items() if k != "curves"]
+    lines = [f"  {json.dumps(tag)}: {json.dumps(curve)}" for tag, curve in curves.items()]
+    return "\n".join(["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(lines), " }", "}", ""]).encode()

@@ -1,0 +1,302 @@
+"""What a study shows: its runs by cell, with mean and deviation over seeds, beside the paper's figures, and as curves."""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._plots import Curve, Panel
+from interdomain.tools._study.definition import VALIDATION
+
+TRAINING = "loss_metrics/global_avg_loss"
+ACCURACY, POSITION = "validation_metrics/accuracy", re.compile(r"validation_position/(\d+)-(\d+)$")
+# The paper's best-of-run validation perplexities: its mechanism cube at 125M, its scaling figure at the other sizes.
+PAPER = {
+    "125M": {
+        "interdomain": 16.48,
+        "interdomain-norope": 16.51,
+        "softmax": 16.65,
+        "single-query": 16.94,
+        "s4d": 19.22,
+        "s4d-rope": 19.77,
+        "dual-linear": 20.18,
+    },
+    "350M": {"softmax": 12.12, "interdomain": 11.47, "s4d": 13.52},
+    "760M": {"softmax": 10.08, "interdomain": 8.94, "s4d": 10.67},
+    "1.3B": {"softmax": 8.63, "interdomain": 7.98, "s4d": 9.13},
+}
+# Settings that two runs must share, beside the text and the tokens read, for their perplexities to be compared.
+SHARED = {"data": ("reset_state_at_documents",), "validation": ("tokens", "seq_len")}
+REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
+NOTES = """\
+Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
+where both read as many tokens of the same text.
+Training loss: mean over the last quarter of the run; runs of one seed read the same text. Position: of the last validation.
+6ND counts all parameters. State: numbers of all layers per sequence.
+The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
+
+
+Value = tuple[float, float | None]  # mean over seeds and standard deviation; None of one seed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it is shown. labels: its place in a study, or what it says of itself; curves: {tag: {tokens: value}}."""
+
+    name: str
+    labels: dict[str, Any]
+    seed: int
+    facts: dict[str, Any]
+    text: dict[str, Any]
+    curves: dict[str, dict[int, float]]
+    best: tuple[int, float]  # (tokens, loss) of the lowest validation loss
+    trained: int
+
+    @classmethod
+    def of(cls, name: str, record: dict[str, Any]) -> "Run":
+        """record: of `_study.record_of`, and of a study's run with its labels. Raises: ValueError if it was never validated."""
+        facts, configuration = record["facts"], record["configuration"]
+        curves = {tag: {int(step): x for step, x in curve.items()} for tag, curve in record["curves"].items()}
+        logged = {0: 0} | {step: int(n) for step, n in curves.pop("n_tokens_seen").items()}  # every few steps
+
+        def tokens_at(step: int) -> int:
+            before = max(s for s in logged if s <= step)
+            return logged[before] + (step - before) * facts["tokens_per_step"]
+
+        trained = max(tokens_at(step) for curve in (logged, *curves.values()) for step in curve)
+        curves = {tag: {tokens_at(s): x for s, x in sorted(c.items()) if math.isfinite(x)} for tag, c in curves.items()}
+        if not (losses := curves.get(VALIDATION)):
+            raise ValueError(f"{name} was never validated: train with validation.enable = true.")
+        best = min(losses, key=lambda tokens: losses[tokens])  # the first of several
+        own = {"size": facts["model"], "condition": facts["condition"]}
+        text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SHARED.items() for n in names}
+        data = configuration.get("data", {})
+        paths = {"train": data.get("corpus"), "validation": data.get("validation_corpus") or data.get("corpus")}
+        of = facts.get("fingerprints") or paths  # older records have paths alone
+        text |= {"the training text": of.get("train"), "the validation text": of.get("validation")}
+        labels = {k: v for k, v in (record.get("run") or own).items() if k != "seed"}
+        return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.best[1])
+
+    @property
+    def training_loss(self) -> float:
+        """Mean of the last quarter of what was logged. In the first epoch this is text that is new to the model."""
+        curve = self.curves[TRAINING]
+        return statistics.mean(loss for tokens, loss in curve.items() if tokens > 0.75 * max(curve))
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Runs of one group are compared: the same size and setting."""
+        return tuple(str(value) for name, value in self.labels.items() if name != "condition")
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """What another run must share for the two perplexities to be compared, by name."""
+        return {name: str(value) for name, value in self.text.items()} | {"tokens": f"{self.trained:,}"}
+
+    @property
+    def compute(self) -> float:
+        """6ND of all parameters, as the paper counts."""
+        return 6 * self.facts["parameters"] * self.trained
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """The runs that differ in the seed alone."""
+
+    label: str
+    group: tuple[str, ...]
+    runs: list[Run]
+
+    def mean(self, values: Iterable[float]) -> Value:
+        """(mean, sample deviation; None of one run)."""
+        values = list(values)
+        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    @property
+    def perplexity(self) -> Value:
+        return self.mean(run.perplexity for run in self.runs)
+
+    def curve(self, tag: str) -> dict[int, Value]:
+        """Mean and deviation by tokens, where all runs have the tag."""
+        curves = [run.curves.get(tag, {}) for run in self.runs]
+        shared = set(curves[0]).intersection(*curves[1:])
+        return {tokens: self.mean(curve[tokens] for curve in curves) for tokens in sorted(shared)}
+
+    def last(self, tag: str) -> Value | None:
+        values = [[*curve.values()][-1] for run in self.runs if (curve := run.curves.get(tag))]
+        return self.mean(values) if values else None
+
+
+def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
+    """Cells by group, the smallest size first; within it by perplexity."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        same = {name: value for name, value in run.facts.items() if name not in REPEATED}
+        found.setdefault(repr([run.labels, same, run.text]), []).append(run)
+    cells = [
+        Cell(str(of[0].labels["condition"]), of[0].group, sorted(of, key=lambda run: run.seed)) for of in found.values()
+    ]
+    cells.sort(key=lambda cell: cell.perplexity[0])
+    groups = dict.fromkeys(run.group for run in sorted(runs, key=lambda run: run.facts["parameters"]))
+    return {group: [cell for cell in cells if cell.group == group] for group in groups}
+
+
+def rows(runs: list[Run]) -> list[dict[str, Any]]:
+    """One row per cell, against softmax of the same group, text and tokens, and beside the paper's figures of the same cell."""
+    found = []
+    for group, cells in cells_of(runs).items():
+        for cell in cells:
+            alike = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
+            softmax = [other.perplexity[0] for other in alike]
+            first = cell.runs[0]
+            paper = PAPER.get(first.facts["model"], {})
+            theirs = paper.get(first.facts["condition"])  # a condition with a setting of its own has another name
+            position = {tag: cell.last(tag) for tag in sorted(first.curves) if POSITION.match(tag)}
+            found.append(
+                dict(
+                    group=" ".join(group),
+                    condition=cell.label,
+                    lr=first.facts["lr"],
+                    seeds=[run.seed for run in cell.runs],
+                    parameters=first.facts["parameters"],
+                    state=(state := first.facts.get("state")) and state_in_words(*state),
+                    tokens=round(statistics.mean(run.trained for run in cell.runs)),
+                    of_planned=statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
+                    compute=statistics.mean(run.compute for run in cell.runs),
+                    loss=cell.mean(run.best[1] for run in cell.runs),
+                    perplexity=cell.perplexity,
+                    vs_softmax=cell.perplexity[0] / softmax[0] - 1 if len(softmax) == 1 else None,
+                    training_loss=cell.mean(run.training_loss for run in cell.runs),
+                    accuracy=cell.last(ACCURACY),
+                    first_positions=position[min(position)] if position else None,
+                    last_positions=position[max(position)] if position else None,
+                    paper=theirs,
+                    paper_vs_softmax=theirs / paper["softmax"] - 1 if theirs else None,
+                )
+            )
+    return found
+
+
+COLUMNS = {  # of the table: head, and how a value is written
+    "group": ("", "{}"),
+    "condition": ("condition", "{}"),
+    "lr": ("lr", "{:g}"),
+    "seeds": ("seeds", "{}"),
+    "parameters": ("parameters", "{:,}"),
+    "state": ("state", "{}"),
+    "tokens": ("tokens", "{:,}"),
+    "of_planned": ("of planned", "{:.1%}"),
+    "compute": ("6ND", "{:.3e}"),
+    "loss": ("best loss", "{:.4f}"),
+    "perplexity": ("perplexity", "{:.2f}"),
+    "vs_softmax": ("vs softmax", "{:+.2%}"),
+    "training_loss": ("training loss", "{:.3f}"),
+    "accuracy": ("accuracy", "{:.1%}"),
+    "paper": ("paper: perplexity", "{:.2f}"),
+    "paper_vs_softmax": ("paper: vs softmax", "{:+.2%}"),
+}
+
+
+def table(found: list[dict[str, Any]]) -> list[str]:
+    """Markdown. A column that no row fills is left out."""
+    columns = {name: of for name, of in COLUMNS.items() if any(row[name] is not None for row in found)}
+    cells = [[_shown(row[name], how) for name, (_, how) in columns.items()] for row in found]
+    return markdown_rows([[head for head, _ in columns.values()], *cells])
+
+
+def _shown(value: Any, how: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, tuple):
+        mean, deviation = value
+        return how.format(mean) + (f" ± {how.format(deviation)}" if deviation is not None else "")
+    return how.format(value)
+
+
+def state_in_words(fixed: int, growing: int) -> str:
+    """Numbers of the state of all layers: per sequence, and what every token adds."""
+    return " + ".join([f"{fixed:,}"] * bool(fixed or not growing) + [f"{growing:,} a token"] * bool(growing))
+
+
+def differences(cells: list[Cell]) -> dict[str, list[str]]:
+    """What the runs do not share, of that which makes their perplexities comparable: {name: its values}."""
+    shared = [run.shared for cell in cells for run in cell.runs]
+    values = {name: sorted({of[name] for of in shared}) for name in shared[0]}
+    return {name: those for name, those in values.items() if len(those) > 1}
+
+
+def remarks(runs: list[Run]) -> list[str]:
+    """Why runs of one group are not compared."""
+    return [
+        f"{' '.join(group)}: runs differ in {name} ({'; '.join(values)}), so no percentage compares them."
+        for group, cells in cells_of(runs).items()
+        for name, values in differences(cells).items()
+    ]
+
+
+def page(runs: list[Run]) -> str:
+    return "\n".join([*table(rows(runs)), "", NOTES, *(f"- {remark}" for remark in remarks(runs))]) + "\n"
+
+
+def panels(runs: list[Run]) -> list[Panel]:
+    """Perplexity by compute where there are several sizes; of every group by tokens, and the last by position; accuracy."""
+    drawn, groups = [], cells_of(runs)
+    if len({run.labels["size"] for run in runs}) > 1:
+        curves = []
+        for label in dict.fromkeys(str(run.labels["condition"]) for run in runs):
+            cells = sorted((cell for of in groups.values() for cell in of if cell.label == label), key=_compute)
+            points = [cell.perplexity for cell in cells]
+            curves.append(_curve(label, [float(f"{_compute(cell) / 1e18:.3g}") for cell in cells], points))
+        drawn.append(Panel("all sizes", curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", True, True))
+    for group, cells in groups.items():
+        title, tokens = " ".join(group), "tokens (millions)"
+        drawn.append(
+            Panel(title, _by_tokens(cells, VALIDATION, _perplexity), tokens, "validation perplexity", log_y=True)
+        )
+        if tags := [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]:
+            ends = [int(tag.rpartition("-")[2]) + 1 for tag in tags]
+            curves = [_curve(_label(c, cells), ends, [c.last(tag) for tag in tags]) for c in cells]
+            drawn.append(Panel(title, curves, "position in the context, up to", "validation loss", log_x=True))
+        if any(cell.last(ACCURACY) for cell in cells):
+            drawn.append(Panel(title, _by_tokens(cells, ACCURACY), tokens, "accuracy"))
+    return drawn
+
+
+def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value] = lambda value: value) -> list[Curve]:
+    """Without the first validation, of the untrained model, where there are others."""
+    curves = []
+    for cell in cells:
+        points = [*cell.curve(tag).items()]
+        points = points[1:] or points
+        curves.append(_curve(_label(cell, cells), [n / 1e6 for n, _ in points], [shown(x) for _, x in points]))
+    return curves
+
+
+def _compute(cell: Cell) -> float:
+    return statistics.mean(run.compute for run in cell.runs)
+
+
+def _label(cell: Cell, cells: list[Cell]) -> str:
+    """With what tells it from others of the same condition."""
+    twins = [other for other in cells if other.label == cell.label]
+    return cell.label if len(twins) == 1 else f"{cell.label}, lr {cell.runs[0].facts['lr']:g}"
+
+
+def _perplexity(loss: Value) -> Value:
+    """Of mean and deviation of a loss; the deviation to first order."""
+    mean, deviation = loss
+    return math.exp(mean), None if deviation is None else math.exp(mean) * deviation
+
+
+def _curve(label: str, x: list[float], y: list[Value | None]) -> Curve:
+    errors = [value and value[1] for value in y]
+    return Curve(label, x, [value and value[0] for value in y], errors if any(errors) else None)

@@ -1,0 +1,154 @@
+"""interdomain inspect-model exports/debug --text "def main(argv): return main(argv)" --output outputs/inspect
+
+Show attention maps, and what the recurrences learned.
+
+For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies.
+Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
+Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
+
+    interdomain inspect-model exports/debug --text-file README.md --max-tokens 9000 --layers 0
+
+Documentation: docs/inspect.md
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from interdomain.data import StreamDecoder
+from interdomain.files.pretrained import load_pretrained
+from interdomain.folders import new_folder, require_empty
+from interdomain.model.mixers.ssm import BINDS, SSMDynamics
+from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
+from interdomain.tools._inspect.maps import Layer, by_head, read_layers
+from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_timescales
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+NOTES = f"""\
+error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
+own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
+how many tokens back; over how many tokens (exp of the entropy); the share of negative weights. By layer means over heads.
+timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the bound reduces by more than {BINDS:.0%}."""
+
+
+def parse(argv) -> argparse.Namespace:
+    p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
+    p.add_argument("folder", type=Path, metavar="FOLDER", help=STANDALONE)
+    text = p.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", metavar="TEXT", help="the text to look at")
+    text.add_argument("--text-file", type=Path, metavar="FILE", help="the same, from a file in UTF-8")
+    p.add_argument("--output", type=Path, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
+    p.add_argument(
+        "--layers", nargs="+", type=int, metavar="N", help="only these layers, counted from 0 (default: all)"
+    )
+    what = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
+    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=what)
+    add_device(p)
+    p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
+    return p.parse_args(argv)
+
+
+def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
+    """Token ids, after an end-of-text token as in training, and the text that each completes. Raises: ValueError."""
+    text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
+    ids = [tokenizer.eos_id, *tokenizer.encode(text)]
+    if not 1 < len(ids) <= args.max_tokens:
+        raise ValueError(
+            f"the text has {len(ids):,} tokens, the end-of-text token before it included. Allowed are 2 to {args.max_tokens:,} "
+            f"(--max-tokens). A map takes {8 * len(ids) ** 2 / 1e6:,.0f} MB per head."
+        )
+    decoder = StreamDecoder(tokenizer)
+    return ids, ["⊢", *(visible(decoder.push(token)).replace("\n", "⏎") or "·" for token in ids[1:])]
+
+
+def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
+    """A row of the table of layers."""
+    row = {"layer": i, "mixer": layer.kind, "error": layer.error, "RMS of o": layer.output_rms}
+    row |= {name: sum(values) / len(values) for name, values in heads.items()}
+    ssm = getattr(layer.mixer, "ssm", None)
+    if isinstance(ssm, SSMDynamics):
+        log_abs, bound = ssm.decay()
+        timescale = -1 / log_abs
+        which = {"min": timescale.min(), "median": timescale.median(), "max": timescale.max()}
+        row |= {f"timescale {name}": value.item() for name, value in which.items()}
+        row |= {"at bound": bound.double().mean().item(), "RMS of C": ssm.c_rms().item()}
+    return row
+
+
+def table(rows: list[dict]) -> list[str]:
+    """Markdown; `-` where a row lacks what another has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+
+    def cell(name: str, value) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.1%}" if name in ("at bound", "own token", "negative") else f"{value:.3g}"
+
+    shown = [[str(row[n]) if isinstance(row.get(n), int | str) else cell(n, row.get(n)) for n in names] for row in rows]
+    return markdown_rows([names, *shown])
+
+
+def draw(folder: Path, layers: dict[int, Layer], labels: list[str], timescales: dict[int, Tensor]) -> list[str]:
+    """The names of the pictures; none without matplotlib."""
+    drawn = {}
+    for i, layer in layers.items():
+        if layer.weights is not None and layer.kind == "linear readout":
+            drawn[f"kernel-layer-{i:02d}.png"] = draw_kernels, f"layer {i}", layer.weights[:, :, 0]
+        elif layer.weights is not None:
+            drawn[f"map-layer-{i:02d}.png"] = draw_maps, f"layer {i} ({layer.kind})", layer.weights, labels
+    if timescales:
+        drawn["timescales.png"] = draw_timescales, timescales
+    try:
+        for name, (function, *given) in drawn.items():
+            function(folder / name, *given)
+    except ImportError:
+        return []
+    return list(drawn)
+
+
+@user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    require_empty(args.output)
+    model, tokenizer = load_pretrained(args.folder, device=choose_device(args.device), dtype=DTYPES[args.dtype])
+    wanted, n_layers = args.layers or list(range(model.config.n_layers)), model.config.n_layers
+    if not all(0 <= i < n_layers for i in wanted):
+        raise ValueError(f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}.")
+    ids, labels = tokens_of(args, tokenizer)
+    layers = read_layers(model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted)
+    heads = {i: by_head(layer.weights) if layer.weights is not None else {} for i, layer in layers.items()}
+    rows = [layer_row(i, layer, heads[i]) for i, layer in layers.items()]
+    of_heads = [
+        {"layer": i, "head": head, **dict(zip(found, values, strict=True))}
+        for i, found in heads.items()
+        for head, values in enumerate(zip(*found.values(), strict=True))
+    ]
+    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES]
+    page += [
+        f"layer {i}: no map for this mixer ({layer.kind})." for i, layer in layers.items() if layer.weights is None
+    ]
+    timescales = {
+        i: -1 / layer.mixer.ssm.decay()[0] for i, layer in layers.items() if "at bound" in rows[wanted.index(i)]
+    }
+    with new_folder(args.output) as folder:
+        contents = {"folder": str(args.folder), "dtype": args.dtype, "tokens": ids, "text": labels}
+        contents |= {"layers": rows, "heads": of_heads}
+        (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
+        (folder / "inspect.md").write_text("\n".join([*page, "", *table(of_heads or [{}]), ""]))
+        maps = {f"layer-{i:02d}": layer.weights.float().contiguous() for i, layer in layers.items() if heads[i]}
+        save_file(maps, folder / "maps.safetensors")
+        drawn = draw(folder, layers, labels, timescales)
+    print("\n".join(page))
+    pictures = f"{len(drawn)} pictures" if drawn else "no pictures: matplotlib is not installed"
+    print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
