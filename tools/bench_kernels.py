@@ -52,7 +52,6 @@ COLUMNS = [
     *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
     *("peak MiB", "remark"),
 ]
-CHUNK = 64  # tokens
 
 
 def parse_shape(text: str) -> Shape:
@@ -101,7 +100,7 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
         macs = 7 * (s.T + 1) * s.d // 2
     if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
         N = 2 * s.M
-        macs = 3 * (2 * (CHUNK * s.d + CHUNK * N + 2 * N * s.d) + N * N)
+        macs = 3 * (2 * (scan.CHUNK * s.d + scan.CHUNK * N + 2 * N * s.d) + N * N)
     tokens = s.B * s.T * s.H
     return 2 * tokens * rows * s.d, 2 * tokens * macs
 

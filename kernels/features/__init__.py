@@ -1,4 +1,4 @@
-"""Input features: what stands between the projections and the scan, in one pass over memory. Public API: import from here only.
+"""Input features: what stands between the projections and the scan, in one pass over memory.
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
 Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.

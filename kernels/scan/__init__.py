@@ -1,4 +1,4 @@
-"""The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout. Public API: import from here only.
+"""The scan: a complex-diagonal recurrence with a query-conditioned or a linear readout.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels, M basis
 functions. Query heads h G .. h G + G - 1 read state head h (grouped KV); states are never repeated. Complex numbers are real
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import fft, ops, parallel, reference, step, triton_support
 from .alternatives import sequential
+from .chunkwise import CHUNK
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
 from .step import decay_factor
@@ -24,6 +25,7 @@ from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, m
 
 __all__ = [
     "BACKENDS",
+    "CHUNK",
     "MAX_DECAY_PER_TOKEN",
     "READOUTS",
     "decay_exponent",

@@ -30,7 +30,7 @@ from torch import Tensor, conj_physical
 
 from .tables import powers
 
-CHUNK = 64  # tokens
+CHUNK = 64  # tokens of a chunk
 
 Exchange = Callable[[Tensor], Callable[[], Tensor]]  # [B, H, M, P, 2] both ways
 

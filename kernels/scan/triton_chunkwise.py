@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .chunkwise import Exchange
-from .triton_launch import Passes, aligned, conj_sum, dense, padded_empty
+from .triton_launch import Launches, aligned, conj_sum, dense, padded_empty
 from .triton_plan import make_plan, segment_count
 from .triton_support import operand_dtype
 
@@ -115,10 +115,10 @@ def linear_backward(
 def _passes(
     inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, parallel: bool,
     readout: Tensor | None = None,
-) -> Passes:  # fmt: skip
+) -> Launches:  # fmt: skip
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
     total = -(-T // plan.chunk)
     chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
-    return Passes.build(plan, log_decay, T, chunks, documents, readout)
+    return Launches.build(plan, log_decay, T, chunks, documents, readout)

@@ -20,7 +20,7 @@ from .triton_plan import Plan, segment_count
 from .triton_tables import chain_kernel, sum_kernel, tables_kernel
 
 
-class Passes(NamedTuple):
+class Launches(NamedTuple):
     """The passes over one set of sequences: tile sizes, time cut into segments that run side by side, and powers of Lambda,
     rounded once from fp64. r = L // 2 balances their range: |Lambda|^-32 .. |Lambda|^32 at L = 64."""
 
@@ -43,7 +43,7 @@ class Passes(NamedTuple):
     def build(
         cls, plan: Plan, log_decay: Tensor, T: int, chunks: int, documents: Tensor | None = None,
         readout: Tensor | None = None,
-    ) -> "Passes":  # fmt: skip
+    ) -> "Launches":  # fmt: skip
         """readout: w, [H, 2M], for the linear one."""
         (H, M, _), L, length = log_decay.shape, plan.chunk, chunks * plan.chunk
         segments = triton.cdiv(T, length)

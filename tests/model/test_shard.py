@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interdomain.model import loss, meta_model
 from interdomain.model.layers import rope_tables
 from interdomain.model.loss import IGNORE_INDEX
-from interdomain.model.shard import SHARDED, Part, own
+from interdomain.model.shard import SHARDED, Part, shard_of
 
 from .common import OPTIONS, lively, positions_of, random_tokens, small_config, variant
 
@@ -101,10 +101,10 @@ def loss_and_gradients(case, meshes=(None, None), *, staged=False, compiled=Fals
         model.output.compile_loss("aot_eager")
         for layer in model.layers.values():
             layer.compile(backend="aot_eager", fullgraph=True)
-    positions = own(positions_of(lengths), shard, dim=1) if lengths else None
-    x = own(tokens, shard, dim=1)
+    positions = shard_of(positions_of(lengths), shard, dim=1) if lengths else None
+    x = shard_of(tokens, shard, dim=1)
     for stage in stages:
-        x = stage(x, positions=positions, labels=own(labels, shard, dim=1))
+        x = stage(x, positions=positions, labels=shard_of(labels, shard, dim=1))
     x.backward()
     return {"loss": x.detach()} | {name: p.grad for name, p in model.named_parameters()}
 

@@ -11,7 +11,7 @@ import torch
 
 from interdomain.data import IndexedDatasetWriter, MixtureDataset, PackedDataset, TokenCorpus, read_manifest
 from interdomain.titan.data.dataloader import PackedLoader, open_data
-from interdomain.titan.errors import one_paragraph
+from interdomain.titan.errors import user_errors
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.watch.validate import FixedValidator
@@ -27,7 +27,7 @@ def parse(corpus, **settings):
 
 def build(job):
     """As the trainer does."""
-    return open_data(job, one_paragraph(make_plan)(job, 1), 0, 1)[1]
+    return open_data(job, user_errors(make_plan)(job, 1), 0, 1)[1]
 
 
 def take(loader, n):

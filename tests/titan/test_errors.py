@@ -15,7 +15,7 @@ from interdomain.titan.resume.preemption import Preemption
 
 @pytest.mark.parametrize(("rank", "begins"), [("0", "error: the disk"), ("3", "error: rank 3: the disk")])
 def test_rank_0_speaks_at_once_and_others_only_if_they_are_left_alone(rank, begins, monkeypatch, capsys):
-    @errors.one_paragraph
+    @errors.user_errors
     def check(error):
         raise error
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .shard import Part, own, scatter_tokens
+from .shard import Part, scatter_tokens, shard_of
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
 
@@ -169,7 +169,7 @@ class RandomFeatures(FeatureMap):
     def projected(self, x: Tensor, heads: Part | None) -> Tensor:
         """w.x, [B, T, H, vectors], of x [B, T, H, R] with H a multiple of H_kv, or `heads` of them."""
         B, T, H, R = x.shape
-        frequencies = own(self.frequencies, heads)
+        frequencies = shard_of(self.frequencies, heads)
         groups = widened(x).view(B, T, len(frequencies), -1, R)
         with torch.autocast(x.device.type, enabled=False):
             return torch.einsum("bthgr,hfr->bthgf", groups, frequencies.to(groups.dtype)).reshape(B, T, H, -1)

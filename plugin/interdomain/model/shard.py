@@ -31,7 +31,7 @@ class Part(NamedTuple):
     size: int
 
 
-def own(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
+def shard_of(x: Tensor, part: Part | None, dim: int = 0) -> Tensor:
     """This rank's part of x along a dimension, a view; x itself where part is None."""
     return x if part is None else x.chunk(part.size, dim)[part.rank]
 

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .errors import one_paragraph
+from .errors import user_errors
 
 
-@one_paragraph
+@user_errors
 def read(argv: list[str]) -> tuple[Callable[[Any], None], Any]:
     """(what trains, its configuration) from FILE.toml FLAGS, or --job.config_file FILE.toml FLAGS."""
     # Imported in here: another version of TorchTitan is refused in a paragraph, too.

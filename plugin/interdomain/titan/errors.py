@@ -35,8 +35,8 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def one_paragraph(check: Callable[P, R]) -> Callable[P, R]:
-    """For hooks whose ValueError and OSError (a folder that cannot be written, say) are refusals of what the user gave."""
+def user_errors(check: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of hooks whose ValueError and OSError (a full disk, say) are answers to what the user gave: see `stop`."""
 
     @functools.wraps(check)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

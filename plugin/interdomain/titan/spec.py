@@ -27,7 +27,7 @@ from interdomain.model.costs.flops import train_flops_per_token
 
 from .data.dataloader import open_data
 from .data.folders import open_dataset, open_tokenizer
-from .errors import one_paragraph
+from .errors import user_errors
 from .host import (
     TORCHTITAN_DEFAULTS,
     BaseModelArgs,
@@ -50,7 +50,7 @@ from .settings.schema import JobConfig
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
-from .watch.metrics import life_signs, perplexity
+from .watch.metrics import mixer_statistics, perplexity
 
 # Settings that this model or TorchTitan's trainer would not honour, and what to do instead.
 NOT_HONOURED = {
@@ -69,7 +69,7 @@ NOT_HONOURED = {
 }
 
 
-@one_paragraph
+@user_errors
 def plan_of(job_config: Any) -> RunPlan:
     """The plan of a configuration, checked at the first call, which also puts lengths in steps where it had tokens.
 
@@ -176,7 +176,7 @@ def build_lr_schedulers(optimizers: Any, config: Any, steps: int) -> GroupedSche
     return GroupedSchedulers(optimizers, config, steps)
 
 
-@one_paragraph
+@user_errors
 def build_tokenizer(job_config: Any) -> Any:
     """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
     plan = plan_of(job_config)
@@ -219,7 +219,7 @@ class FixedWindowsValidator(Validator):
         vars(self).update(parts, validation_dataloader=windows)  # TorchTitan's would open a data set of its own
 
 
-@one_paragraph
+@user_errors
 def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
     job_config = parts["job_config"]
     if not job_config.data.corpus:
@@ -236,7 +236,7 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
 
 
 class VariantMetrics(MetricsProcessor):
-    """TorchTitan's metrics, with the perplexity and the mixer's timescales (`life_signs`)."""
+    """TorchTitan's metrics, with the perplexity and the mixer's timescales (`mixer_statistics`)."""
 
     job_config: Any
     model_parts: list[Any]
@@ -247,7 +247,7 @@ class VariantMetrics(MetricsProcessor):
         freq = self.job_config.metrics.mixer_freq
         more = {"loss_metrics/perplexity": perplexity(loss)}
         if freq and (step == 1 or step % freq == 0):
-            more |= life_signs(self.model_parts, meshes_of(self.parallel_dims))
+            more |= mixer_statistics(self.model_parts, meshes_of(self.parallel_dims))
         super().log(step, loss, worst, grad_norm, (extra_metrics or {}) | more)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

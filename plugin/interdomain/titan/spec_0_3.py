@@ -19,7 +19,7 @@ from interdomain.model.costs.flops import train_flops_per_token
 
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import open_tokenizer
-from .errors import one_paragraph
+from .errors import user_errors
 from .host import (
     SECTIONS,
     BaseModel,
@@ -81,7 +81,7 @@ class WindowsConfig(titan_dataloader.BaseDataLoader.Config):
 def configuration(file: str) -> Any:
     """The configuration of a TOML file, for TorchTitan's entry. Raises: SystemExit: the file cannot be read; why is printed."""
     use_cpu_if_alone()
-    job = one_paragraph(read_job_config)(["--job.config_file", file])
+    job = user_errors(read_job_config)(["--job.config_file", file])
 
     def loader(*, dp_world_size: int, dp_rank: int, **_: Any) -> PackedLoader:
         tokenizer, packed = open_data(job, spec.model.plan, dp_rank, dp_world_size)
@@ -136,7 +136,7 @@ def configuration(file: str) -> Any:
     )
 
 
-@one_paragraph
+@user_errors
 def prepare(config: Any, job: JobConfig, spec: Any) -> None:
     """Carry the flags over into our configuration, check it, and make its plan.
 

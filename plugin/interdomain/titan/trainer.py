@@ -22,7 +22,7 @@ from interdomain.model import Transformer, meta_model
 
 from .data.dataloader import Batch, open_data
 from .data.folders import text_fingerprint
-from .errors import one_paragraph
+from .errors import user_errors
 from .host import (
     TRAIN_STATE,
     GarbageCollection,
@@ -48,7 +48,7 @@ from .settings.schema import JobConfig
 from .step.gradients import clip, reduce_shares
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
-from .step.passes import Passes, Pipeline, keep, stages_of
+from .step.passes import Passes, Pipeline, prune_to_stage, stages_of
 from .watch.metrics import InterdomainMetrics
 from .watch.validate import FixedValidator
 
@@ -76,7 +76,7 @@ def run(job: JobConfig) -> None:
     dist.destroy_process_group()
 
 
-@one_paragraph
+@user_errors
 def check(job: JobConfig) -> RunPlan:
     """The plan of a configuration. If it cannot run on the ranks that were started, the process ends with a paragraph."""
     plan = make_plan(job, int(os.environ["NGPU" if job.comm.mode == "fake_backend" else "WORLD_SIZE"]))
@@ -178,7 +178,7 @@ class InterdomainTrainer(Trainer):
         for stage in stages_of(plan, self.meshes.pipeline.get_local_rank()):
             with torch.device("meta"):
                 model = Transformer(plan.config, plan.execution)
-            keep(model, plan.stages[stage])
+            prune_to_stage(model, plan.stages[stage])
             parallelize(model, self.meshes, config, sum_in_backward=False)
             model.to_empty(device="cpu" if config.training.enable_cpu_offload else self.device.type)
             set_initial_values(model, plan.seed, loaded=loaded, device=self.device, group=self.meshes.stage)
@@ -205,7 +205,7 @@ class InterdomainTrainer(Trainer):
             self._log(loss, norm)
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
-        loss, mesh = self.meshes.whole(loss), self.parallel_dims.get_optional_mesh("loss")
+        loss, mesh = self.meshes.sum_over_model_ranks(loss), self.parallel_dims.get_optional_mesh("loss")
         mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks * self.plan.context, mesh)
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 

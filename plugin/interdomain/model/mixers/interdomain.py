@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from interdomain.features import input_features, input_features_step
-from interdomain.scan import decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
+from interdomain.scan import CHUNK, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from ..config import Execution, MixerConfig, ModelConfig
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, ShortConv, feature_map, widened
-from ..shard import Part, before, own
+from ..shard import Part, before, shard_of
 from ..state import MixerState, ModelState
 from .base import Mixer
 from .ssm import Dynamics, SSMDynamics, fold
@@ -19,7 +19,6 @@ from .ssm import Dynamics, SSMDynamics, fold
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
 
-CHUNK = 64  # chunk length at which the chunkwise algebra is counted (the kernels' default)
 MAX_GAIN = 16.0  # of the normalised readout: how much larger than the token's own value it may be
 
 
@@ -99,13 +98,15 @@ class InterdomainMixer(Mixer):
         y = input_features(
             x,
             self.head_dim,
-            conv=None if conv is None else (own(conv.local(), self.heads), own(conv.local("bias"), self.heads)),
+            conv=None
+            if conv is None
+            else (shard_of(conv.local(), self.heads), shard_of(conv.local("bias"), self.heads)),
             past=past,
             documents=None if conv is None else documents,
             check_documents=False,  # counted (`Transformer.forward`)
             rope=rope if self.config.rope and name != "v" else None,
             silu=mapped and self.feature_map is None,
-            norm=None if norm is None else (norm.local(), own(norm.local("bias"), self.heads)),
+            norm=None if norm is None else (norm.local(), shard_of(norm.local("bias"), self.heads)),
             eps=1e-5 if norm is None else norm.eps,
             backend=self.execution.features,
         )
@@ -141,7 +142,7 @@ class InterdomainMixer(Mixer):
         return fold([mixer._own_dynamics() for mixer in mixers], mixers[0].config.readout)
 
     def _own_dynamics(self) -> Dynamics:
-        return Dynamics(*(None if p is None else own(p, self.heads) for p in self.ssm()))
+        return Dynamics(*(None if p is None else shard_of(p, self.heads) for p in self.ssm()))
 
     @staticmethod
     def packing(

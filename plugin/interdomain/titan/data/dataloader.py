@@ -10,7 +10,7 @@ from torchdata.nodes import IterableWrapper, PinMemory, Prefetcher
 
 from interdomain.data import MixtureDataset, PackedDataset, Tokenizer
 
-from ..errors import one_paragraph
+from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseDataLoader, logger
 from ..plan.run_plan import RunPlan
 from ..settings.schema import JobConfig
@@ -91,7 +91,7 @@ class PackedLoader(BaseDataLoader):
             self.consumed += self.local_batch * self.ranks
             yield batch
 
-    @one_paragraph
+    @user_errors
     def _take(self, batches: Iterator[Batch | ValueError]) -> Batch:
         batch = next(batches)
         if isinstance(batch, ValueError):
@@ -102,7 +102,7 @@ class PackedLoader(BaseDataLoader):
         made_of = json.dumps(self.dataset.made_of)
         return {"consumed_samples": self.consumed, "fingerprint": self.fingerprint, "made_of": made_of}
 
-    @one_paragraph
+    @user_errors
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["fingerprint"] != self.fingerprint:
             there, here = json.loads(state_dict["made_of"]), self.dataset.made_of
@@ -116,7 +116,7 @@ class PackedLoader(BaseDataLoader):
         self.consumed = state_dict["consumed_samples"]
 
 
-@one_paragraph
+@user_errors
 def open_data(job_config: JobConfig, plan: RunPlan, rank: int, ranks: int) -> tuple[Tokenizer, PackedLoader]:
     """The run's tokenizer, and the training data of one of the data-parallel ranks."""
     tokenizer, dataset = open_tokenizer(job_config), open_dataset(job_config, "train")

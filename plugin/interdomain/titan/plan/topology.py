@@ -8,12 +8,12 @@ import torch
 
 from interdomain.model import ModelConfig
 from interdomain.model.config import FIXED_STATE
+from interdomain.scan import CHUNK
 from interdomain.scan.ops import runs_as
 
 from ..host import generate_llm_fqn_per_model_part, logger
 from ..settings.schema import JobConfig, Parallelism
 
-CHUNK = 64  # tokens of the kernels' chunks: a shard that is no multiple of it ends in a shorter one
 MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
 
 

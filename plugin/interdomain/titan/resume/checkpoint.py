@@ -40,7 +40,7 @@ from interdomain.files.distributed_checkpoint import (
 )
 from interdomain.folders import write_whole
 
-from ..errors import one_paragraph, stop
+from ..errors import stop, user_errors
 from ..host import MODEL, OPTIMIZER, TRAIN_STATE, VERSION, CheckpointManager, logger
 from ..plan.device import device_here
 from .lock import FolderLock
@@ -102,7 +102,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     # Saving
 
-    @one_paragraph
+    @user_errors
     def dcp_save(self, state_dict: dict, checkpoint_id: str, *args, **kwargs):
         self._refuse_not_finite(checkpoint_id)
         self.saving = str(checkpoint_id)
@@ -146,7 +146,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
                 "then start the same command again: it continues from there."
             )
 
-    @one_paragraph
+    @user_errors
     def require_folder(self) -> None:
         """End this rank if another run has taken the folder over."""
         if self.lock:
@@ -174,7 +174,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
             result |= {} if accuracy is None else {"accuracy": accuracy}
             write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
 
-    @one_paragraph
+    @user_errors
     def lacks_validation(self, step: int) -> bool:
         """Whether this step was saved and not validated. Collective; the same on all ranks."""
         folder = self._folder_of(step) if self.enable else None
@@ -212,7 +212,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     # Loading
 
-    @one_paragraph
+    @user_errors
     @torch.no_grad()
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint of this step, or the latest one (-1), or checkpoint.initial_load_path. False: there is none.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import one_paragraph
+from ..errors import user_errors
 from ..host import logger
 
 NAME = "run.lock"
@@ -129,7 +129,7 @@ def _record(path: Path, text: bytes) -> dict:
     )
 
 
-@one_paragraph
+@user_errors
 def hold_folder(job_config) -> FolderLock | None:
     """The lock of the run's folder, held by rank 0. None on other ranks, and for a run that writes nothing there."""
     metrics = job_config.metrics
@@ -141,7 +141,7 @@ def hold_folder(job_config) -> FolderLock | None:
     return lock
 
 
-@one_paragraph
+@user_errors
 def require_shared(job_config, lock: FolderLock | None) -> None:
     """Refuse a folder that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
     token, folder = [lock and lock.record["token"]], job_config.job.dump_folder

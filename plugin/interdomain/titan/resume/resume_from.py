@@ -22,7 +22,7 @@ from interdomain.files.distributed_checkpoint import (
 from interdomain.model import ModelConfig, cell_of
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS
 
-from ..errors import one_paragraph
+from ..errors import user_errors
 from ..host import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE, logger
 from ..settings.job_config import pairs, reads_n_basis
 from ..settings.schema import JobConfig
@@ -63,7 +63,7 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
     return outcome[0]
 
 
-@one_paragraph
+@user_errors
 def loads_a_model(job_config) -> bool:
     """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
     config = job_config.checkpoint
@@ -163,7 +163,7 @@ def set_later_aside(folder: Path, step: int) -> None:
             logger.warning("went back to step %d: renamed %s to %s", step, path, _set_aside(path, "superseded").name)
 
 
-@one_paragraph
+@user_errors
 def require_same_run(point: ResumePoint, run: dict, tensors: dict, *, batch: bool) -> None:
     """Refuse a checkpoint of a model that computes something else, or with another number of tokens per step.
 

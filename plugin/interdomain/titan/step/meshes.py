@@ -34,7 +34,7 @@ class Meshes(NamedTuple):
     stage: dist.ProcessGroup | None
     context: Part | None
 
-    def whole(self, loss: Tensor) -> Tensor:
+    def sum_over_model_ranks(self, loss: Tensor) -> Tensor:
         """A loss, summed over the ranks that have shares of it for the same tokens. Collective."""
         loss = loss.clone()
         for mesh in (self.tensor, self.pipeline):
@@ -49,11 +49,11 @@ class Meshes(NamedTuple):
             if group is not None:
                 _set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def whole_sequences(self, x: Tensor) -> Tensor:
-        """From numbers of this rank's tokens, [..., T / context], those of all, [..., T], summed as `whole`. Collective."""
+    def gather_sequences(self, x: Tensor) -> Tensor:
+        """Numbers of this rank's tokens, [..., T / context], as those of all tokens, [..., T], and summed. Collective."""
         if self.context is not None:
             x = gather_shards(x, self.context.size, self.context.group).movedim(0, -2).flatten(-2)
-        return self.whole(x)
+        return self.sum_over_model_ranks(x)
 
 
 def meshes_of(dims: ParallelDims) -> Meshes:

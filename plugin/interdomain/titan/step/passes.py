@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from interdomain.model import Transformer
-from interdomain.model.shard import own
+from interdomain.model.shard import shard_of
 
 from ..data.dataloader import Batch
 from ..plan.run_plan import RunPlan
@@ -56,7 +56,7 @@ class Passes:
         inputs, labels = batch
 
         def share(x: Tensor) -> Tensor:
-            return own(x.to(self.device, non_blocking=True), self.meshes.context, dim=1).contiguous()
+            return shard_of(x.to(self.device, non_blocking=True), self.meshes.context, dim=1).contiguous()
 
         return {name: share(x) for name, x in inputs.items()}, share(labels)
 
@@ -122,7 +122,7 @@ def stages_of(plan: RunPlan, rank: int) -> range:
     return range(rank, len(plan.stages), plan.pipeline)
 
 
-def keep(model: Transformer, names: Collection[str]) -> None:
+def prune_to_stage(model: Transformer, names: Collection[str]) -> None:
     """Make a stage of a model on the meta device: the modules of these names alone."""
     for name in ("tok_embeddings", "norm", "output"):
         if name not in names:

@@ -63,7 +63,7 @@ class InterdomainMetrics(MetricsProcessor):
             "time_metrics/end_to_end(s)": seconds / steps,  # TorchTitan divides by log_freq, also after the first step
         }
         if self._mixer_is_due(step):
-            extra |= life_signs(self.model_parts, self.meshes)
+            extra |= mixer_statistics(self.model_parts, self.meshes)
         self.log(step, loss, worst_loss, grad_norm, extra)
         self._log_progress(step)
         guard.stop_if_repeated(training.max_skipped_steps, step, loss, grad_norm)
@@ -114,7 +114,7 @@ def gradient_norms(optimizers: GroupedOptimizers, total: float, max_norm: float,
 
 
 @torch.no_grad()
-def life_signs(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
+def mixer_statistics(parts: list[Transformer], meshes: Meshes) -> dict[str, float]:
     """Per layer with basis functions: timescales 1 / |log|Lambda|| in tokens, the smallest 1 - |Lambda|, the median Delta, the
     share of modes at the bound on the decay, and the root mean square of |C|.
 

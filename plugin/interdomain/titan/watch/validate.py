@@ -17,7 +17,7 @@ from interdomain.data import MixtureDataset, PackedDataset
 
 from ..data.dataloader import Batch, read_batch
 from ..data.folders import open_dataset
-from ..errors import one_paragraph
+from ..errors import user_errors
 from ..host import IGNORE_INDEX, BaseValidator, dist_sum, logger
 from ..plan.device import device_here
 from ..resume.checkpoint import SelfDescribingCheckpoints
@@ -36,7 +36,7 @@ def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
     return min(asked or held, held)
 
 
-class Tally:
+class Totals:
     """Sums over a validation of what the model's head finds of each token (`Head.scores`), in float64.
 
     An answer is a run of consecutive labels of a window in a corpus with answers. It is right if each of its tokens is the
@@ -60,7 +60,7 @@ class Tally:
         for head in self.heads:
             scores = torch.cat(head.scores, dim=1).view(2, B, share)
             head.scores.clear()
-        loss, wrong = self.meshes.whole_sequences(scores)
+        loss, wrong = self.meshes.gather_sequences(scores)
         self.sums[0, :T] += loss.double().sum(dim=0)
         self.sums[1, :T] += counted.sum(dim=0)
         if self.answers:
@@ -97,7 +97,7 @@ class FixedValidator(BaseValidator):
 
     job_config: Any
 
-    @one_paragraph
+    @user_errors
     def __init__(
         self,
         job_config: Any,
@@ -145,7 +145,7 @@ class FixedValidator(BaseValidator):
             self.metrics.ntokens_since_last_log += labels.numel()
             yield inputs, labels
 
-    @one_paragraph
+    @user_errors
     def _read(self, indices: list[int]) -> Batch:
         return read_batch(self.dataset, indices, self.job_config.data.reset_state_at_documents)
 
@@ -156,15 +156,15 @@ class FixedValidator(BaseValidator):
         # Sums in float64: the result must not depend on how the windows are split over ranks.
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         tokens = torch.zeros((), dtype=torch.float64, device=device_here())
-        everything, tally = self._batches(), Tally(model_parts, self.passes.meshes, self.dataset)
+        everything, totals = self._batches(), Totals(model_parts, self.passes.meshes, self.dataset)
         while batches := list(itertools.islice(everything, self.passes.together)):
             loss += self.passes.run(batches, backward=False)
             tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
-            tally.add(torch.cat([labels for _, labels in batches]))
+            totals.add(torch.cat([labels for _, labels in batches]))
         dims = self.metrics.parallel_dims
-        mean = dist_sum(self.passes.meshes.whole(loss), dims.get_optional_mesh("loss"))
+        mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
         mean /= dist_sum(tokens, dims.get_optional_mesh("batch"))
-        found = tally.close(dims.get_optional_mesh("batch"))
+        found = totals.close(dims.get_optional_mesh("batch"))
         self.metrics.log_validation(mean, step, found)
         self.checkpoints.note_validation(step, mean, perplexity(mean), found.get(ACCURACY))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
