@@ -7,8 +7,8 @@ from interdomain.model import build_config
 from interdomain.titan import entry, host, trainer
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
-from interdomain.titan.settings import job_config
-from interdomain.titan.settings.job_config import read_job_config, schema
+from interdomain.titan.settings import job_config, schema
+from interdomain.titan.settings.job_config import read_job_config
 
 from ..common import REPOSITORY
 from .conftest import CONTEXT, PIPELINE, TENSOR, TINY, refusal

@@ -2,7 +2,7 @@
 
 Text is tokenized once and packed to the context length. The order of the samples is a function of the seed and the
 sample's number. Imports numpy, sentencepiece and interdomain.folders; other libraries only where a file needs them;
-never TorchTitan. The training loader is in `interdomain.titan`. Public API: import from here only, except in tools.
+never TorchTitan. The training loader is in `interdomain.titan`.
 """
 
 from interdomain.data.corpus import TokenCorpus, read_manifest

@@ -1,10 +1,8 @@
 """The model under Megatron-Core: its token mixer as the self-attention of Megatron's layers (docs/megatron.md).
 
-    layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec interdomain`
-    transformer_config         Megatron's settings for a ModelConfig
-    overrides                  the parameter group of the dynamics, for get_megatron_optimizer
-
-Public API: import from here only.
+layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec interdomain`
+transformer_config         Megatron's settings for a ModelConfig
+overrides                  the parameter group of the dynamics, for get_megatron_optimizer
 """
 
 SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
