@@ -1,4 +1,4 @@
-"""What the command-line tools share: options of one kind, and a user's mistake as one paragraph with exit status 2."""
+"""Parts that the command-line tools share: options of one kind, and a user's mistake as one paragraph with exit status 2."""
 
 import argparse
 import functools

@@ -44,7 +44,7 @@ def configuration_of(events) -> dict:
 
 
 def hyperparameters_of(events) -> dict:
-    """What a run's last start said of itself: model, condition, parameters, ...; empty if it was not written."""
+    """Facts that a run's last start recorded: model, condition, parameters, ...; empty if it was not written."""
     return _text(events, "hyperparameters")
 
 

@@ -94,7 +94,7 @@ def settings_that_differ(a: Run, b: Run) -> str:
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
-    """What could not be compared, one line each."""
+    """Differences that could not be compared, one line each."""
     lines = []
     for here, there in ((a, b), (b, a)):
         for column, curve in here.curves.items():

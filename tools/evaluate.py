@@ -270,7 +270,7 @@ def main(argv=None) -> int:
 
 
 def notes(options: dict, tokenizers: int) -> Iterator[str]:
-    """What a reader of the tables must know."""
+    """Notes for a reader of the tables."""
     if options["limit"]:
         yield f"A trial: only the first {options['limit']} samples of each task and spans of each corpus."
     if options["tasks"]:

@@ -39,7 +39,7 @@ def commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; nothing if it is not there or fails."""
+    """Output of a program; empty if the program is not there or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):

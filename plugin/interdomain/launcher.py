@@ -19,6 +19,6 @@ def tell_launcher(reason: str) -> None:
 
 
 def launcher_has_ended() -> bool:
-    """Whether the launcher that started this rank is no more."""
+    """True if the launcher that started this rank has ended."""
     path = os.environ.get(REASON_FILE)
     return bool(path) and not os.path.isdir(os.path.dirname(os.path.dirname(path)))  # /proc/PID

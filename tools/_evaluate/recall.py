@@ -73,7 +73,7 @@ def answers(doc: dict) -> list[str]:
 
 
 def contains(doc: dict, results: list[str]) -> dict:
-    """Whether an answer stands in what was written, whatever the case."""
+    """True if an answer stands in the text that was written, whatever the case."""
     return {"contains": float(any(answer.lower() in results[0].lower() for answer in answers(doc)))}
 
 

@@ -89,7 +89,7 @@ def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[st
 
 
 def average(by_task: dict, group: dict) -> dict | None:
-    """Of a group of tasks; None unless all are there."""
+    """Mean over a group of tasks; None unless all are there."""
     values = [by_task.get(task, {}).get(metric) for task, metric in group]
     return {"value": sum(x["value"] for x in values) / len(values), "stderr": None} if all(values) else None
 

@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Layer:
-    """What one layer does with a text.
+    """Attention of one layer over a text.
 
     Attributes:
         kind: its core's, or the class of a mixer that calls none of `CORES`.

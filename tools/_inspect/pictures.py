@@ -47,7 +47,7 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
 
 
 def draw_kernels(path: Path, title: str, kernels: Tensor) -> None:
-    """Of the linear readout, the weight of a token by how many tokens ago it came: kernels [H, T], a line per head."""
+    """Draw the linear readout's weight of a token by how many tokens ago it came: kernels [H, T], a line per head."""
     figure = _figure(6, 3.2)
     axis = figure.subplots()
     for head, kernel in enumerate(kernels.cpu().numpy()):

@@ -24,7 +24,7 @@ WAIT_SECONDS = 180
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM gave us."""
+    """The nodes and GPUs that SLURM gave the job."""
 
     job: str
     hosts: list[str]
@@ -36,7 +36,7 @@ class Allocation:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether SLURM or the site says so. This machine may be a login node without any."""
+        """True if SLURM or the site says so. This machine may be a login node without any."""
         return bool(self.gpus or self.environment.get("INTERDOMAIN_GPUS_PER_NODE"))
 
     def command(self, config: str, flags: list[str], restarts: int) -> list[str]:

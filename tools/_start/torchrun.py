@@ -38,7 +38,7 @@ ELASTIC = {
 def torchrun_command(
     config: str, flags: list[str], ranks: int, restarts: int = 0, rendezvous: Sequence[str] = ("--standalone",)
 ) -> list[str]:
-    """Of one node; `rendezvous`: torchrun's flags by which nodes find each other."""
+    """The command of one node. rendezvous: torchrun's flags by which nodes find each other."""
     return [
         *(python_here(), "-m", "interdomain.tools._start.elastic", *rendezvous, "--nproc-per-node", str(ranks)),
         *(("--max-restarts", str(restarts)) if restarts else ()),

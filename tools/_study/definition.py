@@ -1,4 +1,5 @@
-"""What a study is: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record kept of each.
+"""The definition of a study: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record
+kept of each.
 
     config = "train_configs/debug.toml"    # settings that all runs share
     output = "outputs/studies/small"       # of the runs' folders
@@ -89,7 +90,7 @@ class StudyRun:
 
     @cached_property
     def is_finished(self) -> bool:
-        """Whether its record is there; one is written if the run has come to its end.
+        """True if the run's record is there; one is written if the run has come to its end.
 
         Raises: ValueError if the run was finished, or begun, with other settings.
         """
@@ -259,7 +260,7 @@ def toml(settings: dict[str, Any]) -> str:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """What a run's TensorBoard events say: facts, configuration, environment, and curves of `KEPT` by step.
+    """The record of a run from its TensorBoard events: facts, configuration, environment, and curves of `KEPT` by step.
 
     Raises: FileNotFoundError, ValueError for a folder that holds no run of the plugin.
     """

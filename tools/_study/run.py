@@ -44,7 +44,7 @@ class Running:
         )
 
     def steps(self) -> float:
-        """How many steps it has done, by its log."""
+        """The number of steps that the run has done, by its log."""
         with open(self.log.name, "rb") as f:
             f.seek(max(0, os.path.getsize(self.log.name) - TAIL))
             found = PROGRESS.findall(f.read())
@@ -58,7 +58,7 @@ def _leave_with_parent() -> None:
 
 
 def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
-    """Of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
+    """Environment of a process that has one of `jobs` shares of the GPUs, or of the CPU's cores."""
     if jobs == 1:
         return dict(os.environ)
     if gpus := torch.cuda.device_count():

@@ -1,4 +1,4 @@
-"""What a study shows: its runs by cell, with mean and deviation over seeds, beside the paper's figures, and as curves."""
+"""The tables of a study: its runs by cell, with mean and deviation over seeds, beside the paper's figures, and as curves."""
 
 import math
 import re
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def shared(self) -> dict[str, str]:
-        """What another run must share for the two perplexities to be compared, by name."""
+        """Facts that another run must share for the two perplexities to be compared, by name."""
         return {name: str(value) for name, value in self.text.items()} | {"tokens": f"{self.trained:,}"}
 
     @property
@@ -228,14 +228,14 @@ def state_in_words(fixed: int, growing: int) -> str:
 
 
 def differences(cells: list[Cell]) -> dict[str, list[str]]:
-    """What the runs do not share, of that which makes their perplexities comparable: {name: its values}."""
+    """Differences between runs that make their perplexities not comparable: {name: its values}."""
     shared = [run.shared for cell in cells for run in cell.runs]
     values = {name: sorted({of[name] for of in shared}) for name in shared[0]}
     return {name: those for name, those in values.items() if len(those) > 1}
 
 
 def remarks(runs: list[Run]) -> list[str]:
-    """Why runs of one group are not compared."""
+    """Reasons why runs of one group are not compared."""
     return [
         f"{' '.join(group)}: runs differ in {name} ({'; '.join(values)}), so no percentage compares them."
         for group, cells in cells_of(runs).items()
@@ -286,13 +286,13 @@ def _compute(cell: Cell) -> float:
 
 
 def _label(cell: Cell, cells: list[Cell]) -> str:
-    """With what tells it from others of the same condition."""
+    """The cell's label, with the settings that tell it from others of the same condition."""
     twins = [other for other in cells if other.label == cell.label]
     return cell.label if len(twins) == 1 else f"{cell.label}, lr {cell.runs[0].facts['lr']:g}"
 
 
 def _perplexity(loss: Value) -> Value:
-    """Of mean and deviation of a loss; the deviation to first order."""
+    """Perplexity from mean and deviation of a loss; the deviation to first order."""
     mean, deviation = loss
     return math.exp(mean), None if deviation is None else math.exp(mean) * deviation
 

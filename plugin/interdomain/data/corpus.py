@@ -78,7 +78,8 @@ def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:
 
 
 class Answers(NamedTuple):
-    """Which tokens of a split are answers: those where `marks` has 1. Every example_tokens tokens hold per_example of them."""
+    """Marks of the tokens of a split that are answers: `marks` is 1 there. Every example_tokens tokens hold per_example
+    of them."""
 
     marks: "TokenCorpus"
     example_tokens: int

@@ -26,7 +26,7 @@ U16_VOCAB = 65500  # Megatron's rule: ids of a vocabulary below it are stored as
 
 
 def file_sha256(path: Path | str) -> str:
-    """Of a file's contents, in hexadecimal."""
+    """SHA-256 of a file's contents, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

@@ -81,7 +81,8 @@ def skip_bad(bad: Iterable[BadDocument], skipped: list[BadDocument], limit: int)
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: sha256 of its UTF-8 text modulo 10,000, below fraction * 10,000.
+    """Decide whether a document belongs to the validation split: sha256 of its UTF-8 text modulo 10,000, below fraction
+    * 10,000.
 
     A function of the text alone: no seed, no position, so that adding documents moves none, and copies stay together.
     """
@@ -131,7 +132,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What some inputs name. described: names and sizes for a manifest, no folders, so that it is the same on every machine."""
+    """Files that inputs name. described: names and sizes for a manifest, without folders: the same on every machine."""
 
     files: list[SourceFile]  # in reading order: as given, each glob and folder sorted
     described: list[dict]
@@ -278,7 +279,7 @@ def _json(line: bytes) -> object:
 
 
 def _lines_before(path: Path, at: int) -> int:
-    """How many lines end before a byte of the file."""
+    """The number of lines that end before a byte of the file."""
     counted = _counted(path)
     if at < counted[0]:
         counted[:] = 0, 0

@@ -109,7 +109,7 @@ class PackedDataset:
         return [consumed / self.samples_per_epoch]
 
     def _start(self, g: int) -> int:
-        """Where sample g begins in the stream."""
+        """The place in the stream where sample g begins."""
         assert g >= 0
         epoch, i = divmod(int(g), self.samples_per_epoch)
         if self.shuffle:
@@ -125,7 +125,7 @@ class PackedDataset:
         return self.corpus.read(start, start + self.seq_len + 1)
 
     def counted(self, g: int) -> np.ndarray | None:
-        """Which labels of sample g count in the loss, [seq_len] bool: its answers. None: all."""
+        """Mask of the labels of sample g that count in the loss, [seq_len] bool: its answers. None: all."""
         if self.corpus.answers is None:
             return None
         start = self._start(g) + 1
@@ -141,7 +141,7 @@ class PackedDataset:
         return np.stack([self[g] for g in indices])
 
     def positions(self, g: int) -> np.ndarray:
-        """How many tokens of its document come before each input of sample g, in the sample: [seq_len] int32.
+        """Positions of sample g, [seq_len] int32: how many tokens of its document come before each input, in the sample.
 
         A document that began before the sample counts from the sample's start: nothing of it before that is seen.
         """
@@ -230,7 +230,7 @@ class MixtureDataset(PackedDataset):
         }
 
     def locate(self, g: int) -> tuple[int, int]:
-        """Where sample g is: (number of its corpus, index in that data set)."""
+        """The place of sample g: (number of its corpus, index in that data set)."""
         assert g >= 0
         block, r = divmod(int(g), len(self._pattern))
         c = int(self._pattern[r])

@@ -71,7 +71,7 @@ class Task:
         raise NotImplementedError
 
     def _wrong(self) -> str:
-        """What does not fit, and what would; empty if all does."""
+        """Text that says what does not fit, and what would; empty if all does."""
         raise NotImplementedError
 
     def _fill(self, draw: Draw, ids: np.ndarray, marks: np.ndarray, split: str) -> None:

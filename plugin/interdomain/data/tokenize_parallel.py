@@ -32,7 +32,7 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a part becomes ids: a function of nothing else. skip_bad: how many bad documents it may have."""
+    """Everything that decides how a part becomes ids. skip_bad: how many bad documents the part may have."""
 
     folder: Path  # of the parts
     tokenizer: Path
@@ -52,7 +52,7 @@ class Part:
         return sum(span.size for span in self.spans)
 
     def prefixes(self, folder: Path) -> list[Path]:
-        """Of its shards, in the order of SPLITS."""
+        """Path prefixes of the part's shards, in the order of SPLITS."""
         return [folder / f"{self.name}-{split}" for split in SPLITS]
 
     def skipped_file(self, folder: Path) -> Path:

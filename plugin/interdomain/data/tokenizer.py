@@ -27,7 +27,7 @@ TIKTOKEN_FIELDS = ("pattern", "special_tokens", "bos_token", "eos_token")
 
 
 class Tokenizer:
-    """What every kind of tokenizer shares; made by `load_tokenizer`. A kind sets the fields, `_encode` and `decode`.
+    """Base of every kind of tokenizer; made by `load_tokenizer`. A kind sets the fields, `_encode` and `decode`.
 
     Text that names control tokens is plain text: only add_eos makes one. Control tokens have no text.
 
@@ -280,7 +280,7 @@ class TiktokenTokenizer(Tokenizer):
 
     @staticmethod
     def _bundle(path: Path | str) -> bytes:
-        """What `tiktoken.json` holds of the encoding at `path`."""
+        """Contents of `tiktoken.json` for the encoding at `path`."""
         if str(path).startswith(TIKTOKEN_NAMED):
             import tiktoken
 
@@ -425,7 +425,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What is left at the end of the tokens: U+FFFD for the bytes of a character that never became complete."""
+        """Text that is left at the end of the tokens: U+FFFD for the bytes of a character that never became complete."""
         return self._text()
 
     def _text(self) -> str:

@@ -53,7 +53,8 @@ _ALLOWED = {
 
 
 def _member(enum: object, name: str) -> object:
-    """What `getattr` may do in an index: Python 3.11.2 (Debian 12's) pickles a member of an enum as getattr(enum, name)."""
+    """Refuse `getattr` in an index, but for members of an enum: Python 3.11.2 (Debian 12's) pickles a member of an enum
+    as getattr(enum, name)."""
     if not isinstance(enum, EnumType):
         raise pickle.UnpicklingError("builtins.getattr has no place in the index of a checkpoint")
     return enum[name]
@@ -150,8 +151,8 @@ def write_record(folder: Path, record: dict[str, Any], tokenizer: Any) -> None:
 
 
 def record_folder(checkpoint: Path) -> Path:
-    """Where the record and the tokenizer of a checkpoint are: in it; or in the run's folder, if TorchTitan's own trainer wrote
-    RUN/checkpoint/step-N."""
+    """Folder of a checkpoint's record and tokenizer: the checkpoint itself, or the run's folder if TorchTitan's own trainer
+    wrote RUN/checkpoint/step-N."""
     run = checkpoint.absolute().parents[1]
     return run if not (checkpoint / SIDECAR).is_file() and (run / SIDECAR).is_file() else checkpoint
 
@@ -208,7 +209,7 @@ def read_tensors(checkpoint: Path, names: list[str], index: dict[str, TensorStor
 
 @contextmanager
 def _without_process_group() -> Iterator[None]:
-    """For `load` and `save` in one process. Raises: OSError."""
+    """Context for `load` and `save` in one process. Raises: OSError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
         try:
@@ -235,7 +236,7 @@ def check_lengths(folder: Path, index: Metadata) -> None:
 def altered_entry(
     folder: Path, index: Metadata, part: int = 0, parts: int = 1, names: Collection[str] | None = None
 ) -> str | None:
-    """What is wrong with the first entry whose bytes are not those that were saved; None if there is none.
+    """The fault of the first entry whose bytes are not those that were saved; None if there is none.
 
     torch.save writes a zip archive with a CRC-32 per record, and torch.load does not look at it. Reads the `part`-th of `parts`
     runs of neighbouring entries: ranks share the work, and each opens few files. names: of these entries alone.

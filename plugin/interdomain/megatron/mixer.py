@@ -40,7 +40,7 @@ class Computed(nn.Module):
 
 
 class Float32Norm(KeptInFloat32, InputNorm):
-    """In one group of the optimizer with the dynamics: Megatron cannot save a group that mixes precisions."""
+    """An input norm in the dynamics' group of the optimizer: Megatron cannot save a group that mixes precisions."""
 
 
 class InterdomainAttention(MegatronModule):
@@ -262,7 +262,7 @@ def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
 
 
 def _positions(packed: Any, order: Tensor, batch: int) -> Tensor:
-    """Of each token, how many of its document come before it, [1, S]."""
+    """Positions in the documents, [1, S]: how many tokens of its document come before each token."""
     if packed.qkv_format != "thd" or batch != 1:
         raise NotImplementedError(f"packed sequences of format {packed.qkv_format}, batch {batch}: only thd, batch 1.")
     ends = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded

@@ -90,7 +90,7 @@ def block_spec(
 
 
 def backbone(config: ModelConfig) -> dict[str, Any]:
-    """What Megatron's TransformerConfig and its parser call by the same names."""
+    """Settings of the backbone under the names that Megatron's TransformerConfig and its parser share."""
     return dict(
         num_layers=config.n_layers,
         hidden_size=config.dim,

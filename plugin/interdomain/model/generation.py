@@ -23,7 +23,7 @@ PREFILL_CHUNK = 2048  # tokens per forward pass of a prompt (paper, inference sc
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Rule by which the next token is chosen.
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token.

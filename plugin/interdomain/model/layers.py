@@ -17,7 +17,7 @@ from .shard import Part, scatter_tokens, shard_of
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast rounds x to for a product; None where it is off, or x float64."""
+    """Data type that autocast rounds x to for a product; None where autocast is off, or x float64."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -202,7 +202,8 @@ class PositiveRandomFeatures(RandomFeatures):
 
 
 def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
-    """By its name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes. Raises: ValueError."""
+    """The feature map of a name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes. Raises:
+    ValueError."""
     if name == "silu":
         return None
     if name == "rff":

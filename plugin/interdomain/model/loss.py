@@ -79,7 +79,7 @@ def piece_loss(
 
 
 def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None) -> Tensor:
-    """Of each token its cross-entropy, and 1 where its label is not the argmax, else 0: [2, n] float32 of logits [n, V].
+    """Cross-entropy of each token, and 1 where its label is not the argmax, else 0: [2, n] float32 of logits [n, V].
 
     Tokens without a label have zeros. Labels and vocabulary as in `piece_loss`; a token's scores are on the rank that has its
     label, zeros on the others. Of several largest logits the first is the argmax.

@@ -21,7 +21,7 @@ SHARDED = {"tok_embeddings": 0, "output": 0, "wq": 0, "wk": 0, "wv": 0, "wg": 0,
 
 
 class Part(NamedTuple):
-    """Which of `size` equal parts of something a rank has; the ranks of a process group have them in order.
+    """The part, of `size` equal ones, that a rank has; the ranks of a process group have the parts in order.
 
     group: the group's name (`ProcessGroup.group_name`); rank: this rank's place in it.
     """

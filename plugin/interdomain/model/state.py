@@ -1,4 +1,5 @@
-"""What a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax without a window.
+"""The state that a model carries from one piece of a sequence to the next: fixed in size for every mixer but softmax
+without a window.
 
 A model advances a state in place. Where no gradient is recorded its tensors keep their addresses, which CUDA graphs need.
 """
@@ -116,7 +117,7 @@ class WindowCache:
         return (self.k, self.v) if seen is None else (seen[0], seen[1])
 
     def aligned(self, used: int, length: int) -> "WindowCache":
-        """With `length` tokens before the next, where `used` were: the new first ones are padding."""
+        """The state with `length` tokens before the next, where `used` were: the new first tokens are padding."""
         return WindowCache(*(x.roll(length - used, 2) for x in (self.k, self.v)))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,7 +126,7 @@ class WindowCache:
 
 @dataclass
 class ModelState:
-    """What a model carries from one piece of a text to the next: from `Transformer.init_state`, advanced in place.
+    """The state of a model between two pieces of a text: from `Transformer.init_state`, advanced in place.
 
     Attributes:
         layers: per layer a MixerState, a KVCache or that of another mixer.
@@ -204,5 +205,5 @@ def overwritten(old: Tensor, new: Tensor) -> Tensor:
 
 
 def writable(old: Tensor, new: Tensor) -> bool:
-    """Whether `old` may be written in place: autograd records neither."""
+    """True if `old` may be written in place: autograd records neither tensor."""
     return not (torch.is_grad_enabled() and (old.requires_grad or new.requires_grad))

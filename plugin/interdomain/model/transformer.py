@@ -41,8 +41,8 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """With `heads`: x is that part of the tokens. The mixer and the feed-forward compute all tokens, with their part of the
-    heads and of the width."""
+    """One layer: mixer and feed-forward. With `heads`, x is that part of the tokens. The mixer and the feed-forward
+    compute all tokens, with their part of the heads and of the width."""
 
     heads: Part | None = None
 
@@ -184,12 +184,12 @@ class Transformer(nn.Module):
 
     @property
     def _kinds(self) -> list[MixerConfig]:
-        """Of each layer. What is made once for all layers of a kind is made by it."""
+        """The kind of each layer. Tables are made once for all layers of a kind."""
         blocks: Any = self.layers.values()
         return [block.mixer for block in blocks]
 
     def dynamics(self) -> list[tuple[Tensor, ...]]:
-        """What the scan of each layer reads of the parameters, float32; constant over the sequence.
+        """Tensors that the scan of each layer reads of the parameters, float32; constant over the sequence.
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """

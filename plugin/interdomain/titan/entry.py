@@ -1,4 +1,5 @@
-"""What every rank runs: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml --mixer.condition s4d"""
+"""The program of every rank: torchrun --nproc-per-node 8 -m interdomain.titan.entry train_configs/125M.toml
+--mixer.condition s4d"""
 
 import sys
 from collections.abc import Callable

@@ -210,7 +210,7 @@ class InterdomainTrainer(Trainer):
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:
-        """Whether another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
+        """True if another step follows. TorchTitan asks between any two steps, after it has saved. Here a run that is asked to
         stop saves and ends."""
         if not self.preemption.listening:  # before any step: from here on there is something to save
             self.preemption.listen()

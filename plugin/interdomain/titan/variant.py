@@ -96,7 +96,7 @@ class FixedWindows:
 
 
 class FolderNames(StateDictAdapter):
-    """To and from the names of an exported folder: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
+    """Names of tensors in an exported folder, to and from: checkpoint.initial_load_in_hf, checkpoint.last_save_in_hf."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {stored_name(name): tensor for name, tensor in state_dict.items()}
@@ -106,7 +106,7 @@ class FolderNames(StateDictAdapter):
 
 
 def record_run(job_config: Any, plan: RunPlan, fingerprint: str, tokenizer: Any) -> None:
-    """On rank 0, write the run's record into its folder: TorchTitan's checkpoints have none of their own."""
+    """Write the run's record into its folder, on rank 0: TorchTitan's checkpoints have none of their own."""
     if job_config.checkpoint.enable and dist.get_rank() == 0:
         record = describe_run(plan, job_config, fingerprint, tokenizer)
         write_record(Path(job_config.job.dump_folder), record, tokenizer)

@@ -1,4 +1,4 @@
-"""What one rank holds of a model, and the bytes that it receives from other ranks in a training step, by axis.
+"""The parameters that one rank holds of a model, and the bytes that it receives from other ranks in a training step, by axis.
 
 Bytes are counted as received, as a ring moves them: (P - 1) / P of what a gather gives or a reduce-scatter is given on P ranks,
 twice that for an all-reduce. Not counted: sums of a few numbers (loss, norms), validation, logging, checkpoints.
@@ -14,7 +14,8 @@ from ..transformer import Transformer, mixer_class
 
 
 class Held(NamedTuple):
-    """What one rank has of a model: all, or stages of a pipeline, and of SHARDED parameters its part for tensor parallelism.
+    """Parameters that one rank has of a model: all, or stages of a pipeline, and of SHARDED ones its part for tensor
+    parallelism.
 
     groups: its parameters but the dynamics, as FSDP2 gathers them together: rows, numbers of a row, and whether it is a part.
     dynamics: their parameters, which FSDP2 does not shard. layers: their numbers, of each stage.

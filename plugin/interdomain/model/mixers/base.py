@@ -1,4 +1,4 @@
-"""What every token mixer answers for: the function, its state, and its costs. Nothing else asks which mixer a layer has.
+"""The interface of a token mixer: the function, its state, and its costs. Nothing else asks which mixer a layer has.
 
 A `config` is that of a model all of whose layers are alike, so `config.mixer` is the layer's own (`ModelConfig.layers`).
 """
@@ -29,14 +29,14 @@ class Mixer(nn.Module):
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
-        """Of mixers with the same settings, what is constant over the sequence: computed once per forward."""
+        """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward."""
         raise NotImplementedError("this mixer does not say what is constant over the sequence")
 
     @staticmethod
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
     ) -> Any:
-        """What `forward` needs to know of packed documents and of the shard: the same in all layers with this mixer.
+        """Facts about packed documents and the shard that `forward` needs: the same in all layers with this mixer.
 
         order: where the tokens stand in the sequence, [T]; positions: in their documents, [B, T], where several are packed.
         """
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
 
     @staticmethod
     def state_grows(config: ModelConfig) -> bool:
-        """Whether the state has room for a number of tokens, and not one size for all lengths."""
+        """True if the state has room for a number of tokens, and not one size for all lengths."""
         return False
 
     @staticmethod

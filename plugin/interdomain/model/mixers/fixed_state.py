@@ -126,7 +126,7 @@ class FixedStateMixer(Mixer):
 
     @staticmethod
     def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
-        """Of each, what `StepSize` returns."""
+        """The result of `StepSize` for each mixer."""
         return [() if mixer.ssm is None else mixer.ssm() for mixer in mixers]
 
     @staticmethod
@@ -153,7 +153,7 @@ class FixedStateMixer(Mixer):
 
     @classmethod
     def _widths(cls, config: ModelConfig) -> tuple[int, int, int]:
-        """Of the queries (and keys), of the values, and what the gates' matrices have of numbers per input channel."""
+        """Widths of the queries (and keys) and of the values, and numbers of the gates' matrices per input channel."""
         H, K, V = state_shape(config.mixer, config.dim)
         return (1 if cls.shared_keys else H) * K, H * V, cls._gate_rows(H, K) + cls.delta * H
 

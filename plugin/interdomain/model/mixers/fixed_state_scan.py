@@ -72,7 +72,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S
 
 
 def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """By chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
+    """The recurrence by chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
 
     decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
     """

@@ -23,7 +23,7 @@ PLAIN = ("chunkwise-torch", "reference")  # settings of the scan's backend that 
 
 
 def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tuple[bool, str]:
-    """Whether the kernels compute, and what does in words. device: None for another machine's GPU."""
+    """(True if the kernels compute, in words what computes). device: None for another machine's GPU."""
     if backend in PLAIN:
         problem = "as set"
     elif device is not None and device.type != "cuda":
@@ -41,7 +41,8 @@ def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tup
 
 
 def first_tokens(documents: Tensor) -> Tensor:
-    """Which tokens are the first of their document, [B, T] bool; what came before the first token is of document 0."""
+    """Mask of the tokens that are the first of their document, [B, T] bool; what came before the first token is of
+    document 0."""
     return documents != F.pad(documents, (1, 0))[:, :-1]
 
 

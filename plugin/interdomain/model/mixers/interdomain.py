@@ -138,7 +138,7 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
-        """Of each, (log_decay, mixing or readout), float32."""
+        """(log_decay, mixing or readout) of each mixer, float32."""
         return fold([mixer._own_dynamics() for mixer in mixers], mixers[0].config.readout)
 
     def _own_dynamics(self) -> Dynamics:
@@ -174,7 +174,7 @@ class InterdomainMixer(Mixer):
 
     @torch.no_grad()
     def _prepare_step(self, log_decay: Tensor, readout: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the two step functions read of the parameters: made once for all steps, in the forms that they want."""
+        """Parameters in the forms that the two step functions want: made once for all steps."""
         mixer = self.config
         convs = self._convolutions().values()
         features: dict[str, Any] = dict(
@@ -220,7 +220,7 @@ class InterdomainMixer(Mixer):
         return linear_step(torch.cat([k, v], dim=-1)[:, 0], state=state.ssm, inplace=True, **tables)[0][:, None]
 
     def _convolutions(self) -> dict[str, ShortConv]:
-        """In the order of their channels in a state."""
+        """The convolutions, in the order of their channels in a state."""
         return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
 
     def _convolved(

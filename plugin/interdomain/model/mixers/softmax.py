@@ -22,7 +22,7 @@ from .base import Mixer
 
 
 class Attended(NamedTuple):
-    """Which keys the queries of a piece attend to, and where its own go in the cache: the same in all layers.
+    """The keys that the queries of a piece attend to, and the places of its own keys in the cache: the same in all layers.
 
     mask: added to the scores, [B, 1, T, S] or [T, S]: 0, and -inf where a query does not attend; or a causal bias of PyTorch's;
     None for all keys before the query's. begin: the first slot (see KVCache.append).
@@ -40,7 +40,7 @@ class Attended(NamedTuple):
 
     @classmethod
     def after(cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype) -> "Attended":
-        """Of queries that `begin` keys come before: those, and the queries' own up to each."""
+        """Attention of queries after `begin` keys: to those keys, and to the queries' own keys up to each query."""
         if not begin or tokens == 1:
             return cls(None, begin)
         if device.type == "cuda":  # whose kernels know this one without a mask
@@ -54,7 +54,7 @@ class Attended(NamedTuple):
     def within(
         cls, window: int, before: int, first: Tensor | None, order: Tensor, dtype: torch.dtype, begin: int = 0
     ) -> "Attended":
-        """Of queries that attend to `window` tokens, themselves the last.
+        """Attention of queries to `window` tokens, the query's own the last.
 
         before: how many keys come before the queries' own, at most W; order: of the queries, 0 to T - 1; first: [B, T], the key
         with which each query's document begins, None for the first of all.
@@ -192,7 +192,7 @@ class SoftmaxMixer(Mixer):
 
 
 def _added(attended: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores. scaled_dot_product_attention would make the same of a bool, in every layer anew."""
+    """Numbers that are added to the scores. scaled_dot_product_attention would make the same of a bool, in every layer anew."""
     return torch.zeros_like(attended, dtype=dtype).masked_fill_(~attended, -math.inf)
 
 

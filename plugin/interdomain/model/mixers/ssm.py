@@ -81,7 +81,7 @@ class SSMDynamics(KeptInFloat32):
 
 
 def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
-    """What the scan reads, by layer: Lambda = exp(Delta A), input gain beta by zero-order hold, and the readout.
+    """Tensors that the scan reads, by layer: Lambda = exp(Delta A), input gain beta by zero-order hold, and the readout.
 
     Computed for the heads of all layers at once: it is some two hundred operations, forward and backward, on small tensors, and
     layer by layer their launches were of the order of a percent of a training step.

@@ -69,7 +69,7 @@ def refuse_for_host(job: Any) -> None:
 
 
 def translate(job: Any) -> Any:
-    """What TorchTitan's classes read: a copy of our configuration, with TorchTitan's defaults where ours has no field."""
+    """The configuration that TorchTitan's classes read: a copy of ours, with TorchTitan's defaults where ours has no field."""
     config: Any = JobConfig()
     config.to_dict = job.to_dict  # what a run records: our settings alone
     config.checkpoint.last_save_model_only = False  # the last checkpoint can be continued from, as every other

@@ -1,4 +1,4 @@
-"""What a step costs the ranks of a run: memory, traffic, and how long a sequence could be. For the ranks that need the most."""
+"""Costs of a step for the ranks that need the most: memory, traffic, and how long a sequence could be."""
 
 import bisect
 from collections.abc import Callable

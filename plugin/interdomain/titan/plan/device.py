@@ -46,7 +46,7 @@ def use_cpu_if_alone() -> None:
 
 
 def device_here() -> torch.device:
-    """What a run on this machine computes on."""
+    """The device that a run on this machine computes on."""
     return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
 
 

@@ -28,7 +28,7 @@ from .topology import CHUNK, Topology, pipeline_stages, refuse_for_batch, refuse
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What will run: the model, the schedule in steps and tokens, the topology, and what it costs."""
+    """The run to come: the model, the schedule in steps and tokens, the topology, and what it costs."""
 
     config: ModelConfig
     size: str
@@ -192,7 +192,7 @@ def model_config(job_config: JobConfig) -> ModelConfig:
 
 
 def _computed(execution: Execution, config: ModelConfig, precision: str, device: torch.device | None) -> dict[str, str]:
-    """How the scan and the features are computed, in words. device: None for another machine's GPU."""
+    """Words for how the scan and the features are computed. device: None for another machine's GPU."""
     recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
     words = (

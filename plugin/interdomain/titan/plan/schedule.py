@@ -1,4 +1,4 @@
-"""How many steps a run has, how many of them warm up, and the learning rate of each."""
+"""The steps of a run, the steps of its warmup, and the learning rate of each."""
 
 import json
 import math

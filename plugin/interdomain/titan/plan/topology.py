@@ -99,7 +99,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
 
 
 def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Of each stage of a pipeline's rank, micro-batches that are forward and not yet backward, where they are the most.
+    """The most micro-batches that are forward and not yet backward at a time, for each stage of a pipeline's rank.
 
     stages: of a rank. As PyTorch's schedules order them (`Schedule1F1B`, `ScheduleGPipe`, `ScheduleInterleaved1F1B`).
     """
@@ -175,7 +175,7 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
 
 
 def runs_with(schedule: str, ranks: int, micro_batches: int) -> bool:
-    """Whether a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
+    """True if a schedule runs so many micro-batches, by the checks of PyTorch's classes."""
     if ranks == 1 or schedule == "GPipe":
         return True
     if schedule == MULTI_STAGE:

@@ -176,7 +176,7 @@ class SelfDescribingCheckpoints(CheckpointManager):
 
     @user_errors
     def lacks_validation(self, step: int) -> bool:
-        """Whether this step was saved and not validated. Collective; the same on all ranks."""
+        """True if this step was saved and not validated. Collective; the same on all ranks."""
         folder = self._folder_of(step) if self.enable else None
         return on_rank_0(lambda: folder is not None and folder.is_dir() and not (folder / VALIDATION).exists())
 

@@ -73,7 +73,7 @@ class FolderLock:
             )
 
     def _has_ended(self, holder: dict) -> bool:
-        """Whether the holder's process is gone, or the scheduler has put this start in its place (its node may be cut off)."""
+        """True if the holder's process is gone, or the scheduler has put this start in its place (its node may be cut off)."""
         if holder["machine"] == self.record["machine"]:
             return not Path(f"/proc/{holder['pid']}").exists()
         requeued = holder["slurm_restarts"] < self.record["slurm_restarts"]

@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent di
 
 
 class Preemption:
-    """Whether this rank was asked to leave, and what all ranks agree on between two steps.
+    """Requests to leave: this rank's, and the one that all ranks agree on between two steps.
 
     Every step's collective carries the ranks' votes (`guard`). Between two steps, the host reads the vote of the step before
     the last: the last one's may still be under way on the device, and nothing waits for it. All ranks read the vote of the
@@ -37,7 +37,7 @@ class Preemption:
             raise SystemExit("this rank's torchrun was killed while the rank began: ending with it")
 
     def listen(self) -> None:
-        """From now on the signals are noted and nothing else; a second one changes nothing. Before it, they end the process."""
+        """Note signals, in place of ending the process by them; a second signal changes nothing."""
         for number in SIGNALS:
             signal.signal(number, self._note)
         self.listening = True
@@ -57,7 +57,7 @@ class Preemption:
         self.before, self.last = self.last, (vote, copied)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
+        """True if any rank was asked to leave by the end of the step before the last: the same answer on all ranks."""
         if self.before is None:
             return False
         vote, copied = self.before

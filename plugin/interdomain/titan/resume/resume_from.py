@@ -1,4 +1,4 @@
-"""Which checkpoint a start resumes from, whether it is complete, and whether it holds this model. No tensor is read here.
+"""The choice of the checkpoint that a start resumes from: is it complete, and does it hold this model? No tensor is read here.
 
 A run that went back to a step (`checkpoint.load_step`) writes this step, `branched_from`, into the record of every checkpoint
 that it saves from then on. So a restart of the same command continues from what was saved since, and does not go back again.
@@ -50,7 +50,7 @@ class ResumePoint(NamedTuple):
 
 
 def on_rank_0(act: Callable[[], Any]) -> Any:
-    """What `act` returns on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
+    """The result of `act` on rank 0, or the OSError or ValueError that it raises there, on every rank. Collective."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -65,7 +65,7 @@ def on_rank_0(act: Callable[[], Any]) -> Any:
 
 @user_errors
 def loads_a_model(job_config) -> bool:
-    """Whether this start loads a model: then it draws no initial values. If that fails, the start ends. Collective."""
+    """True if this start loads a model, and so draws no initial values. If finding out fails, the start ends. Collective."""
     config = job_config.checkpoint
     if not config.enable:
         return False
@@ -152,7 +152,7 @@ def _set_aside(folder: Path, why: str) -> Path:
 
 
 def set_damaged_aside(folder: Path, reason: str) -> None:
-    """On rank 0."""
+    """Rename a damaged checkpoint. On rank 0."""
     logger.warning("SKIPPED, and renamed to %s: %s", _set_aside(folder, "damaged").name, reason)
 
 

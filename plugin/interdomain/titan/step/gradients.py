@@ -39,7 +39,7 @@ def reduce_shares(parameters: Iterable[nn.Parameter], meshes: Meshes) -> None:
 
 
 def _all_reduce(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """In place, all in one."""
+    """Sum tensors over the ranks, in place, in one exchange."""
     if not tensors or dist.get_world_size(group) == 1:
         return
     flat = torch.cat([x.flatten() for x in tensors])

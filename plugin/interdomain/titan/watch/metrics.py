@@ -80,7 +80,7 @@ class InterdomainMetrics(MetricsProcessor):
             logger.info("validation loss by position: %s", by_position)
 
     def _mixer_is_due(self, step: int) -> bool:
-        """Whether a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
+        """True if a multiple of `mixer_freq` has come since the last logged step, or this is the first."""
         freq, log_freq = self.job_config.metrics.mixer_freq, self.job_config.metrics.log_freq
         return bool(freq) and (step == 1 or step // freq > (step - log_freq) // freq)
 

@@ -160,7 +160,7 @@ def facts_of(plan: RunPlan, job_config: Any, fingerprints: dict[str, str]) -> di
 
 
 def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
-    """What runs of a study differ in (tools.study)."""
+    """Settings in which the runs of a study differ (tools.study)."""
     optimizer, start = job_config.optimizer, ("n_basis", "c_scale", "linear_scale", "dt_min", "dt_max", "a_init")
     mixers = [mixer for mixer in plan.config.mixers if mixer.kind == "interdomain"]
     of_the_plan = ("tokens", "tokens_per_step", "seq_len", "warmup_steps", "seed", "precision")

@@ -29,7 +29,7 @@ ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04
 
 
 def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
-    """How many windows a validation of so many tokens (0: all) takes of the split."""
+    """The number of windows that a validation of so many tokens (0: all) takes of the split."""
     held, asked = len(dataset), math.ceil(tokens / dataset.seq_len)
     if asked > held:
         logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
