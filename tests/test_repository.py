@@ -1,6 +1,7 @@
 """The repository as a package: which package imports what, what the wheel holds, file lengths, the commands."""
 
 import ast
+import graphlib
 import importlib.util
 import os
 import re
@@ -127,6 +128,25 @@ def test_imports_go_one_way():
             assert target in allowed | {own} or target in sys.stdlib_module_names, (
                 f"{module} imports {name}; {own} may import {', '.join(sorted(allowed)) or 'the standard library'}"
             )
+
+
+def test_folders_of_a_package_import_each_other_one_way():
+    """Inside titan, model, tools and the others: no folder or module imports what imports it."""
+
+    def unit(name):
+        """interdomain.titan.plan for all of its modules; a module that lies beside the folders is its own unit."""
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        parts = name.split(".")
+        return ".".join(parts[:3]) if len(parts) > 2 else None
+
+    graph = {}
+    for module, path in MODULES.items():
+        imports = {unit(name) for name in imports_of(path.read_text(), module, path.stem == "__init__")}
+        if this := unit(module):
+            graph.setdefault(this, set()).update(imports - {None, this})
+    assert len(graph) > 80
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the modules
 
 
 # What the package holds

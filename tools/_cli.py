@@ -63,8 +63,8 @@ def add_device(parser, words: str = DEVICE) -> None:
 
 def add_dtype(parser, dtypes) -> None:
     """--dtype of a tool that reads a standalone folder."""
-    what = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
-    parser.add_argument("--dtype", choices=dtypes, help=what)
+    text = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
+    parser.add_argument("--dtype", choices=dtypes, help=text)
 
 
 def choose_device(name: str):

@@ -77,12 +77,12 @@ def relative(a: float, b: float) -> float:
 
 def compare(a: Run, b: Run, tolerance: float) -> dict[int, dict[str, float]]:
     """{step: {column: relative difference, 0 for one within the tolerance}} of what both runs have, in the order of steps."""
-    found: dict[int, dict[str, float]] = {}
+    differences: dict[int, dict[str, float]] = {}
     for column in [column for column in COLUMNS if column in a.curves and column in b.curves]:
         for step in a.curves[column].keys() & b.curves[column].keys():
             apart = relative(a.curves[column][step], b.curves[column][step])
-            found.setdefault(step, {})[column] = apart if apart > tolerance else 0.0
-    return dict(sorted(found.items()))
+            differences.setdefault(step, {})[column] = apart if apart > tolerance else 0.0
+    return dict(sorted(differences.items()))
 
 
 def settings_that_differ(a: Run, b: Run) -> str:
@@ -128,8 +128,8 @@ def parse(argv) -> argparse.Namespace:
         "run_a", type=Path, metavar="RUN_A", help="folder of a run (job.dump_folder), or a stored curve (.json)"
     )
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
-    what = "largest relative difference that counts as equal; 0: equal to the last bit"
-    p.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=what)
+    text = "largest relative difference that counts as equal; 0: equal to the last bit"
+    p.add_argument("--tolerance", type=float, default=0.0, metavar="X", help=text)
     p.add_argument("--common", action="store_true", help="ignore steps and curves that only one run has")
     p.add_argument("--save-curve", type=Path, metavar="FILE.json", help="store RUN_A's curves in this file")
     args = p.parse_args(argv)
@@ -153,21 +153,21 @@ def main(argv=None) -> int:
         print(f"wrote {args.save_curve} ({len(a.curves['loss']):,} steps: {', '.join(a.curves)})")
         return 0
     b = read_run(args.run_b)
-    found = compare(a, b, args.tolerance)
-    steps = [step for step, apart in found.items() if "loss" in apart]
+    differences = compare(a, b, args.tolerance)
+    steps = [step for step, apart in differences.items() if "loss" in apart]
     if not steps:
         raise ValueError(f"the two runs have no logged step in common: {a.describe()}; {b.describe()}.")
     alone = only_in_one(a, b)
     print("\n".join([f"A  {a.describe()}", f"B  {b.describe()}", settings_that_differ(a, b), *alone]))
     how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
-    first = next((step for step, apart in found.items() if any(apart.values())), None)
+    first = next((step for step, apart in differences.items() if any(apart.values())), None)
     if first is not None:
-        print(f"\n{table(a, b, found, first)}\n")
-        what = ", ".join(f"{column} by {apart:.1e}" for column, apart in found[first].items() if apart)
+        print(f"\n{table(a, b, differences, first)}\n")
+        names = ", ".join(f"{column} by {apart:.1e}" for column, apart in differences[first].items() if apart)
         before = sum(step < first for step in steps)
-        print(f"the first step that differs is {first:,}: {what}; the same {how} at the {before:,} before it")
+        print(f"the first step that differs is {first:,}: {names}; the same {how} at the {before:,} before it")
         return 1
-    columns = ", ".join(column for column in COLUMNS if any(column in apart for apart in found.values()))
+    columns = ", ".join(column for column in COLUMNS if any(column in apart for apart in differences.values()))
     same = f"the same {how} at {len(steps):,} step(s), {steps[0]:,} to {steps[-1]:,} ({columns})"
     if alone and not args.common:
         print(f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}")

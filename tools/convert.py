@@ -46,16 +46,16 @@ def parse(argv):
     )
     p.add_argument("source", type=Path, metavar="SOURCE", help=source)
     p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
-    what = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
-    p.add_argument("--dtype", choices=pretrained.DTYPES, help=what)
+    text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
+    p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
     back = p.add_mutually_exclusive_group()
-    what = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
-    back.add_argument("--to-checkpoint", action="store_true", help=what)
+    text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
+    back.add_argument("--to-checkpoint", action="store_true", help=text)
     back.add_argument("--to-megatron", action="store_true", help="write a checkpoint for Megatron-Core (--load DIR)")
-    what = (
+    text = (
         "tokenizer file or folder of the prepared corpus; required for a checkpoint of Megatron-Core, refused otherwise"
     )
-    p.add_argument("--tokenizer", type=Path, metavar="PATH", help=what)
+    p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
     args = p.parse_args(argv)
     if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer):
         raise ValueError(
@@ -123,8 +123,8 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
 def check_folder(folder: Path, checkpoint, args) -> str:
     """Read the folder back as a user would and compare it with the checkpoint. Returns what was found, in words."""
     model, _ = pretrained.load_pretrained(folder)
-    config, found = model.config, model.state_dict()
-    wanted = checkpoint.read(list(found))
+    config, state = model.config, model.state_dict()
+    wanted = checkpoint.read(list(state))
     for name, tensor in wanted.items():
         if not tensor.isfinite().all():
             raise ValueError(
@@ -132,15 +132,15 @@ def check_folder(folder: Path, checkpoint, args) -> str:
                 "an earlier step."
             )
         expected = tensor.to(pretrained.storage_dtype(name, pretrained.DTYPES[args.dtype]))
-        require_same(name, found[name], expected)
+        require_same(name, state[name], expected)
     tokens = torch.arange(CHECK_TOKENS)[None] * 37 % config.vocab_size
-    found = model.float()(tokens)
+    logits = model.float()(tokens)
     del model
     with torch.device("meta"):
         source = Transformer(config)
     source.load_state_dict({name: tensor.float() for name, tensor in wanted.items()}, assign=True)
     wanted = source(tokens)
-    difference = ((found - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+    difference = ((logits - wanted).square().mean() / wanted.square().mean()).sqrt().item()
     if not difference <= LOGIT_TOLERANCE[args.dtype]:
         raise ValueError(
             f"the folder's logits differ from the checkpoint's by {difference:.3g} (relative RMS), allowed "
@@ -212,9 +212,9 @@ def to_checkpoint(args) -> str:
 def main(argv=None) -> int:
     args = parse(argv)
     convert = to_checkpoint if args.to_checkpoint else to_megatron if args.to_megatron else to_folder
-    what = convert(args)
+    summary = convert(args)
     size = sum(file.stat().st_size for file in args.output.rglob("*") if file.is_file())
-    print(f"wrote {args.output} ({size / 1e6:.1f} MB, {what})")
+    print(f"wrote {args.output} ({size / 1e6:.1f} MB, {summary})")
     return 0
 
 

@@ -54,30 +54,30 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--output", type=Path, metavar="DIR", help=f"{RESULTS} (default: outputs/evaluations/TIME)")
     add_device(p)
     add_dtype(p, DTYPES)
-    what = "texts or windows that are computed at once, at least 1"
-    p.add_argument("--batch-size", type=int, default=8, metavar="N", help=what)
-    what = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
-    p.add_argument("--limit", type=int, metavar="N", help=what)
+    words = "texts or windows that are computed at once, at least 1"
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help=words)
+    words = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
+    p.add_argument("--limit", type=int, metavar="N", help=words)
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
     suites = f"suites ({', '.join(task_table.SUITES)}) or names of lm-evaluation-harness"
-    what = f"{suites} (default: paper, or none with --perplexity)"
-    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=what)
-    what = "folders with task files of your own, in the harness's format"
-    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=what)
-    what = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
-    tasks.add_argument("--max-length", type=int, metavar="N", help=what)
+    words = f"{suites} (default: paper, or none with --perplexity)"
+    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=words)
+    words = "folders with task files of your own, in the harness's format"
+    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=words)
+    words = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
+    tasks.add_argument("--max-length", type=int, metavar="N", help=words)
     text = p.add_argument_group("perplexity against context length")
-    what = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
-    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=what)
-    what = "context lengths in tokens, each at least 1"
-    text.add_argument("--lengths", nargs="+", type=int, default=[*_length.LENGTHS], metavar="N", help=what)
-    what = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
-    text.add_argument("--packed", action="store_true", help=what)
-    what = "where --fetch puts the corpora of `paper`"
-    text.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=what)
-    what = "column or JSON field that holds the text"
-    text.add_argument("--text-field", default="text", metavar="NAME", help=what)
+    words = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
+    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=words)
+    words = "context lengths in tokens, each at least 1"
+    text.add_argument("--lengths", nargs="+", type=int, default=[*_length.LENGTHS], metavar="N", help=words)
+    words = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
+    text.add_argument("--packed", action="store_true", help=words)
+    words = "where --fetch puts the corpora of `paper`"
+    text.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=words)
+    words = "column or JSON field that holds the text"
+    text.add_argument("--text-field", default="text", metavar="NAME", help=words)
     return p.parse_args(argv)
 
 
@@ -120,8 +120,8 @@ def save(report: results.Report) -> None:
     """JSON and Markdown, with the tables of what is known so far."""
     contents, folders, cells = report.contents, report.rows("folders"), {}
     if contents["tasks"]:
-        found = {label: out["results"] for label, out in contents["tasks"].items()}
-        cells["tasks"] = task_table.table(found, {(row["size"], row["condition"]) for row in folders})
+        by_label = {label: out["results"] for label, out in contents["tasks"].items()}
+        cells["tasks"] = task_table.table(by_label, {(row["size"], row["condition"]) for row in folders})
     if contents["perplexity"]:
         beside = {row["condition"] for row in folders if row["size"] == _length.SIZE and "corpora" in contents}
         table = perplexity_table(contents["perplexity"], [row["folder"] for row in folders], beside)

@@ -31,23 +31,23 @@ from interdomain.tools._cli import (
 def parse(argv):
     p = argument_parser(__doc__, "FOLDER")
     p.add_argument("folder", metavar="FOLDER", help=STANDALONE)
-    what = "text to continue; may be given several times (default: read standard input)"
-    p.add_argument("--prompt", action="append", metavar="TEXT", help=what)
+    text = "text to continue; may be given several times (default: read standard input)"
+    p.add_argument("--prompt", action="append", metavar="TEXT", help=text)
     p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
     p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")
     sampling = p.add_argument_group("sampling")
-    what = "0 takes the most probable token; higher values give more varied text"
-    sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=what)
-    what = "sample from the N most probable tokens; 0: from all"
-    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help=what)
-    what = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
-    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=what)
+    text = "0 takes the most probable token; higher values give more varied text"
+    sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=text)
+    text = "sample from the N most probable tokens; 0: from all"
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help=text)
+    text = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
+    sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=text)
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
     how = p.add_argument_group("computation")
     add_device(how)
     add_dtype(how, DTYPES)
-    what = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
-    how.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=what)
+    text = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
+    how.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=text)
     how.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
     return p.parse_args(argv)
 

@@ -47,8 +47,8 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument(
         "--layers", nargs="+", type=int, metavar="N", help="only these layers, counted from 0 (default: all)"
     )
-    what = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
-    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=what)
+    words = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
+    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=words)
     add_device(p)
     p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
     return p.parse_args(argv)

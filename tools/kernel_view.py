@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from interdomain.model import MixerConfig, ModelConfig, Transformer
+from interdomain.model.initialize import initial_A
 from interdomain.model.mixers import interdomain as mixer
-from interdomain.model.mixers.ssm import initial_A
 from interdomain.scan.legs import legs_projection
 from interdomain.tools._cli import argument_parser, user_errors
 from interdomain.tools._plots import Curve, Panel, draw

@@ -52,15 +52,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.usage = f"{p.prog} [CONFIG.toml] [OPTIONS] [SETTINGS]"
     p.add_argument("--dry-run", action="store_true", help="check the settings, print what would run, and stop")
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
-    what = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
-    p.add_argument("--ranks", type=int, metavar="N", help=what)
-    what = "restarts of failed ranks before the run ends"
-    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help=what)
-    what = (
+    text = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
+    p.add_argument("--ranks", type=int, metavar="N", help=text)
+    text = "restarts of failed ranks before the run ends"
+    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help=text)
+    text = (
         f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an "
     )
-    what += "allocation too (default: INTERDOMAIN_SITE, else plain)"
-    p.add_argument("--site", metavar="NAME", help=what)
+    text += "allocation too (default: INTERDOMAIN_SITE, else plain)"
+    p.add_argument("--site", metavar="NAME", help=text)
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
         raise ValueError(
@@ -113,10 +113,10 @@ def check_data(job, dry_run: bool = False) -> str:
         if dry_run:
             return f"NOT HERE: {e}"
         raise
-    said = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+    line = f"{job.data.corpus} ({train.num_tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
     if job.validation.enable:
-        said += f", validation {open_dataset(job, 'validation').num_tokens:,}"
-    return said + ")"
+        line += f", validation {open_dataset(job, 'validation').num_tokens:,}"
+    return line + ")"
 
 
 def next_steps(argv: list[str], job, plan) -> str:

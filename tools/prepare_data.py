@@ -54,52 +54,52 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, metavar="DIR", help=OUTPUT)
-    what = "write nothing: compare every byte of a prepared corpus with its manifest"
-    task.add_argument("--verify", type=Path, metavar="CORPUS", help=what)
-    what = "share of the documents in the validation split, at least 0 and below 1"
-    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=what)
-    what = "size of a shard in tokens; a larger corpus has several"
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=what)
+    words = "write nothing: compare every byte of a prepared corpus with its manifest"
+    task.add_argument("--verify", type=Path, metavar="CORPUS", help=words)
+    words = "share of the documents in the validation split, at least 0 and below 1"
+    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=words)
+    words = "size of a shard in tokens; a larger corpus has several"
+    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=words)
 
     text = parser.add_argument_group("a corpus of text")
-    what = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
-    what += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
-    text.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=what)
-    what = "column or JSON field that holds the text"
-    text.add_argument("--text-field", default="text", metavar="NAME", help=what)
-    what = "read at most so many bytes of the input files, in whole pieces (default: all)"
-    text.add_argument("--max-bytes", type=int, metavar="N", help=what)
-    what = (
+    words = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
+    words += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
+    text.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=words)
+    words = "column or JSON field that holds the text"
+    text.add_argument("--text-field", default="text", metavar="NAME", help=words)
+    words = "read at most so many bytes of the input files, in whole pieces (default: all)"
+    text.add_argument("--max-bytes", type=int, metavar="N", help=words)
+    words = (
         "skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8); name each"
     )
-    text.add_argument("--skip-bad", type=int, default=0, metavar="N", help=what)
+    text.add_argument("--skip-bad", type=int, default=0, metavar="N", help=words)
     tokenizer = text.add_mutually_exclusive_group()
     kinds = "a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder that holds one"
     tokenizer.add_argument("--tokenizer", metavar="PATH", help=f"use this tokenizer: {kinds}")
-    what = "without --tokenizer: train a tokenizer of so many tokens on the training split"
-    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=what)
-    what = "processes that encode (default: one for every core that has work)"
-    text.add_argument("--workers", type=int, metavar="N", help=what)
+    words = "without --tokenizer: train a tokenizer of so many tokens on the training split"
+    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=words)
+    words = "processes that encode (default: one for every core that has work)"
+    text.add_argument("--workers", type=int, metavar="N", help=words)
 
     made = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
     made.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
     made.add_argument(
         "--synthetic-length", type=int, metavar="T", help="tokens of an example; use it as training.seq_len"
     )
-    what = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
-    made.add_argument("--synthetic-items", type=int, metavar="P", help=what)
+    words = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
+    made.add_argument("--synthetic-items", type=int, metavar="P", help=words)
     made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
-    what = "examples of both splits together"
-    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=what)
+    words = "examples of both splits together"
+    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=words)
     made.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
 
     args = parser.parse_args(argv)
-    given = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
-    if args.verify and (unused := [word for word in given if word.startswith("--") and word != "--verify"]):
+    options = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
+    if args.verify and (unused := [word for word in options if word.startswith("--") and word != "--verify"]):
         raise ValueError(f"--verify only reads: leave out {', '.join(unused)}.")
-    if args.synthetic and (unused := [option for option in OF_TEXT if option in given]):
+    if args.synthetic and (unused := [option for option in OF_TEXT if option in options]):
         raise ValueError(f"--synthetic makes its own text and tokenizer: leave out {', '.join(unused)}.")
-    if not args.synthetic and (unused := [word for word in given if word.startswith("--synthetic-")]):
+    if not args.synthetic and (unused := [word for word in options if word.startswith("--synthetic-")]):
         raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
@@ -144,8 +144,8 @@ def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer:
     encoding = Encoding(folder, tokenizer.path, args.text_field, args.validation_fraction, args.skip_bad)
     skipped: list[BadDocument] = []
     seconds = 0.1 if sys.stderr.isatty() else 60  # a line a minute in a log
-    said = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
-    with tqdm(total=size, unit="B", unit_scale=True, desc=said, mininterval=seconds, delay=seconds) as bar:
+    title = f"tokenising ({workers} process{'es' if workers > 1 else ''})"
+    with tqdm(total=size, unit="B", unit_scale=True, desc=title, mininterval=seconds, delay=seconds) as bar:
 
         def report(part: Part) -> None:
             bar.update(part.size)
@@ -158,9 +158,9 @@ def encode(folder: Path, args: argparse.Namespace, parts: list[Part], tokenizer:
 def check_request(work: Path, request: dict) -> None:
     """Raises ValueError if an earlier run left something else in `work` than what is asked for now."""
     path = work / REQUEST
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else request
-    names = [name for name in found | request if found.get(name) != request.get(name)]
-    if differing := [f"{name}: {found.get(name)} there, {request.get(name)} asked for" for name in names]:
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else request
+    names = [name for name in before | request if before.get(name) != request.get(name)]
+    if differing := [f"{name}: {before.get(name)} there, {request.get(name)} asked for" for name in names]:
         raise ValueError(
             f"{work} holds an unfinished corpus with other options ({'; '.join(differing)}). Repeat those options to finish "
             f"it, remove {work} to start again, or give another --output."
@@ -208,8 +208,8 @@ def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part]
 def prepare_synthetic(args: argparse.Namespace) -> str:
     """Makes the corpus of a recall task. Returns the result line."""
     kind = TASKS[args.synthetic]
-    given = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
-    task = kind(**kind.defaults | {name: n for name, n in given.items() if n is not None}, seed=args.synthetic_seed)
+    options = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
+    task = kind(**kind.defaults | {name: n for name, n in options.items() if n is not None}, seed=args.synthetic_seed)
     examples, fraction, shard_tokens = args.synthetic_examples, args.validation_fraction, args.shard_tokens
     request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
     counts = {"validation": round(examples * fraction)}
@@ -226,13 +226,13 @@ def prepare_synthetic(args: argparse.Namespace) -> str:
 def prepare(args: argparse.Namespace) -> str:
     """Makes the corpus. Returns the result line."""
     inputs = find_inputs(args.input)
-    given = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    if given:
-        given.encode("", add_eos=True)  # EOS ends every document: an error if there is none
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    if tokenizer:
+        tokenizer.encode("", add_eos=True)  # EOS ends every document: an error if there is none
     # What the corpus is a function of, as the manifest keeps it.
     options = ("text_field", "max_bytes", "validation_fraction", "shard_tokens")
     request = {"inputs": inputs.described} | {name: getattr(args, name) for name in options}
-    request["tokenizer"] = {"sha256": given.sha256} if given else {"trained_vocab_size": args.vocab_size}
+    request["tokenizer"] = {"sha256": tokenizer.sha256} if tokenizer else {"trained_vocab_size": args.vocab_size}
     with kept_folder(args.output) as work:
         size = sum(file.size for file in inputs.files)
         others = f" (other files in the folders, left out: {inputs.left_out:,})" if inputs.left_out else ""
@@ -240,7 +240,7 @@ def prepare(args: argparse.Namespace) -> str:
         try:
             # Finds missing columns and datasets.
             parts = cut(list(list_spans(inputs.files, args.text_field, args.max_bytes)))
-            build(work, args, request, parts, given)
+            build(work, args, request, parts, tokenizer)
         except BaseException:
             if not any(work.glob("part-*.idx")):
                 shutil.rmtree(work)  # nothing that could be continued

@@ -39,10 +39,10 @@ def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "plan|run|show")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog)
 
-    def add(name: str, what: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
+    def add(name: str, text: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
         usage = f"%(prog)s {arguments} [OPTIONS]"
         return commands.add_parser(
-            name, usage=usage, help=what, description=f"{what}.{more}", formatter_class=Help, allow_abbrev=False
+            name, usage=usage, help=text, description=f"{text}.{more}", formatter_class=Help, allow_abbrev=False
         )
 
     plan = add("plan", "Print the runs, what they cost, and which are not finished", "STUDY.toml")
@@ -52,18 +52,18 @@ def parse(argv) -> argparse.Namespace:
     run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
     for command in (plan, run):
         command.add_argument("study", type=Path, metavar="STUDY.toml", help="the study's file (format: docs/study.md)")
-        what = "only runs whose name matches, such as '*/seed-1'"
-        command.add_argument("--only", default="*", metavar="PATTERN", help=what)
+        text = "only runs whose name matches, such as '*/seed-1'"
+        command.add_argument("--only", default="*", metavar="PATTERN", help=text)
     where = run.add_mutually_exclusive_group()
-    what = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
-    where.add_argument("--jobs", type=int, default=1, metavar="N", help=what)
-    what = "submit each run to SLURM instead, by this command and the run's TOML file, as 'sbatch tools/sites/requeue.sbatch'"
-    where.add_argument("--sbatch", metavar="COMMAND", help=what)
+    text = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
+    where.add_argument("--jobs", type=int, default=1, metavar="N", help=text)
+    text = "submit each run to SLURM instead, by this command and the run's TOML file, as 'sbatch tools/sites/requeue.sbatch'"
+    where.add_argument("--sbatch", metavar="COMMAND", help=text)
     show = add("show", "Print a table of the finished runs of a study, or of single runs", "STUDY.toml|RUN [...]")
-    what = "a study's file, or the folder of a run (job.dump_folder), finished or not"
-    show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=what)
-    what = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
-    show.add_argument("--output", type=Path, metavar="DIR", help=what)
+    text = "a study's file, or the folder of a run (job.dump_folder), finished or not"
+    show.add_argument("runs", nargs="+", type=Path, metavar="STUDY.toml|RUN", help=text)
+    text = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
+    show.add_argument("--output", type=Path, metavar="DIR", help=text)
     args = p.parse_args(argv)
     if args.command == "run" and args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
@@ -102,16 +102,16 @@ def shown(paths: list[Path]) -> "list[Run]":
     from interdomain.tools._study.definition import read_study, record_of
     from interdomain.tools._study.tables import Run
 
-    found = []
+    runs = []
     for path in paths:
         if path.suffix != ".toml":
-            found.append(Run.of(str(path), record_of(path)))
+            runs.append(Run.of(str(path), record_of(path)))
             continue
         done = [run for run in read_study(path).runs if run.is_finished]
         if not done:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
-        found += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
-    return found
+        runs += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
+    return runs
 
 
 @user_errors

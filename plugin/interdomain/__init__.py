@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from interdomain.model import InterdomainAttention
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["InterdomainAttention"]
 
 

@@ -23,9 +23,9 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
         record["ptxas"] = ptxas or "Triton's own"
         cudnn: int | None = torch.backends.cudnn.version()
         record["CUDA"] = f"{torch.version.cuda}, cuDNN {cudnn}"
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
-    record["CPU"] = f"{found[1] if found else platform.machine()}, {cores}"
+    record["CPU"] = f"{model[1] if model else platform.machine()}, {cores}"
     record |= {"Python": platform.python_version(), "PyTorch": torch.__version__}
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     return record | {name: installed.get(name, "not installed") for name in PACKAGES} | {"commit": commit()}
@@ -34,8 +34,8 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 def commit() -> str:
     """This clone's commit, with a word if it was changed since; INTERDOMAIN_COMMIT names it where git cannot."""
     describe = "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=, changed since"
-    found = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
-    return found or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
+    described = _output("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", *describe)
+    return described or os.environ.get("INTERDOMAIN_COMMIT") or "unknown"
 
 
 def _output(*command: str) -> str:

@@ -87,8 +87,8 @@ def private_folder(path: Path | str) -> Path:
     """
     path = Path(path)
     path.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(path)  # not of what a link points to
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = os.lstat(path)  # not of what a link points to
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(f"{path} is not a folder that only you can write to. Remove it, or set another TMPDIR.")
     return path
 

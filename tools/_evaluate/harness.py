@@ -60,7 +60,7 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
             f"unknown tasks: {', '.join(unknown)}. Give suites ({', '.join(SUITES)}), names of lm-evaluation-harness, or "
             "--include-path with the folder of your task files. Model folders come first, before --tasks."
         )
-    found = {"tasks": {}, "groups": {}}
+    known = {"tasks": {}, "groups": {}}
     for name in names:
         if name in recall.MADE and tokenizer is None:
             continue
@@ -75,12 +75,12 @@ def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
             raise ValueError(
                 f"{name} needs a package that is not installed ({e}). Install it: {install_command('eval')}"
             ) from e
-        found = {kind: found[kind] | loaded.get(kind, {}) for kind in found}
-    for task in found["tasks"].values():  # as the harness's own command does
+        known = {kind: known[kind] | loaded.get(kind, {}) for kind in known}
+    for task in known["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:
             task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
-    return found
+    return known
 
 
 def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length, batch_size, dtype, limit) -> dict:
@@ -96,15 +96,15 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
     lm = HFLM(pretrained=str(folder), max_length=max_length, device=str(device), dtype=dtype or "auto", **options)
     lm.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
     torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
-    found = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
+    collected = {"results": {}, "samples": {}, "versions": {}, "shots": {}}
     for length, part in by_length(tasks, max_length).items():
         if length > max_length:
             lm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, max_length=length, **options)
         out = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
-        found["results"] |= {task: metrics(values) for task, values in out["results"].items()}
+        collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
         for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
-            found[kind] |= out[key]
-    return found
+            collected[kind] |= out[key]
+    return collected
 
 
 def by_length(tasks: dict, max_length: int) -> dict[int, dict]:
@@ -118,11 +118,14 @@ def by_length(tasks: dict, max_length: int) -> dict[int, dict]:
 
 def metrics(values: dict) -> dict:
     """The harness's "acc,none" and "acc_stderr,none" as acc: value, stderr; a filter other than `none` stays in the name."""
-    found = {}
+    by_metric = {}
     for key, value in values.items():
         metric, comma, kind = key.partition(",")
         if comma and not metric.endswith("_stderr"):
             stderr = values.get(f"{metric}_stderr,{kind}")
             name = metric if kind == "none" else f"{metric} ({kind})"
-            found[name] = {"value": float(value), "stderr": float(stderr) if isinstance(stderr, int | float) else None}
-    return found
+            by_metric[name] = {
+                "value": float(value),
+                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+            }
+    return by_metric

@@ -60,9 +60,9 @@ def read_spans(corpus: str, tokenizer, size: int, *, text_field="text", packed=F
         if limit is not None and len(spans) >= limit:
             break
     if not spans:
-        what = f"all documents have {rest.shape[1]:,}" if packed else f"its longest document has {longest:,}"
+        lengths = f"all documents have {rest.shape[1]:,}" if packed else f"its longest document has {longest:,}"
         advice = "more text" if packed else "--packed, which joins documents"
-        raise ValueError(f"{corpus} is too short for {size:,} tokens: {what}. Give shorter --lengths or {advice}.")
+        raise ValueError(f"{corpus} is too short for {size:,} tokens: {lengths}. Give shorter --lengths or {advice}.")
     text = np.stack(spans[:limit], axis=1)
     return text.reshape(2, 1, -1) if packed else text
 

@@ -69,8 +69,8 @@ def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[st
     cells: (size, condition) of the folders. The paper's figures of a condition stand beside them where one is exactly it.
     """
     theirs = [i for i, condition in enumerate(CONDITIONS) if (SIZE, condition) in cells]
-    found = dict.fromkeys((t, m) for by_task in results.values() for t, metrics in by_task.items() for m in metrics)
-    ours = [key for key in PAPER if key in found]
+    measured = dict.fromkeys((t, m) for by_task in results.values() for t, metrics in by_task.items() for m in metrics)
+    ours = [key for key in PAPER if key in measured]
     tasks = {task for task, _ in ours}
     rows = [["task", "metric", *results, *(f"paper's {SIZE} {CONDITIONS[i]}" for i in theirs if ours)]]
 
@@ -79,11 +79,11 @@ def table(results: dict[str, dict], cells: set[tuple[str, str]]) -> list[list[st
         figures = [f"{paper[i]:g}" if paper else "-" for i in theirs if ours]
         rows.append([name, unit, *(_cell(x, metric) for x in values), *figures])
 
-    for key in [*ours, *(key for key in found if key[0] not in tasks)]:
+    for key in [*ours, *(key for key in measured if key[0] not in tasks)]:
         task, metric = key
         add(task, metric, [by_task.get(task, {}).get(metric) for by_task in results.values()], PAPER.get(key))
         for name, (group, means) in AVERAGES.items():
-            if key == list(group)[-1] and group.keys() <= found.keys():
+            if key == list(group)[-1] and group.keys() <= measured.keys():
                 add(name, metric, [average(by_task, group) for by_task in results.values()], means)
     return rows
 

@@ -147,10 +147,10 @@ def by_head(weights: Tensor) -> dict[str, list[float]]:
     position = torch.arange(weights.shape[-1], device=weights.device, dtype=weights.dtype)
     lag = (position[:, None] - position).clamp_min(0)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    found = {
+    summary = {
         "own token": shares.diagonal(dim1=1, dim2=2),
         "distance": (shares * lag).sum(-1),
         "spread": entropy.exp(),
         "negative": (shares * (weights < 0)).sum(-1),
     }
-    return {name: values.mean(-1).tolist() for name, values in found.items()}
+    return {name: values.mean(-1).tolist() for name, values in summary.items()}

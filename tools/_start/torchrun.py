@@ -106,13 +106,13 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         with handlers(requests):
             code = process.wait()
         reason.seek(0)
-        said = reason.read()
+        word = reason.read()
     if asked.count(signal.SIGINT) > 1:
         return INTERRUPTED
-    if said == STOPPED:  # a full disk, for one: asked to leave or not
+    if word == STOPPED:  # a full disk, for one: asked to leave or not
         return REFUSED
-    if said == LEFT or (asked and code):
-        saved = "left on a signal" if said == LEFT else "ended after a signal, without a checkpoint of where it was"
+    if word == LEFT or (asked and code):
+        saved = "left on a signal" if word == LEFT else "ended after a signal, without a checkpoint of where it was"
         print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
         return CONTINUE
     if code < 0:

@@ -236,14 +236,14 @@ def _without_unread(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
     """Put a table's settings over others. Steps replace tokens that an earlier table said, as on the command line."""
-    given = dict(pairs(layer))
-    for name, value in given.items():
+    layer_settings = dict(pairs(layer))
+    for name, value in layer_settings.items():
         section, _, key = name.partition(".")
         if not key:
             raise ValueError(f"{name} = {value!r} is no setting: write section.name, as training.tokens.")
         settings.setdefault(section, {})[key] = deepcopy(value)
     for steps, tokens in IN_TOKENS.items():
-        if steps in given and tokens not in given:
+        if steps in layer_settings and tokens not in layer_settings:
             section, key = tokens.split(".")
             settings[section].pop(key, None)
 

@@ -47,8 +47,8 @@ class Running:
         """The number of steps that the run has done, by its log."""
         with open(self.log.name, "rb") as f:
             f.seek(max(0, os.path.getsize(self.log.name) - TAIL))
-            found = PROGRESS.findall(f.read())
-        return float(found[-1]) / 100 * self.run.plan.steps if found else self.run.step
+            steps = PROGRESS.findall(f.read())
+        return float(steps[-1]) / 100 * self.run.plan.steps if steps else self.run.step
 
 
 def _leave_with_parent() -> None:
@@ -62,8 +62,8 @@ def environment(share: int, jobs: int, ranks: int) -> dict[str, str]:
     if jobs == 1:
         return dict(os.environ)
     if gpus := torch.cuda.device_count():
-        own = range(share * gpus // jobs, (share + 1) * gpus // jobs)
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+        share_of_gpus = range(share * gpus // jobs, (share + 1) * gpus // jobs)
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, share_of_gpus))}
     threads = max(1, len(os.sched_getaffinity(0)) // (jobs * ranks))
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
@@ -120,9 +120,9 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                 running.remove(one)
                 one.log.close()
                 done += one.run.plan.steps
-                said, bad = outcome(one)
+                words, bad = outcome(one)
                 failed += bad
-                bar.write(f"{one.run.name}: {said}")
+                bar.write(f"{one.run.name}: {words}")
             begun = sum(run.step for run in waiting)
             bar.n = round(done + begun + sum(one.steps() for one in running))
             bar.refresh()
@@ -156,8 +156,8 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
         if job in queued:
             print(f"{run.name}: in the queue")
             continue
-        said = _said([command[0], f"--job-name={job}", *command[1:], str(run.write_config())])
-        print(f"{run.name}: {said.strip()}")
+        answer = _said([command[0], f"--job-name={job}", *command[1:], str(run.write_config())])
+        print(f"{run.name}: {answer.strip()}")
 
 
 def _said(command: list[str]) -> str:

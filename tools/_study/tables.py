@@ -71,13 +71,13 @@ class Run:
         if not (losses := curves.get(VALIDATION)):
             raise ValueError(f"{name} was never validated: train with validation.enable = true.")
         best = min(losses, key=lambda tokens: losses[tokens])  # the first of several
-        own = {"size": facts["model"], "condition": facts["condition"]}
+        facts_of_run = {"size": facts["model"], "condition": facts["condition"]}
         text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SHARED.items() for n in names}
         data = configuration.get("data", {})
         paths = {"train": data.get("corpus"), "validation": data.get("validation_corpus") or data.get("corpus")}
         of = facts.get("fingerprints") or paths  # older records have paths alone
         text |= {"the training text": of.get("train"), "the validation text": of.get("validation")}
-        labels = {k: v for k, v in (record.get("run") or own).items() if k != "seed"}
+        labels = {k: v for k, v in (record.get("run") or facts_of_run).items() if k != "seed"}
         return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained)
 
     @property
@@ -136,12 +136,13 @@ class Cell:
 
 def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
     """Cells by group, the smallest size first; within it by perplexity."""
-    found: dict[str, list[Run]] = {}
+    by_cell: dict[str, list[Run]] = {}
     for run in runs:
         same = {name: value for name, value in run.facts.items() if name not in REPEATED}
-        found.setdefault(repr([run.labels, same, run.text]), []).append(run)
+        by_cell.setdefault(repr([run.labels, same, run.text]), []).append(run)
     cells = [
-        Cell(str(of[0].labels["condition"]), of[0].group, sorted(of, key=lambda run: run.seed)) for of in found.values()
+        Cell(str(of[0].labels["condition"]), of[0].group, sorted(of, key=lambda run: run.seed))
+        for of in by_cell.values()
     ]
     cells.sort(key=lambda cell: cell.perplexity[0])
     groups = dict.fromkeys(run.group for run in sorted(runs, key=lambda run: run.facts["parameters"]))
@@ -150,7 +151,7 @@ def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
 
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
     """One row per cell, against softmax of the same group, text and tokens, and beside the paper's figures of the same cell."""
-    found = []
+    rows = []
     for group, cells in cells_of(runs).items():
         for cell in cells:
             alike = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
@@ -159,7 +160,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
             paper = PAPER.get(first.facts["model"], {})
             theirs = paper.get(first.facts["condition"])  # a condition with a setting of its own has another name
             position = {tag: cell.last(tag) for tag in sorted(first.curves) if POSITION.match(tag)}
-            found.append(
+            rows.append(
                 dict(
                     group=" ".join(group),
                     condition=cell.label,
@@ -181,7 +182,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     paper_vs_softmax=theirs / paper["softmax"] - 1 if theirs else None,
                 )
             )
-    return found
+    return rows
 
 
 COLUMNS = {  # of the table: head, and how a value is written

@@ -53,9 +53,9 @@ def read_manifest(folder: Path | str) -> dict:
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        found = (manifest["format"], manifest["format_version"])
-        if found != (FORMAT, FORMAT_VERSION):
-            raise ValueError(f"format and version are {found}, this version reads {(FORMAT, FORMAT_VERSION)}")
+        version = (manifest["format"], manifest["format_version"])
+        if version != (FORMAT, FORMAT_VERSION):
+            raise ValueError(f"format and version are {version}, this version reads {(FORMAT, FORMAT_VERSION)}")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged or of another version ({e}); prepare the corpus again.") from e
     return manifest
@@ -70,10 +70,10 @@ def _prefixes(source: str | os.PathLike | Iterable) -> list[str]:
             prefixes.append(stem)
             continue
         # Either file of a pair names the shard, so that one whose .bin is missing is reported and not skipped.
-        found = {match[:-4] for ending in (".bin", ".idx") for match in glob.glob(stem + ending, recursive=True)}
-        if not found:
+        matches = {match[:-4] for ending in (".bin", ".idx") for match in glob.glob(stem + ending, recursive=True)}
+        if not matches:
             raise FileNotFoundError(f"No shard matches {item}; expected files like {stem}.bin and {stem}.idx.")
-        prefixes += sorted(found)
+        prefixes += sorted(matches)
     return prefixes
 
 

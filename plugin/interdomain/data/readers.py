@@ -147,18 +147,18 @@ def find_inputs(inputs: Iterable) -> Inputs:
             files.append(SourceFile(item, HUGGING_FACE))
             described.append({"dataset": item.removeprefix(HUGGING_FACE)})
             continue
-        found, others = (stdlib_files(), 0) if item == STDLIB else _matches(item)
-        if not found:
+        matched, others = (stdlib_files(), 0) if item == STDLIB else _matches(item)
+        if not matched:
             raise FileNotFoundError(
                 f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard library), or "
                 f"paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
             )
-        for name, path in found:
+        for name, path in matched:
             kind = _kind(path)
             if kind is None:
                 raise ValueError(f"{path} is not a kind of file that is read; files are {READ}.")
             files.append(SourceFile(name, kind, path, path.stat().st_size))
-        new = [{"file": file.name, "bytes": file.size} for file in files[-len(found) :]]
+        new = [{"file": file.name, "bytes": file.size} for file in files[-len(matched) :]]
         described += [{STDLIB: platform.python_version()}] if item == STDLIB else new
         left_out += others
     return Inputs(files, described, left_out)

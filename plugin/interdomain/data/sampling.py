@@ -177,13 +177,13 @@ def fair_pattern(weights: Sequence[Fraction]) -> np.ndarray:
             f"The weights of the mixture, {', '.join(map(str, weights))}, have an order that repeats after {length:,} samples; "
             f"at most {LONGEST_PATTERN:,} are allowed. Give weights with fewer digits."
         )
-    pattern, given, ratios = np.empty(length, np.uint16), [0] * len(weights), [w.as_integer_ratio() for w in weights]
+    pattern, counts, ratios = np.empty(length, np.uint16), [0] * len(weights), [w.as_integer_ratio() for w in weights]
     for n in range(length):
         # (deadline, corpus) of each corpus's next place that is owed by now.
-        due = [(-(-(given[c] + 1) * d // m), c) for c, (m, d) in enumerate(ratios) if given[c] * d // m <= n]
+        due = [(-(-(counts[c] + 1) * d // m), c) for c, (m, d) in enumerate(ratios) if counts[c] * d // m <= n]
         deadline, pattern[n] = min(due)
         assert n < deadline
-        given[pattern[n]] += 1
+        counts[pattern[n]] += 1
     return pattern
 
 

@@ -20,10 +20,10 @@ class Checkpoint:
         self.config, self.record = checkpoints.read_sidecar(folder)
         self.index = checkpoints.tensor_index(folder)
         for name, tensor in meta_model(self.config).state_dict().items():
-            found = list(self.index[name].size) if name in self.index else "missing"
-            if found != list(tensor.shape):
+            shape = list(self.index[name].size) if name in self.index else "missing"
+            if shape != list(tensor.shape):
                 raise ValueError(
-                    f"{folder} is damaged: {name} is {found}, but the record has {list(tensor.shape)}. Take another checkpoint."
+                    f"{folder} is damaged: {name} is {shape}, but the record has {list(tensor.shape)}. Take another checkpoint."
                 )
 
     def read(self, names: list[str]) -> dict[str, torch.Tensor]:

@@ -65,9 +65,9 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if module == "torch":
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype) or found is torch.Size:
-                return found
+            value = getattr(torch, name, None)
+            if isinstance(value, torch.dtype) or value is torch.Size:
+                return value
         elif name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in the index of a checkpoint")
@@ -119,8 +119,8 @@ def step_of(folder: Path | str) -> int | None:
 
 def finished_steps(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder whose saves came to the end, by step: the index is written last."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return {step: path for path in found if (step := step_of(path)) is not None and (path / METADATA).is_file()}
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return {step: path for path in entries if (step := step_of(path)) is not None and (path / METADATA).is_file()}
 
 
 def latest_checkpoint(folder: Path | str) -> Path:
@@ -229,8 +229,8 @@ def check_lengths(folder: Path, index: Metadata) -> None:
     for name, end in sorted(ends.items()):
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size is None or size < end:
-            found = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
-            raise ValueError(f"{folder} is damaged: its shard {name} {found}.")
+            fault = "is missing" if size is None else f"has {size:,} bytes where {end:,} are expected"
+            raise ValueError(f"{folder} is damaged: its shard {name} {fault}.")
 
 
 def altered_entry(

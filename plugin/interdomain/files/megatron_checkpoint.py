@@ -59,9 +59,9 @@ def record_of(config: ModelConfig, backbone: dict[str, Any] = BACKBONE) -> Tenso
 
 def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any]]:
     """Inverse of `record_of`; no layer knows the vocabulary's size, and older records have no BACKBONE. Raises: ValueError."""
-    found = json.loads(bytes(record.tolist()).decode())
-    backbone = found.pop("backbone", {})
-    return ModelConfig.from_dict(found), backbone
+    settings = json.loads(bytes(record.tolist()).decode())
+    backbone = settings.pop("backbone", {})
+    return ModelConfig.from_dict(settings), backbone
 
 
 def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
@@ -72,9 +72,9 @@ def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
     prefix, place = (LAYERS, int(layer)) if stacked else (f"{LAYERS}{layer}.", None)
     if rest in NAMES:
         return prefix + NAMES[rest], place
-    own = rest.removeprefix("attention.")
-    projection = re.fullmatch(r"(w[qkvg])\.weight", own)
-    return f"{prefix}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{own}'}", place
+    inner = rest.removeprefix("attention.")
+    projection = re.fullmatch(r"(w[qkvg])\.weight", inner)
+    return f"{prefix}self_attention.{f'in_proj.weight.{projection[1]}' if projection else f'core.{inner}'}", place
 
 
 def part_of(whole: dict[str, Tensor], name: str, stacked: bool = True) -> Tensor:
@@ -109,8 +109,10 @@ class MegatronCheckpoint:
         if not records:
             raise ValueError(f"{folder} holds no model of this project: its layers have no record of their mixer.")
         self.stacked = records == [f"{LAYERS}self_attention.{RECORD}"]
-        found = checkpoints.read_tensors(folder, records, self.index)
-        each_layer = [read_record(found[key][0] if self.stacked else found[key]) for key in sorted(records, key=_layer)]
+        tensors = checkpoints.read_tensors(folder, records, self.index)
+        each_layer = [
+            read_record(tensors[key][0] if self.stacked else tensors[key]) for key in sorted(records, key=_layer)
+        ]
         layers, backbones = zip(*each_layer, strict=True)
         if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
             raise ValueError(
@@ -137,12 +139,12 @@ class MegatronCheckpoint:
             )
         for name, shape in expected.items():
             key, layer = place_of(name, self.stacked)
-            found = list(self.index[key].size) if key in self.index else "missing"
+            stored = list(self.index[key].size) if key in self.index else "missing"
             rows = shape[:1] if not key.endswith(FUSED) else [2 * shape[0]]
             wanted = [*([] if layer is None else [self.config.n_layers]), *rows, *shape[1:]]
-            if found != wanted:
+            if stored != wanted:
                 raise ValueError(
-                    f"{folder}: {key} is {found}, and a folder needs {wanted}. Train with {FLAGS} and --ffn-hidden-size "
+                    f"{folder}: {key} is {stored}, and a folder needs {wanted}. Train with {FLAGS} and --ffn-hidden-size "
                     f"{self.config.ffn_hidden}. If the run had these, the checkpoint is damaged: take another step."
                 )
 
@@ -183,21 +185,21 @@ def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tenso
     for name in meta_model(config).state_dict():  # layer by layer, w1 before w3
         key, layer = place_of(name, stacked)
         by_key.setdefault(key, {}).setdefault(layer, []).append(tensors[name])
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, layers in by_key.items():
         parts = [torch.cat(part) for part in layers.values()]
-        found[key] = parts[0] if None in layers else torch.stack(parts)
+        state[key] = parts[0] if None in layers else torch.stack(parts)
     if stacked:
-        found[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
-    for i, own in enumerate(config.layers):
+        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
+    for i, layer_config in enumerate(config.layers):
         if not stacked:
-            found[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(own)
+            state[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(layer_config)
         for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
             # Megatron asks for them; there is nothing in them.
             place = f"{module}._extra_state/shard_{i}_{config.n_layers}"
-            found[LAYERS + (place if stacked else f"{i}.{module}._extra_state/shard_0_1")] = [None]
+            state[LAYERS + (place if stacked else f"{i}.{module}._extra_state/shard_0_1")] = [None]
     step = folder / "release"
-    checkpoints.write_tensors(step, found)
+    checkpoints.write_tensors(step, state)
     versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     (step / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist", **versions}))
     torch.save({"checkpoint_version": 3.0}, step / "common.pt")

@@ -84,10 +84,10 @@ class InterdomainAttention(MegatronModule):
         _refuse(config, tp, len(whole.mixers))
         settings = _settings(config, whole)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
-        own = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
-        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(own,))
+        local_mixer = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
+        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
         with torch.device("meta"):
-            core: Any = mixer_class(own)(local, execution)
+            core: Any = mixer_class(local_mixer)(local, execution)
             self.parts = {}  # by projection, its rows on this rank
             for name in ("wq", "wk", "wv", "wg"):
                 if getattr(core, name, None) is not None:
@@ -185,25 +185,25 @@ class InterdomainAttention(MegatronModule):
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         # A copy: loading writes into what stands here, and then the two are compared.
-        found = make_sharded_tensors_for_checkpoint(
+        sharded = make_sharded_tensors_for_checkpoint(
             {RECORD: self.record.clone()}, prefix, {}, sharded_offsets, **groups
         )
         core = self.core.state_dict(keep_vars=True)
         split = {name: 0 for name in core if name not in SHARED}
-        found |= make_sharded_tensors_for_checkpoint(core, f"{prefix}core.", split, sharded_offsets, **groups)
+        sharded |= make_sharded_tensors_for_checkpoint(core, f"{prefix}core.", split, sharded_offsets, **groups)
         for name in ("in_proj", "out_proj"):
-            found |= sharded_state_dict_default(
+            sharded |= sharded_state_dict_default(
                 getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
             )
         key = f"{prefix}in_proj.weight"
-        found[key] = _by_projection(found[key], self.parts)
-        return found
+        sharded[key] = _by_projection(sharded[key], self.parts)
+        return sharded
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        found = state_dict.pop(prefix + RECORD, None)
-        if found is not None:
+        record = state_dict.pop(prefix + RECORD, None)
+        if record is not None:
             same = dict(vocab_size=self.whole.vocab_size, max_seq_len=self.whole.max_seq_len)  # of no matter to a layer
-            if (there := replace(read_record(found)[0], **same)) != self.whole:
+            if (there := replace(read_record(record)[0], **same)) != self.whole:
                 raise ValueError(f"the checkpoint is of another model: {there}; this one is {self.whole}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -228,18 +228,18 @@ def _refuse(config: Any, tp: int, kinds: int) -> None:
 
 def _settings(config: Any, whole: ModelConfig) -> dict[str, Any]:
     """BACKBONE as this run has it. Raises: ValueError for what the plain model does not have: it could not become a folder."""
-    found = {name: getattr(config, name, allowed) for name, allowed in BACKBONE.items()}  # use_mup: not in 0.16
-    found["activation_func"] = getattr(config.activation_func, "__name__", str(config.activation_func))
+    settings = {name: getattr(config, name, allowed) for name, allowed in BACKBONE.items()}  # use_mup: not in 0.16
+    settings["activation_func"] = getattr(config.activation_func, "__name__", str(config.activation_func))
     shapes = {"ffn_hidden_size": whole.ffn_hidden, "mtp_num_layers": None}
     allowed = BACKBONE | shapes
-    here = found | {name: getattr(config, name) for name in shapes}
+    here = settings | {name: getattr(config, name) for name in shapes}
     other = [f"{name} = {here[name]!r}, allowed {allowed[name]!r}" for name in allowed if here[name] != allowed[name]]
     if other:
         raise ValueError(
             f"{'; '.join(other)}. No folder could be made of such a run. With Megatron-LM's script, give --model.size, or "
             f"{FLAGS} --ffn-hidden-size {whole.ffn_hidden}. Leave out flags of another activation, norm or prediction layer."
         )
-    return found
+    return settings
 
 
 def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
@@ -249,13 +249,13 @@ def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:
     @torch.no_grad()
     def build(key, t, replica_id, flattened_range):
         rows = replace(bare, key=key, data=t, dtype=t.dtype, replica_id=replica_id, flattened_range=flattened_range)
-        found, start = [], 0
+        pieces, start = [], 0
         for name, size in parts.items():
             for piece in rows.narrow(0, start, size):
                 piece.key = f"{key}.{name}"
-                found.append(piece)
+                pieces.append(piece)
             start += size
-        return found
+        return pieces
 
     factory: Any = ShardedTensorFactory
     return factory(tensor.key, tensor.data, build, torch.cat, tensor.replica_id)

@@ -89,12 +89,12 @@ def check(args: argparse.Namespace, ranks: int) -> Path | None:
             f"--global-batch {args.global_batch} must be a multiple of {each}: {ranks // together} data-parallel rank(s) x "
             f"--micro-batch {args.micro_batch}."
         )
-    own = find_checkpoint(args.save) if args.save else None
-    if own is None and args.load and (own := find_checkpoint(args.load)) is None:
+    newest = find_checkpoint(args.save) if args.save else None
+    if newest is None and args.load and (newest := find_checkpoint(args.load)) is None:
         raise ValueError(
             f"--load {args.load} holds no checkpoint of Megatron-Core. Leave it out, or name another folder."
         )
-    return own
+    return newest
 
 
 class Run:
@@ -173,7 +173,7 @@ class Run:
         """Gradients of this rank's micro-batches; returns the mean loss of all ranks on a last stage of the pipeline."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = get_forward_backward_func()(
+        losses = get_forward_backward_func()(
             forward_step_func=_forward,
             data_iterator=iter(batches),
             model=[self.ddp],
@@ -184,7 +184,7 @@ class Run:
         )
         if not parallel_state.is_pipeline_last_stage():
             return None
-        loss = torch.stack([one["loss"] for one in found]).mean()
+        loss = torch.stack([one["loss"] for one in losses]).mean()
         dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
         return loss / parallel_state.get_data_parallel_world_size()
 
@@ -206,12 +206,12 @@ class Run:
         """A step of this program, or weights alone (`release`). Another layout of ranks may have written it."""
         started = checkpoint.name != "release"
         wanted = self._state(loading=True) if started else {"model": self._model_state()}
-        found: Any = dist_checkpointing.load(wanted, str(checkpoint))
-        self.model.load_state_dict(found["model"])
+        state: Any = dist_checkpointing.load(wanted, str(checkpoint))
+        self.model.load_state_dict(state["model"])
         if started:
-            self.optimizer.load_state_dict(found["optimizer"])
-            self.schedule.load_state_dict(found["schedule"])
-            self.step = found["step"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.schedule.load_state_dict(state["schedule"])
+            self.step = state["step"]
         else:
             self.optimizer.reload_model_params()
 

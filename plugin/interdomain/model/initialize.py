@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
-from .mixers.ssm import initial_A
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -120,3 +119,14 @@ def _orthogonal(drawn: Tensor) -> Tensor:
     q, r = torch.linalg.qr(columns)  # q does not depend on the columns' lengths, which are those of r
     q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]
     return (q * columns.norm(dim=1, keepdim=True)).mT.float()
+
+
+def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
+    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.CHOICES` (formulas there)."""
+    n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
+    decay, frequency = {
+        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
+        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
+        "s4d-real": (n + 1, torch.zeros_like(n)),
+    }[form]
+    return decay.log().float(), frequency.float()

@@ -71,8 +71,8 @@ class Embedding(LocalParameters, nn.Embedding):
             return F.embedding(tokens, rows)
         tokens = tokens - self.heads.rank * len(rows)
         elsewhere = (tokens < 0) | (tokens >= len(rows))
-        found = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
-        return scatter_tokens(found, self.heads)
+        rows_of_tokens = F.embedding(tokens.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+        return scatter_tokens(rows_of_tokens, self.heads)
 
 
 class Linear(LocalParameters, nn.Linear):

@@ -87,12 +87,12 @@ def token_scores(logits: Tensor, labels: Tensor, vocabulary: Part | None = None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     first = 0 if vocabulary is None else vocabulary.rank * logits.shape[1]
     largest = wide.argmax(dim=1, keepdim=True)
-    found = torch.stack([wide.logsumexp(dim=1), wide.gather(1, largest)[:, 0], (largest[:, 0] + first).to(wide.dtype)])
+    best = torch.stack([wide.logsumexp(dim=1), wide.gather(1, largest)[:, 0], (largest[:, 0] + first).to(wide.dtype)])
     if vocabulary is not None:
-        log_z, value, index = gather_shards(found, vocabulary.size, vocabulary.group).unbind(dim=1)  # each [size, n]
+        log_z, value, index = gather_shards(best, vocabulary.size, vocabulary.group).unbind(dim=1)  # each [size, n]
         winner = value.argmax(dim=0, keepdim=True)
-        found = torch.stack([log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]])
-    loss, wrong = found[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0], found[2] != labels + first
+        best = torch.stack([log_z.logsumexp(dim=0), value.gather(0, winner)[0], index.gather(0, winner)[0]])
+    loss, wrong = best[0] - wide.gather(1, labels.clamp_min(0)[:, None])[:, 0], best[2] != labels + first
     return torch.stack([loss, wrong.to(loss.dtype)]).masked_fill(labels < 0, 0)
 
 
@@ -124,13 +124,13 @@ def summed_cross_entropy(
         raise ValueError(f"labels are {list(labels.shape)}: expected one per position, {list(hidden.shape[:-1])}.")
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     if vocabulary is not None:
-        own = labels - vocabulary.rank * len(weight)
-        own = own.masked_fill((own < 0) | (own >= len(weight)), ELSEWHERE)
-        labels = own.masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
-    given = hidden, weight, labels, piece_loss, vocabulary
+        local = labels - vocabulary.rank * len(weight)
+        local = local.masked_fill((local < 0) | (local >= len(weight)), ELSEWHERE)
+        labels = local.masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
+    arguments = hidden, weight, labels, piece_loss, vocabulary
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedCrossEntropy.apply(*given)
-    return _by_pieces(*given, (False, False), scores)[0]
+        return _SummedCrossEntropy.apply(*arguments)
+    return _by_pieces(*arguments, (False, False), scores)[0]
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -193,11 +193,11 @@ class Transformer(nn.Module):
 
         Computed outside the blocks and passed in: a float32 island that their precision and compilation do not touch.
         """
-        mixers, kinds, found = self._mixers, self._kinds, {}
+        mixers, kinds, by_layer = self._mixers, self._kinds, {}
         for kind in dict.fromkeys(kinds):
             alike = [i for i, other in enumerate(kinds) if other == kind]
-            found |= zip(alike, mixer_class(kind).dynamics([mixers[i] for i in alike]), strict=True)
-        return [found[i] for i in range(len(kinds))]
+            by_layer |= zip(alike, mixer_class(kind).dynamics([mixers[i] for i in alike]), strict=True)
+        return [by_layer[i] for i in range(len(kinds))]
 
     def init_state(self, batch: int, capacity: int = 0) -> ModelState:
         """The state before the first token.

@@ -125,7 +125,9 @@ def _kept_per_token(
     everything += width * 2 * dim
     chosen = (dim * stored + width * (2 * dim + config.n_kv_heads * config.head_dim + ffn)) // tensor + width * dim
     block_input = dim * stored // tensor
-    own = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": block_input}[checkpointing]
+    kept_per_layer = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": block_input}[
+        checkpointing
+    ]
     if not recompute and checkpointing != "full":
-        own += width * kept["scores"] // tensor
-    return own, everything
+        kept_per_layer += width * kept["scores"] // tensor
+    return kept_per_layer, everything

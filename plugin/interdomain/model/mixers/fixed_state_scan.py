@@ -89,9 +89,9 @@ def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     if beta is not None:
         # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
         beta = chunked(beta)
-        own = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
+        right = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
         system = beta * _scores(k, k, decay).tril(-1)
-        solved = torch.linalg.solve_triangular(system, beta * own, upper=False, unitriangular=True)
+        solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
         v, erased = solved.split([V, k.shape[-1]], dim=-1)
     outputs = []
     for n in range(len(v)):

@@ -34,10 +34,10 @@ def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tup
         problem = "flash-linear-attention is not installed"
     else:
         return True, "flash-linear-attention (kernels)"
-    said = f"chunkwise-torch (plain PyTorch): {problem}"
+    words = f"chunkwise-torch (plain PyTorch): {problem}"
     if device is not None:
-        log_once(f"interdomain.model: the recurrence is {said}")
-    return False, said
+        log_once(f"interdomain.model: the recurrence is {words}")
+    return False, words
 
 
 def first_tokens(documents: Tensor) -> Tensor:
@@ -93,13 +93,13 @@ def recurrence_backward(
     state: Tensor, documents: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, log_decay, beta and state, as far as there are any."""
-    given = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
+    inputs = [None if x is None else x.detach().requires_grad_() for x in (q, k, v, log_decay, beta, state)]
     without: Any = torch._C._SetExcludeDispatchKeyGuard  # within an op, autograd is off
     with torch.enable_grad(), without(torch._C.DispatchKey.AutogradFunctionality, False):
-        out = _run(*given, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    wanted = [x for x in given if x is not None]
-    found = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(wanted, found, strict=True)]
+        out = _run(*inputs, documents)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    wanted = [x for x in inputs if x is not None]
+    gradients = torch.autograd.grad(out, wanted, (d_o, d_state), allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g.clone() for x, g in zip(wanted, gradients, strict=True)]
 
 
 @recurrence_backward.register_fake
@@ -112,9 +112,9 @@ def _setup(ctx, inputs, output):
 
 
 def _gradient(ctx, d_o, d_state):
-    given = ctx.saved_tensors
-    found = iter(recurrence_backward(d_o.contiguous(), d_state.contiguous(), *given))
-    return (*(None if x is None else next(found) for x in given[:-1]), None)
+    inputs = ctx.saved_tensors
+    gradients = iter(recurrence_backward(d_o.contiguous(), d_state.contiguous(), *inputs))
+    return (*(None if x is None else next(gradients) for x in inputs[:-1]), None)
 
 
 recurrence.register_autograd(_gradient, setup_context=_setup)

@@ -156,8 +156,8 @@ class SoftmaxMixer(Mixer):
         if isinstance(begin, int) and not state.padded:
             return Attended.after(begin, tokens, device, dtype)
         slots = torch.arange(begin + tokens if isinstance(begin, int) else state.capacity or 0, device=device)
-        own = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
-        mask = slots <= own
+        query_slots = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
+        mask = slots <= query_slots
         if state.padded:
             start = begin - state.position  # a row's tokens end where all rows end
             mask = (mask & (slots >= start[:, None, None]))[:, None]

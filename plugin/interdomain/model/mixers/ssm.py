@@ -6,7 +6,6 @@ one does what scaling the columns of C does. The module takes no activations, so
 whole and float32 on every rank; `fold` makes of them what the blocks are handed.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -104,14 +103,3 @@ def fold(layers: list[Dynamics], readout: str) -> list[tuple[Tensor, Tensor]]:
     # Copies: torch.compile cannot return the views that `split` makes (it builds them again from the wrong base).
     by_layer = (torch.split_with_sizes_copy(joined, heads) for joined in (log_decay, table))
     return list(zip(*by_layer, strict=True))
-
-
-def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
-    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.CHOICES` (formulas there)."""
-    n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
-    decay, frequency = {
-        "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),
-        "s4d-lin": (torch.full_like(n, 0.5), math.pi * n),
-        "s4d-real": (n + 1, torch.zeros_like(n)),
-    }[form]
-    return decay.log().float(), frequency.float()

@@ -38,7 +38,7 @@ class Costs:
         each = [
             memory_estimate(
                 self.config,
-                own,
+                part,
                 shards=mesh.shards * mesh.context,
                 local_batch=local_batch,
                 seq_len=seq_len,
@@ -52,7 +52,7 @@ class Costs:
                 compiled=job.compile.enable and "model" in job.compile.components,
                 recompute=job.mixer.recompute,
             )
-            for own, micro_batches in zip(self.held, self.in_flight, strict=True)
+            for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]
         return max(each, key=lambda parts: sum(parts.values()))
 
@@ -64,7 +64,7 @@ class Costs:
         each = [
             traffic(
                 self.config,
-                own,
+                part,
                 replicas=mesh.replicas,
                 shards=mesh.shards,
                 context=mesh.context,
@@ -77,7 +77,7 @@ class Costs:
                 gathers=once if self.stay_gathered else 2 * n,
                 head_gathers=head,
             )
-            for own in self.held
+            for part in self.held
         ]
         return max(each, key=lambda axes: sum(axes.values()))
 

@@ -201,7 +201,7 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
     if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
         words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     if words.get("scan") == "auto":
-        found = dict.fromkeys(
+        backends = dict.fromkeys(
             scan.resolve_backend(
                 device,
                 mixer.n_basis,
@@ -210,7 +210,7 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
             )[1]
             for mixer in recurrent
         )
-        words["scan"] = "; ".join(found)
+        words["scan"] = "; ".join(backends)
     if words["features"] == "auto":
         conv_width = max(
             (mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")), default=0

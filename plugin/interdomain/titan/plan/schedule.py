@@ -79,10 +79,10 @@ def refuse_jump(job_config: JobConfig, steps: int, warmup: int) -> None:
     checkpoint, schedule = job_config.checkpoint, job_config.lr_scheduler
     if not checkpoint.enable or schedule.allow_jump or os.environ.get("RANK", "0") != "0":
         return
-    found = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
-    if not found:
+    saved = finished_steps(Path(job_config.job.dump_folder) / checkpoint.folder)
+    if not saved:
         return
-    folder = found.get(checkpoint.load_step, found[max(found)])
+    folder = saved.get(checkpoint.load_step, saved[max(saved)])
     try:
         record = json.loads((folder / SIDECAR).read_text())
     except (OSError, ValueError):  # what is damaged is refused, or passed over, when it is loaded

@@ -77,7 +77,7 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
         return tuple(map(tuple, generate_llm_fqn_per_model_part(1, n_layers)))
     several = parallel.pipeline_parallel_schedule == MULTI_STAGE
     weight, stages = n_layers + first + last, 2 * ranks if several else ranks
-    said = (
+    words = (
         f"n_layers = {n_layers}, with {first} for the embedding (parallelism.pipeline_parallel_first_stage_less_layers) and "
         f"{last} for the head (pipeline_parallel_last_stage_less_layers)"
     )
@@ -86,13 +86,13 @@ def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ..
         if stages % ranks or (stages >= 2 * ranks) != several:
             allowed = f"a multiple of {ranks} that is {2 * ranks} or more" if several else str(ranks)
             raise ValueError(
-                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {said}: "
+                f"parallelism.pipeline_parallel_layers_per_stage = {per_stage} makes {stages} stages of {words}: "
                 f"{parallel.pipeline_parallel_schedule} on pipeline_parallel_degree = {ranks} ranks needs {allowed}. Leave it "
                 f"out for {2 * ranks if several else ranks}."
             )
     if max(first, last, 1) > weight // stages:
         raise ValueError(
-            f"{said}, cannot be divided over {stages} stages ({parallel.pipeline_parallel_schedule} on "
+            f"{words}, cannot be divided over {stages} stages ({parallel.pipeline_parallel_schedule} on "
             f"parallelism.pipeline_parallel_degree = {ranks} ranks): at most {weight // max(first, last, 1)} are possible."
         )
     return tuple(map(tuple, generate_llm_fqn_per_model_part(stages, n_layers, first, last)))
@@ -212,9 +212,9 @@ def _refuse_for_context(
             f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
             "chunkwise, chunkwise-torch, and on CUDA parallel."
         )
-    own = job_config.training.seq_len // context
-    if recurrent and own % CHUNK:
-        logger.warning("%d tokens per rank are no multiple of the scan's %d: its last chunk is short", own, CHUNK)
+    shard = job_config.training.seq_len // context
+    if recurrent and shard % CHUNK:
+        logger.warning("%d tokens per rank are no multiple of the scan's %d: its last chunk is short", shard, CHUNK)
 
 
 def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:

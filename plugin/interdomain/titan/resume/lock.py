@@ -63,10 +63,10 @@ class FolderLock:
         logger.warning("%s is held by %s: waiting a minute for it to end.", self.folder, name)
         for _ in range(PATIENCE):
             time.sleep(LOOK_SECONDS)
-            found = self.holder()
-            if not found or self._has_ended(found):
+            holder = self.holder()
+            if not holder or self._has_ended(holder):
                 return
-        if found != first:
+        if holder != first:
             raise ValueError(
                 f"{self.folder} is in use by another run: {name}. Wait until that run ends, or give this run another folder "
                 "with --job.dump_folder."

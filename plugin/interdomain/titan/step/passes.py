@@ -98,8 +98,8 @@ class Pipeline(Passes):
             for stage in stages:
                 vars(stage)["_warmup_backward_result"] = lambda received_result=None: torch.ones(1)
         kind: Any = get_schedule_class(schedule)
-        given: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
-        self.schedule = kind(given, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
+        local: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self.schedule = kind(local, n_microbatches=plan.accumulation, loss_fn=self._note, scale_grads=False)
 
     def _note(self, loss: Tensor, labels: Tensor) -> Tensor:
         self.losses.append(loss.detach())

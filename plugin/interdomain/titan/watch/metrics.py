@@ -72,11 +72,11 @@ class InterdomainMetrics(MetricsProcessor):
         super().log_validation(loss, step, {"validation_metrics/perplexity": perplexity(loss), **(extra_metrics or {})})
         self.data_loading_times.clear()  # as TorchTitan's clock: what is logged next counts from here
         logger.info("validation perplexity: %.3f", perplexity(loss))
-        found = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
-        if (accuracy := found.pop("accuracy", None)) is not None:
+        scalars = {tag.partition("/")[2]: value for tag, value in (extra_metrics or {}).items()}
+        if (accuracy := scalars.pop("accuracy", None)) is not None:
             logger.info("validation accuracy: %.4f", accuracy)
-        if found:
-            by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in found.items())
+        if scalars:
+            by_position = ", ".join(f"{positions} {loss:.3f}" for positions, loss in scalars.items())
             logger.info("validation loss by position: %s", by_position)
 
     def _mixer_is_due(self, step: int) -> bool:

@@ -76,13 +76,13 @@ class Totals:
         if batch is not None:
             dist.all_reduce(self.sums, group=batch.get_group())
         *by_position, answers = self.sums.T.tolist()
-        found = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
+        scalars = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
         for begin in (0, *(2**n for n in range((len(by_position) - 1).bit_length()))):
             bucket = by_position[begin : 2 * begin or 1]
             if count := sum(labels for _, labels in bucket):
                 tag = BY_POSITION.format(begin, begin + len(bucket) - 1)
-                found[tag] = sum(loss for loss, _ in bucket) / count
-        return found
+                scalars[tag] = sum(loss for loss, _ in bucket) / count
+        return scalars
 
 
 class FixedValidator(BaseValidator):
@@ -164,9 +164,9 @@ class FixedValidator(BaseValidator):
         dims = self.metrics.parallel_dims
         mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
         mean /= dist_sum(tokens, dims.get_optional_mesh("batch"))
-        found = totals.close(dims.get_optional_mesh("batch"))
-        self.metrics.log_validation(mean, step, found)
-        self.checkpoints.note_validation(step, mean, perplexity(mean), found.get(ACCURACY))
+        scalars = totals.close(dims.get_optional_mesh("batch"))
+        self.metrics.log_validation(mean, step, scalars)
+        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for part in model_parts:
             for module in part.modules():
