@@ -1,13 +1,15 @@
 """mkdocs: what the site shows otherwise than GitHub."""
 
 import ast
+import dataclasses
+import inspect
 import json
 import re
-from pathlib import Path
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parent.parent
+from interdomain.titan.settings import schema
+
 # A light and a dark picture, as GitHub shows them. The site has a switch of its own, which its theme knows by the links' ends.
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img alt="(.*?)" src="(.*?)">\s*</picture>'
@@ -42,8 +44,9 @@ def on_page_markdown(markdown, **_):
 
 
 def settings():
-    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them."""
-    source = (ROOT / "plugin" / "interdomain" / "titan" / "settings" / "schema.py").read_text()
+    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them, and those made
+    of `MixerConfig` and `Execution`, with their text."""
+    source = inspect.getsource(schema)
     lines, sections = source.splitlines(), {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     out = []
     for section in sections.pop("JobConfig").body[1:-1]:
@@ -64,8 +67,14 @@ def settings():
             beside = re.findall(r"  # (.*)| None  # (.*)", "\n".join(lines[first : field.end_lineno]))
             text = " ".join(line.strip(" #:") for line in lines[above:first]) or "".join(map("".join, beside))
             kind, default = (ast.unparse(x) for x in (field.annotation, field.value))
-            default = "[]" if default.startswith("field(") else default
-            cells = (f"`{field.target.id}`", f"`{kind}`", f"`{default}`", text.replace("|", "\\|"))
-            out.append("| " + " | ".join(cells) + " |")
+            out.append(row(field.target.id, kind, "[]" if default.startswith("field(") else default, text))
+        for made in dataclasses.fields(getattr(schema, fields.name))[len(fields.body) - 1 :]:
+            kind, *_, flag = made.type.__origin__, *made.type.__metadata__
+            out.append(row(made.name, inspect.formatannotation(kind), repr(made.default), flag.help))
         out.append("")
     return "\n".join(out)
+
+
+def row(name, kind, default, text):
+    text = text.replace("|", "\\|")
+    return f"| `{name}` | `{kind}` | `{default}` | {text} |"

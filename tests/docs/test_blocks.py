@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from interdomain.model import config, transformer
+from interdomain.model import config, settings, transformer
 from interdomain.tools import convert, launch, study
 from interdomain.tools import main as tools
 
@@ -134,11 +134,12 @@ def test_a_page_s_blocks_run(page, workspace):
     namespace, before = {"__name__": "__main__"}, {*os.listdir(), *WRITTEN, "small"}
     for folder in WRITTEN if name_of(page) == FRESH else ():
         shutil.rmtree(folder)
-    registered = (config.CHOICES, config.CONDITIONS, transformer.MIXER_CLASSES)
-    with mock.patch.dict(registered[0]), mock.patch.dict(registered[1]), mock.patch.dict(registered[2]):
+    kinds = settings.KINDS.copy()
+    with mock.patch.dict(config.CONDITIONS), mock.patch.dict(transformer.MIXER_CLASSES):
         for block in blocks(page):
             if block.language in ("bash", "python"):
                 do(block, page, namespace, workspace)
+    settings.KINDS[:] = kinds
     assert {*os.listdir()} <= before, "a command writes where git does not ignore it"
 
 

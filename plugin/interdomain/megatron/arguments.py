@@ -1,35 +1,25 @@
 """The mixer's settings as arguments of a parser, under the names that they have in the other host: `--mixer.n_basis 32`."""
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
 from interdomain.data.corpus import read_manifest
-from interdomain.features import BACKENDS as FEATURES
-from interdomain.model.config import CHOICES, SIZES, Execution, MixerConfig, ModelConfig, build_config
-from interdomain.scan import BACKENDS as SCANS
+from interdomain.model.config import EXECUTION_SETTINGS, SIZES, Execution, ModelConfig, build_config
 
 from .spec import SETTINGS, backbone
 
 
 def add_mixer_arguments(parser: Any) -> None:
-    """Each is None where it is not given; then the condition or the size decides."""
-    for field in fields(MixerConfig):
-        if field.name in SETTINGS:
-            of: Any = field.type
-            kind = _true_or_false if of is bool else next(kind for kind in (int, float, str) if isinstance(kind(), of))
-            parser.add_argument(f"--mixer.{field.name}", type=kind, choices=CHOICES.get(field.name))
-    parser.add_argument("--mixer.backend", choices=SCANS, default="auto", help="how the scan is computed")
-    parser.add_argument("--mixer.features", choices=FEATURES, default="auto", help="and what comes before it")
-    parser.add_argument(
-        "--mixer.recompute",
-        type=_true_or_false,
-        default=True,
-        help="compute the scan's scores again in the backward pass (True), or keep them (False)",
-    )
+    """Settings of MixerConfig are None where they are not given; then the condition or the size decides."""
+    for name, f in (SETTINGS | EXECUTION_SETTINGS).items():
+        of: Any = f.type
+        kind = _true_or_false if of is bool else next(kind for kind in (int, float, str) if isinstance(kind(), of))
+        default = f.default if name in EXECUTION_SETTINGS else None
+        choices = f.metadata.get("choices") or None
+        parser.add_argument(f"--mixer.{name}", type=kind, choices=choices, default=default, help=f.metadata["text"])
     parser.add_argument("--ssm-lr", type=float, default=1e-3, help="the dynamics' peak learning rate is min(lr, this)")
 
 
@@ -40,7 +30,7 @@ def mixer_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def execution(args: argparse.Namespace) -> Execution:
-    return Execution(*(getattr(args, f"mixer.{name}") for name in ("backend", "recompute", "features")))
+    return Execution(**{name: getattr(args, f"mixer.{name}") for name in EXECUTION_SETTINGS})
 
 
 def corpus_files(folder: str, split: str) -> list[str]:

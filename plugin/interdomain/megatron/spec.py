@@ -25,7 +25,7 @@ from interdomain.model.config import (
 from .mixer import InterdomainAttention
 
 # Megatron has settings of its own for these.
-SETTINGS = tuple(name for name in MIXER_SETTINGS if name not in ("kind", "n_kv_heads"))
+SETTINGS = {name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind", "n_kv_heads")}
 SUPPORTED = tuple(name for name in CONDITIONS if name not in FIXED_STATE)
 
 

@@ -8,119 +8,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+
+from interdomain import features, scan
+
+from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, one_of
 
 FORMAT_VERSION = 1
-LEAST = {"conv_width": 2}  # of settings that are integers; 1 for the others
-
-# Baselines whose state has a fixed size, too: of each, the settings of MixerConfig that it has.
-FIXED_STATE = {
-    "gla": ("n_basis", "state_heads"),
-    "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
-    "deltanet": ("n_basis", "state_heads", "conv_width"),
-    "gated-deltanet": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
-}
-CHOICES = {
-    "kind": ("interdomain", "softmax", *FIXED_STATE),
-    "readout": ("complex", "real", "hermitian"),
-    "c_form": ("full", "diagonal", "identity"),
-    "feature_map": ("silu", "rff", "elu", "softplus", "favor"),
-    "a_init": ("s4d-inv", "s4d-lin", "s4d-real"),
-}
-
-
-@dataclass(frozen=True)
-class MixerConfig:
-    """The token mixer of one block. `softmax` is the baseline and reads `n_kv_heads` and `window` alone. The kinds of
-    FIXED_STATE are further baselines, with the settings named there.
-
-    Attributes:
-        kind: `interdomain`, `softmax`, `gla`, `mamba2`, `deltanet` or `gated-deltanet`.
-        dual_input: key features and values enter the state (True), or two generic projections (False). With query_readout
-            and rope an axis of the paper's ablation cube (appendix, mechanism decomposition).
-        query_readout: the query reads the state (paper eq. 13), or a learned linear contraction does (False, as in S4D).
-        rope: rotary embedding on the inputs of queries and keys.
-        n_basis: M, the basis functions per head (the complex dimension of the state).
-        conv_width: taps of the short convolution (SC of paper eq. 10).
-        readout: how complex U and Gamma become real. `complex`: the real part of q^T U^T Gamma, nothing conjugated, the literal
-            reading of paper eq. 13. `real`: their real parts are multiplied. `hermitian`: q^T U^T is conjugated.
-        c_form: C per head as a `full` complex matrix, a `diagonal`, or the `identity`.
-        feature_map: `silu` (SiLU, then l2 norm; paper eq. 10). Without input norms `rff` (random Fourier features; paper eq. 5)
-            or a positive map, `elu` (elu + 1), `softplus` or `favor` (random features of the softmax kernel).
-        normalize: divide by the Nadaraya-Watson denominator (paper eq. 9); for positive feature maps (docs/kernel-view.md).
-        output_gate: o <- sigmoid(Wg x) * o (the paper's formula; its text calls the gate SiLU).
-        n_kv_heads: heads of keys, values and state; query heads share them in groups. None: as many as query heads.
-        state_heads: of the baselines in FIXED_STATE, heads of the state. None: as many as make a layer's state as large as
-            interdomain attention's with n_basis.
-        window: of softmax, how many tokens a token attends to: itself and those right before it. None: all before it.
-        c_scale: C at the start, the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). None: sqrt(2)/M, or sqrt(2/M) for
-            the diagonal. The paper leaves it open, and it decides whether the mixer learns.
-        linear_scale: standard deviation of the linear readout's c at the start. None: 1/sqrt(M).
-        dt_min: Delta, the step size per token, starts log-uniform between dt_min
-        dt_max: and dt_max.
-        a_init: how A starts (Gu et al., 2022). `s4d-inv`: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the paper's. `s4d-lin`:
-            -1/2 + i pi n. `s4d-real`: -(n + 1).
-
-    Raises:
-        ValueError: a value that is not allowed, or a setting that this kind does not have.
-    """
-
-    kind: str = "interdomain"
-    dual_input: bool = True
-    query_readout: bool = True
-    rope: bool = True
-    n_basis: int = 64
-    conv_width: int = 4
-    readout: str = "complex"
-    c_form: str = "full"
-    feature_map: str = "silu"
-    normalize: bool = False
-    output_gate: bool = False
-    n_kv_heads: int | None = None
-    state_heads: int | None = None
-    window: int | None = None
-    c_scale: float | None = None
-    linear_scale: float | None = None
-    dt_min: float = 1e-3
-    dt_max: float = 1e-1
-    a_init: str = "s4d-inv"
-
-    def __post_init__(self) -> None:
-        _check_fields("mixer.", self)
-        if self.dt_min > self.dt_max:
-            raise ValueError(f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}.")
-        if self.feature_map == "favor" and not self.normalize:
-            raise ValueError(
-                "mixer.feature_map = 'favor' scales each query by a factor that cancels only in the ratio of eq. 9: set "
-                "mixer.normalize = true with it, or choose another map."
-            )
-        for name, why in self._without_meaning().items():
-            if getattr(self, name) != getattr(MixerConfig, name):
-                raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")
-
-    def _without_meaning(self) -> dict[str, str]:
-        """The settings that this mixer cannot have other than their default, and what to do."""
-        if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
-            why = (
-                "the softmax condition has no switches but mixer.n_kv_heads and mixer.window. Choose another condition"
-            )
-            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", "n_kv_heads", "window")}
-        if self.kind in FIXED_STATE:
-            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(FIXED_STATE[self.kind])}"
-            return {f.name: why for f in fields(self) if f.name not in ("kind", *FIXED_STATE[self.kind])}
-        found: dict[str, str] = {
-            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
-            "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
-        }
-        if self.c_form == "identity":
-            found["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
-        if self.query_readout:
-            return found | {"linear_scale": "c belongs to the linear readout. Set mixer.query_readout = false"}
-        if not self.dual_input:
-            found["feature_map"] = "there is no query or key to map. Set mixer.dual_input or query_readout = true"
-        why = "it needs the query readout. Set mixer.query_readout = true"
-        return found | dict.fromkeys(("normalize", "n_kv_heads", "readout"), why)
-
 
 PRECISIONS = ("bf16", "bf16-products", "float32")
 """bf16: parameters (the optimizer has float32 ones), residual stream, norms and products. bf16-products: products only, as
@@ -129,20 +23,40 @@ autocast over float32 parameters computes them; the paper's. float32: all. Dynam
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model is computed. No field changes the function or its parameters.
+    """How the model is computed. No field changes the function or its parameters. Those with a text are settings of [mixer].
 
     Attributes:
-        backend: of the scan, one of `interdomain.scan.BACKENDS`.
-        recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
-            and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
-        features: of the input features, one of `interdomain.features.BACKENDS`.
         bf16_products: products of float32 parameters in bfloat16, under autocast.
     """
 
-    backend: str = "auto"
-    recompute: bool = True
-    features: str = "auto"
+    backend: str = field(
+        default="auto",
+        metadata=dict(
+            text="Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, sequential, parallel, fft or "
+            "reference. All compute the same function.",
+            choices=scan.BACKENDS,
+        ),
+    )
+    recompute: bool = field(
+        default=True,
+        metadata=dict(
+            text="Recompute the scan's scores in the backward pass (true), or keep them (false) for a shorter one. They take 4 "
+            "bytes per token, layer, query head and basis function in bf16; none with full activation checkpointing. For "
+            "chunkwise and parallel on CUDA. The results are the same bits."
+        ),
+    )
+    features: str = field(
+        default="auto",
+        metadata=dict(
+            text="Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or "
+            "torch. All compute the same function.",
+            choices=features.BACKENDS,
+        ),
+    )
     bf16_products: bool = False
+
+
+EXECUTION_SETTINGS = {f.name: f for f in fields(Execution) if f.metadata}
 
 
 @dataclass(frozen=True)
@@ -176,7 +90,7 @@ class ModelConfig:
     mixers: tuple[MixerConfig, ...] = field(default_factory=lambda: (MixerConfig(),))
 
     def __post_init__(self) -> None:
-        _check_fields("", self, without="mixers")
+        check_fields("", self, without="mixers")
         if not self.mixers or self.n_layers % len(self.mixers):
             raise ValueError(
                 f"mixer.layers has {len(self.mixers)} conditions: their number must divide n_layers = {self.n_layers}."
@@ -271,8 +185,6 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     return StateShape(width // own, 2 * mixer.n_basis if wide else own, own)
 
 
-LARGEST = 2**20  # of a size
-MIXER_SETTINGS = tuple(f.name for f in fields(MixerConfig))
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
 
 
@@ -324,10 +236,10 @@ def build_config(
     Raises:
         ValueError: an unknown size, condition or field, or a combination that is not possible.
     """
-    _one_of("model size", size, tuple(SIZES))
+    one_of("model size", size, tuple(SIZES))
     for name in (condition, *layers):
-        _one_of("mixer.layers" if name in layers else "mixer.condition", name, tuple(CONDITIONS))
-    check_names("model or mixer", overrides, MODEL_SETTINGS + MIXER_SETTINGS)
+        one_of("mixer.layers" if name in layers else "mixer.condition", name, tuple(CONDITIONS))
+    check_names("model or mixer", overrides, (*MODEL_SETTINGS, *MIXER_SETTINGS))
     if layers and softmax_every is not None:
         raise ValueError(f"mixer.layers and mixer.softmax_every = {softmax_every} both choose layers: leave one out.")
     settings = {**SIZES[size], **overrides}
@@ -336,10 +248,9 @@ def build_config(
     rows = [MixerConfig(n_basis=SIZES[size]["n_basis"], **CONDITIONS[name]) for name in pattern]
     own = {name: value for name, value in overrides.items() if name in MIXER_SETTINGS}
     # What no layer has is given to all, and so refused.
-    nowhere = {name for name in own if all(name in row._without_meaning() for row in rows)}
+    nowhere = {name for name in own if all(name in row.without_meaning() for row in rows)}
     mixers = [
-        replace(row, **{n: x for n, x in own.items() if n in nowhere or n not in row._without_meaning()})
-        for row in rows
+        replace(row, **{n: x for n, x in own.items() if n in nowhere or n not in row.without_meaning()}) for row in rows
     ]
     return ModelConfig(**model, mixers=tuple(mixers))
 
@@ -416,30 +327,7 @@ def _shortest(pattern: tuple[MixerConfig, ...]) -> tuple[MixerConfig, ...]:
     return next(part for part in parts if part * (len(pattern) // len(part)) == pattern)
 
 
-def _one_of(name: str, got: Any, allowed: tuple[str, ...]) -> None:
-    if got not in allowed:
-        raise ValueError(f"{name} = {got!r} is unknown; allowed: {', '.join(allowed)}.")
-
-
 def check_names(where: str, got: Iterable[str], allowed: Iterable[str]) -> None:
     unknown = [name for name in got if name not in allowed]
     if unknown:
         raise ValueError(f"unknown {where} setting(s): {', '.join(unknown)}; allowed: {', '.join(allowed)}.")
-
-
-def _check_fields(prefix: str, config: Any, without: str = "") -> None:
-    """Types, choices and ranges. Raises ValueError that names the setting."""
-    for f in (f for f in fields(config) if f.name != without):
-        name, got, kind = f"{prefix}{f.name}", getattr(config, f.name), cast(Any, f.type)
-        real = isinstance(0.0, kind)  # a JSON or TOML file may have 1 for 1.0
-        # A bool is an int to Python, but `dim = true` is no size.
-        if not isinstance(got, kind | int if real else kind) or (isinstance(got, bool) and kind is not bool):
-            raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}: got {got!r}.")
-        if f.name in CHOICES:
-            _one_of(name, got, CHOICES[f.name])
-        elif real and got is not None and not 0 < got < math.inf:
-            raise ValueError(f"{name} must be positive and finite: got {got}.")
-        elif type(got) is int and got < LEAST.get(f.name, 1):
-            raise ValueError(f"{name} must be at least {LEAST.get(f.name, 1)}: got {got}.")
-        elif type(got) is int and f.name != "max_seq_len" and got > LARGEST:
-            raise ValueError(f"{name} must be at most {LARGEST:,}: got {got}.")

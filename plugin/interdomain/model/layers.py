@@ -202,8 +202,7 @@ class PositiveRandomFeatures(RandomFeatures):
 
 
 def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
-    """The feature map of a name in `config.CHOICES`; None for `silu`, which `interdomain.features` computes. Raises:
-    ValueError."""
+    """The map `MixerConfig.feature_map`; None for `silu`, which `interdomain.features` computes. Raises: ValueError."""
     if name == "silu":
         return None
     if name == "rff":

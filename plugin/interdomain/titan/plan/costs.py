@@ -7,6 +7,7 @@ from interdomain.model import ModelConfig, meta_model
 from interdomain.model.costs.flops import memory_estimate
 from interdomain.model.costs.traffic import held, traffic
 
+from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
 from .topology import Topology, in_flight
 
@@ -50,7 +51,7 @@ class Costs:
                 accumulated=self.micro_batches > 1,
                 stay_gathered=self.stay_gathered,
                 compiled=job.compile.enable and "model" in job.compile.components,
-                recompute=job.mixer.recompute,
+                recompute=value_of(job, "mixer.recompute"),
             )
             for part, micro_batches in zip(self.held, self.in_flight, strict=True)
         ]

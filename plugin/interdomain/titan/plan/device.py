@@ -9,6 +9,7 @@ import torch
 from interdomain.scan.triton_support import cannot_launch
 
 from ..host import replace_device
+from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
 
 
@@ -54,8 +55,8 @@ def refuse_for_device(job_config: JobConfig) -> None:
     """Raises: ValueError for settings that only an accelerator can honour; where there is one, for a run that compiles, if
     nothing can be compiled for it."""
     if torch.accelerator.is_available():
-        mixer = job_config.mixer
-        plain = mixer.features == "torch" and mixer.backend == "chunkwise-torch" and not job_config.compile.enable
+        features, scan = (value_of(job_config, f"mixer.{name}") for name in ("features", "backend"))
+        plain = features == "torch" and scan == "chunkwise-torch" and not job_config.compile.enable
         if torch.cuda.is_available() and not plain and (problem := cannot_launch()):
             raise ValueError(
                 f"{problem}. Without kernels, much slower: --compile.no-enable --mixer.backend chunkwise-torch "

@@ -5,21 +5,21 @@ Every refusal names the setting, what was got, and what is allowed.
 """
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interdomain import features, scan
 from interdomain.model import SIZES, Cell, Execution, ModelConfig, build_config, cell_of, count_parameters
-from interdomain.model.config import FIXED_STATE
+from interdomain.model.config import EXECUTION_SETTINGS, FIXED_STATE
 from interdomain.model.costs.flops import state_size, train_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.transformer import mixer_class
 
 from ..host import refuse_for_host
-from ..settings.job_config import refuse_unsupported
-from ..settings.schema import JobConfig, Mixer
+from ..settings.job_config import refuse_unsupported, value_of
+from ..settings.schema import JobConfig
 from .costs import CARD, Costs, longest_sequence
 from .device import device_here, refuse_for_device
 from .schedule import run_length
@@ -143,7 +143,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     refuse_for_host(job_config)
     if not on_gpus:
         refuse_for_device(job_config)
-    training, mixer, config = job_config.training, job_config.mixer, model_config(job_config)
+    training, config = job_config.training, model_config(job_config)
     mesh = topology(job_config.parallelism, world_size)
     stages = pipeline_stages(job_config.parallelism, config.n_layers)
     refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
@@ -154,7 +154,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
     costs = Costs(job_config, config, mesh, stages, global_batch // (local * data_ranks))
     products = training.precision == "bf16-products"
-    execution = Execution(mixer.backend, mixer.recompute, mixer.features, bf16_products=products)
+    chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
+    execution = Execution(**chosen, bf16_products=products)
     return RunPlan(
         config=config,
         size=job_config.model.flavor,
@@ -182,8 +183,8 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
 def model_config(job_config: JobConfig) -> ModelConfig:
     """Size x condition, with the switches that [mixer] and the numbers that [model] set on top."""
     model, mixer = job_config.model, job_config.mixer
-    names = [f.name for f in fields(Mixer) if f.name not in ("condition", "backend", "recompute", "features")]
-    changed: dict[str, Any] = {name: value for name in names if (value := getattr(mixer, name)) is not None}
+    others = ("condition", *EXECUTION_SETTINGS)
+    changed: dict[str, Any] = {n: x for n, x in vars(mixer).items() if n not in others and x is not None}
     changed |= {name: n for name in ("vocab_size", "dim", "n_layers", "n_heads") if (n := getattr(model, name))}
     if changed.keys() & {"dim", "n_heads"}:  # heads are dim / n_heads wide
         size = SIZES[model.flavor] | changed

@@ -12,6 +12,7 @@ from interdomain.scan import CHUNK
 from interdomain.scan.ops import runs_as
 
 from ..host import generate_llm_fqn_per_model_part, logger
+from ..settings.job_config import value_of
 from ..settings.schema import JobConfig, Parallelism
 
 MULTI_STAGE = "Interleaved1F1B"  # the schedule under which a rank has several stages
@@ -196,7 +197,7 @@ def _batch_that_divides(least: int, local: int, ranks: int, schedule: str, pipel
 def _refuse_for_context(
     job_config: JobConfig, config: ModelConfig, lengths: dict[str, int], device: torch.device
 ) -> None:
-    context, backend = job_config.parallelism.context_parallel_degree, job_config.mixer.backend
+    context, backend = job_config.parallelism.context_parallel_degree, value_of(job_config, "mixer.backend")
     degree = f"parallelism.context_parallel_degree = {context}"
     recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
     least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])

@@ -15,7 +15,7 @@ import interdomain
 from interdomain.model.config import FIXED_STATE
 
 from ..host import TORCHTITAN_DEFAULTS
-from .schema import JobConfig
+from .schema import Bound, JobConfig
 
 # setting -> its annotated type
 KINDS: dict[str, Any] = {
@@ -68,7 +68,7 @@ def read_job_config(arguments: list[str]) -> JobConfig:
     given = names_of(arguments)
     chosen = given & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
     if chosen and "mixer.n_basis" not in given and not reads_n_basis(vars(job.mixer)):
-        job.mixer.n_basis = None
+        _set(job, "mixer.n_basis", None)
     return job
 
 
@@ -157,7 +157,8 @@ def refuse_wrong_values(job_config: JobConfig) -> None:
     for setting, kind in KINDS.items():
         value, bound = value_of(job_config, setting), None
         if get_origin(kind) is Annotated:
-            kind, bound = kind.__origin__, kind.__metadata__[0]
+            bound = next((extra for extra in kind.__metadata__ if isinstance(extra, Bound)), None)
+            kind = kind.__origin__
         if not _fits(value, kind):
             words = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
             raise ValueError(f"{setting} must be {words}: got {value!r}.")
@@ -186,10 +187,10 @@ def refuse_unsupported(job_config: JobConfig) -> None:
         raise ValueError(
             "metrics.enable_wandb needs the package wandb, which is not installed: pip install wandb, or leave the setting out."
         )
-    mixer, checkpoint = job_config.mixer, job_config.checkpoint
-    if mixer.n_basis is not None and not reads_n_basis(vars(mixer)):
+    n_basis, checkpoint = value_of(job_config, "mixer.n_basis"), job_config.checkpoint
+    if n_basis is not None and not reads_n_basis(vars(job_config.mixer)):
         raise ValueError(
-            f"mixer.n_basis = {mixer.n_basis} is not possible: no layer reads it. It is not for softmax, and with "
+            f"mixer.n_basis = {n_basis} is not possible: no layer reads it. It is not for softmax, and with "
             "mixer.state_heads not for gla, deltanet and gated-deltanet. Choose another condition; or leave it out."
         )
     if checkpoint.initial_load_path and not checkpoint.enable:  # TorchTitan would pass over it

@@ -1,20 +1,21 @@
 """The sections and settings of a TOML file, with TorchTitan's names and defaults where TorchTitan has the setting.
 
 The comment at a setting (`#:` above it, or `#` beside it) is its text in `./launch.sh --flags`. The annotation says what one
-setting may be: its type and its `Bound`. `settings.py` reads a file and flags into a `JobConfig` and checks every setting.
-`plan.py` checks settings that depend on one another.
+setting may be: its type and its `Bound`. Most settings of [mixer] are those of `MixerConfig` and `Execution`, with their text.
+`job_config.py` reads a file and flags into a `JobConfig` and checks every setting. `plan` checks settings that depend on one
+another, and makes a `MixerConfig` of [mixer].
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import Field, asdict, dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
+import tyro
 
-from interdomain import features, scan
-from interdomain.model import CONDITIONS, SIZES
+from interdomain.model.config import CONDITIONS, EXECUTION_SETTINGS, MIXER_SETTINGS, SIZES
 
 
 class Bound(NamedTuple):
@@ -35,14 +36,12 @@ Positive = Annotated[float, Bound("positive and finite", lambda x: 0 < x < math.
 NotNegative = Annotated[float, _AT_LEAST_0]
 Fraction = Annotated[float, Bound("from 0 to 1", lambda x: 0 <= x <= 1)]
 Decay = Annotated[float, Bound("at least 0 and below 1", lambda x: 0 <= x < 1)]
-Switch = Literal[True, False]  # a bool's flag would be --mixer.no-recompute, unlike that of a `bool | None`
 Size = Annotated[str, _one_of(SIZES)]
 Condition = Annotated[str, _one_of(CONDITIONS)]
 Conditions = Annotated[list[str], Bound(f"of {', '.join(CONDITIONS)}", lambda names: set(names) <= CONDITIONS.keys())]
+Section = TypeVar("Section", bound=type)
 PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 Parts = Annotated[list[str], Bound(f"of {', '.join(PARTS)}", lambda names: set(names) <= set(PARTS))]
-ScanBackend = Annotated[str, _one_of(scan.BACKENDS)]
-FeaturesBackend = Annotated[str, _one_of(features.BACKENDS)]
 CompileBackend = Annotated[
     str,
     Bound(
@@ -59,6 +58,24 @@ Schedule = Annotated[
         SCHEDULES.__contains__,
     ),
 ]
+
+
+def _with_settings_of_the_mixer(section: Section) -> Section:
+    """Adds the fields of MixerConfig, None where a run does not set them, and those of Execution, with their defaults."""
+
+    def add(f: Field, kind: Any, default: Any) -> None:
+        section.__annotations__[f.name] = Annotated[kind, tyro.conf.arg(help=f.metadata["text"])]
+        setattr(section, f.name, default)
+
+    for name, f in MIXER_SETTINGS.items():
+        kind: Any = f.type
+        if name != "kind":  # the condition says it
+            add(f, kind | None, None)
+    for f in EXECUTION_SETTINGS.values():
+        # A bool's flag would be --mixer.no-recompute, unlike that of a `bool | None`.
+        kind = Literal[True, False] if f.type is bool else Annotated[f.type, _one_of(f.metadata["choices"])]
+        add(f, kind, f.default)
+    return section
 
 
 @dataclass
@@ -108,51 +125,18 @@ class Model:
 
 
 @dataclass
+@_with_settings_of_the_mixer
 class Mixer:
-    """[mixer]: the token mixer. `condition` chooses one; the other settings change it. None: as the condition has it."""
+    """[mixer]: the token mixer. `condition` chooses one; the other settings change it."""
 
     #: The mixer: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear,
     #: dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or gated-deltanet.
     condition: Condition = "interdomain"
-    #: Input of the recurrence: key features and values (true) or two generic projections (false). Unset: as the
-    #: condition has it.
-    dual_input: bool | None = None
-    query_readout: bool | None = None  # Readout: conditioned on the query (true), or linear (false).
-    rope: bool | None = None  # Rotary embedding (RoPE) of queries and keys.
-    n_basis: int | None = None  # Basis functions per head (M). Unset: as the size has it (64).
-    readout: str | None = None  # How complex U and Gamma become real: complex, real or hermitian.
-    c_form: str | None = None  # Form of C: full, diagonal or identity.
-    feature_map: str | None = None  # silu, rff, elu, softplus or favor (docs/kernel-view.md).
-    #: Divide the output by the Nadaraya-Watson denominator (eta). feature_map = "favor" needs it.
-    normalize: bool | None = None
-    output_gate: bool | None = None  # Multiply the output by a gate, sigmoid(Wg x).
-    n_kv_heads: int | None = None  # Heads of keys, values and state; groups of query heads share one.
-    #: Heads of the state of gla, mamba2, deltanet and gated-deltanet. Unset: as many as give a state of the same size as
-    #: interdomain attention's, 4 * n_basis * dim numbers.
-    state_heads: int | None = None
     #: A hybrid: every n-th layer is softmax, the others are as `condition` says. Settings of this section hold for every
     #: layer that has them.
     softmax_every: int | None = None
     #: A hybrid: the conditions of the layers in order, instead of `condition`. A shorter list is repeated.
     layers: Conditions = field(default_factory=list)
-    #: Softmax layers: tokens that a token attends to, itself included. Unset: itself and all before it.
-    window: int | None = None
-    #: Initial root mean square of |C_mn|; 1 is S4D's complex N(0, 1). Unset: sqrt(2)/M, or sqrt(2/M) if C is diagonal.
-    c_scale: float | None = None
-    linear_scale: float | None = None  # Initial standard deviation of a linear readout. Unset: 1/sqrt(M).
-    dt_min: float | None = None  # Smallest initial Delta (log-uniform up to dt_max). Unset: 0.001.
-    dt_max: float | None = None  # Largest initial Delta. Unset: 0.1.
-    a_init: str | None = None  # Initial A: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
-    #: Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, sequential, parallel, fft or
-    #: reference. All compute the same function.
-    backend: ScanBackend = "auto"
-    #: Recompute the scan's scores in the backward pass (true), or keep them (false) for a shorter one. They take 4 bytes
-    #: per token, layer, query head and basis function in bf16; none with full activation checkpointing. For chunkwise and
-    #: parallel on CUDA. The results are the same bits.
-    recompute: Switch = True
-    #: Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or torch. All
-    #: compute the same function.
-    features: FeaturesBackend = "auto"
 
 
 @dataclass

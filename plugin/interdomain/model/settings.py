@@ -1,0 +1,184 @@
+"""Settings of a token mixer, each declared once: type, default, text, and the values that it may have.
+
+[mixer] of a TOML file, the flags of both hosts, config.json of an exported folder and the documentation's table are made of
+`MixerConfig`. A folder has a copy of this file, which imports Python's standard library alone.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+LARGEST = 2**20  # of a size: a damaged number would take all memory, or for ever
+
+# Baselines whose state has a fixed size, too: of each, the settings of MixerConfig that it has.
+FIXED_STATE = {
+    "gla": ("n_basis", "state_heads"),
+    "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
+    "deltanet": ("n_basis", "state_heads", "conv_width"),
+    "gated-deltanet": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
+}
+KINDS = ["interdomain", "softmax", *FIXED_STATE]
+
+
+def setting(default: Any, text: str, *, unset: str | None = None, choices: Collection[str] = (), least: int = 1) -> Any:
+    """A field of `MixerConfig`.
+
+    Args:
+        text: help of its flag. unset: what holds for a run that does not set it, if that is not the default.
+        choices: all values. least: the smallest value of an integer.
+    """
+    text = f"{text} Unset: {str(default).lower() if unset is None else unset}."
+    return field(default=default, metadata=dict(text=text, choices=choices, least=least))
+
+
+@dataclass(frozen=True)
+class MixerConfig:
+    """The token mixer of one block. `softmax` is the baseline and reads `n_kv_heads` and `window` alone. The kinds of
+    FIXED_STATE are further baselines, with the settings named there.
+
+    Raises:
+        ValueError: a value that is not allowed, or a setting that this kind does not have.
+    """
+
+    kind: str = setting("interdomain", "The kind of mixer.", choices=KINDS)
+    dual_input: bool = setting(
+        True,
+        "Input of the recurrence: key features and values (true), or two generic projections (false). With query_readout and "
+        "rope an axis of the paper's ablation cube.",
+        unset="as the condition has it",
+    )
+    query_readout: bool = setting(
+        True,
+        "Readout: by the query (true; paper eq. 13), or a learned linear contraction (false, as in S4D).",
+        unset="as the condition has it",
+    )
+    rope: bool = setting(
+        True, "Rotary embedding (RoPE) on the inputs of queries and keys.", unset="as the condition has it"
+    )
+    n_basis: int = setting(
+        64,
+        "M, basis functions per head: the complex dimension of the state.",
+        unset="as the size has it (64; debug 32)",
+    )
+    conv_width: int = setting(4, "Taps of the short convolution (SC of paper eq. 10).", least=2)
+    readout: str = setting(
+        "complex",
+        "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing conjugated, the literal reading "
+        "of paper eq. 13. real: their real parts are multiplied. hermitian: q^T U^T is conjugated.",
+        choices=("complex", "real", "hermitian"),
+    )
+    c_form: str = setting(
+        "full",
+        "C per head: a full complex matrix, a diagonal, or the identity.",
+        choices=("full", "diagonal", "identity"),
+    )
+    feature_map: str = setting(
+        "silu",
+        "Features of queries and keys. silu: SiLU, then l2 norm (paper eq. 10). Without input norms: rff (random Fourier "
+        "features; paper eq. 5), or a positive map, elu (elu + 1), softplus or favor (random features of the softmax kernel; "
+        "it needs normalize).",
+        choices=("silu", "rff", "elu", "softplus", "favor"),
+    )
+    normalize: bool = setting(
+        False,
+        "Divide the output by the Nadaraya-Watson denominator eta (paper eq. 9); for positive feature maps "
+        "(docs/kernel-view.md).",
+    )
+    output_gate: bool = setting(
+        False, "Multiply the output by a gate, sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
+    )
+    n_kv_heads: int | None = setting(
+        None, "Heads of keys, values and state; groups of query heads share one.", unset="as many as query heads"
+    )
+    state_heads: int | None = setting(
+        None,
+        "gla, mamba2, deltanet and gated-deltanet: heads of the state.",
+        unset="as many as give a state of the size of interdomain attention's, 4 * n_basis * dim numbers",
+    )
+    window: int | None = setting(
+        None,
+        "Softmax layers: tokens that a token attends to, itself and those right before it.",
+        unset="itself and all before it",
+    )
+    c_scale: float | None = setting(
+        None,
+        "C at the start: the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). The paper leaves it open, and it decides "
+        "whether the mixer learns.",
+        unset="sqrt(2)/M, or sqrt(2/M) if C is diagonal",
+    )
+    linear_scale: float | None = setting(
+        None, "Linear readout at the start: the standard deviation of c.", unset="1/sqrt(M)"
+    )
+    dt_min: float = setting(
+        1e-3, "Smallest Delta (step size per token) at the start; Delta is log-uniform up to dt_max."
+    )
+    dt_max: float = setting(1e-1, "Largest Delta at the start.")
+    a_init: str = setting(
+        "s4d-inv",
+        "A at the start (Gu et al., 2022). s4d-inv: A_n = -1/2 + i M/pi (M/(2n+1) - 1), the paper's. s4d-lin: -1/2 + i pi n. "
+        "s4d-real: -(n + 1).",
+        choices=("s4d-inv", "s4d-lin", "s4d-real"),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields("mixer.", self)
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"mixer.dt_min must be at most mixer.dt_max: got {self.dt_min:g} and {self.dt_max:g}.")
+        if self.feature_map == "favor" and not self.normalize:
+            raise ValueError(
+                "mixer.feature_map = 'favor' scales each query by a factor that cancels only in the ratio of eq. 9: set "
+                "mixer.normalize = true with it, or choose another map."
+            )
+        for name, why in self.without_meaning().items():
+            if getattr(self, name) != getattr(MixerConfig, name):
+                raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")
+
+    def without_meaning(self) -> dict[str, str]:
+        """The settings that this mixer cannot have other than their default, and what to do."""
+        if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
+            why = (
+                "the softmax condition has no switches but mixer.n_kv_heads and mixer.window. Choose another condition"
+            )
+            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", "n_kv_heads", "window")}
+        if self.kind in FIXED_STATE:
+            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(FIXED_STATE[self.kind])}"
+            return {f.name: why for f in fields(self) if f.name not in ("kind", *FIXED_STATE[self.kind])}
+        unread: dict[str, str] = {
+            "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
+            "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
+        }
+        if self.c_form == "identity":
+            unread["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
+        if self.query_readout:
+            return unread | {"linear_scale": "c belongs to the linear readout. Set mixer.query_readout = false"}
+        if not self.dual_input:
+            unread["feature_map"] = "there is no query or key to map. Set mixer.dual_input or query_readout = true"
+        why = "it needs the query readout. Set mixer.query_readout = true"
+        return unread | dict.fromkeys(("normalize", "n_kv_heads", "readout"), why)
+
+
+MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}
+
+
+def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r} is unknown; allowed: {', '.join(allowed)}.")
+
+
+def check_fields(prefix: str, config: Any, without: str = "") -> None:
+    """Types, choices and ranges. Raises ValueError that names the setting."""
+    for f in (f for f in fields(config) if f.name != without):
+        name, value, kind = f"{prefix}{f.name}", getattr(config, f.name), cast(Any, f.type)
+        real, least = isinstance(0.0, kind), f.metadata.get("least", 1)  # a JSON or TOML file may have 1 for 1.0
+        # A bool is an int to Python, but `dim = true` is no size.
+        if not isinstance(value, kind | int if real else kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}: got {value!r}.")
+        if f.metadata.get("choices"):
+            one_of(name, value, f.metadata["choices"])
+        elif real and value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite: got {value}.")
+        elif type(value) is int and value < least:
+            raise ValueError(f"{name} must be at least {least}: got {value}.")
+        elif type(value) is int and f.name != "max_seq_len" and value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST:,}: got {value}.")
