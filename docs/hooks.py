@@ -44,8 +44,8 @@ def on_page_markdown(markdown, **_):
 
 
 def settings():
-    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them, and those made
-    of `MixerConfig` and `Execution`, with their text."""
+    """A table per section of titan/settings/schema.py: its fields, with the comments above (`#:`) or beside them, and those
+    that are made of `MixerConfig` and `Execution`."""
     source = inspect.getsource(schema)
     lines, sections = source.splitlines(), {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     out = []

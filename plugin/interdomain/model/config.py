@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from interdomain import features, scan
 
-from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, one_of
+from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, one_of, setting
 
 FORMAT_VERSION = 1
 
@@ -23,37 +23,26 @@ autocast over float32 parameters computes them; the paper's. float32: all. Dynam
 
 @dataclass(frozen=True)
 class Execution:
-    """How the model is computed. No field changes the function or its parameters. Those with a text are settings of [mixer].
+    """How the model is computed. No field changes the function or its parameters. All but the last are settings of [mixer]."""
 
-    Attributes:
-        bf16_products: products of float32 parameters in bfloat16, under autocast.
-    """
-
-    backend: str = field(
-        default="auto",
-        metadata=dict(
-            text="Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, sequential, parallel, fft or "
-            "reference. All compute the same function.",
-            choices=scan.BACKENDS,
-        ),
+    backend: str = setting(
+        "auto",
+        f"Implementation of the scan (docs/kernels.md): {', '.join(scan.BACKENDS)}. All compute the same function.",
+        choices=scan.BACKENDS,
     )
-    recompute: bool = field(
-        default=True,
-        metadata=dict(
-            text="Recompute the scan's scores in the backward pass (true), or keep them (false) for a shorter one. They take 4 "
-            "bytes per token, layer, query head and basis function in bf16; none with full activation checkpointing. For "
-            "chunkwise and parallel on CUDA. The results are the same bits."
-        ),
+    recompute: bool = setting(
+        True,
+        "Recompute the scan's scores in the backward pass (true), or keep them for a shorter one: 4 bytes per token, layer, "
+        "query head and basis function in bf16; none with full activation checkpointing. For chunkwise and parallel on CUDA. "
+        "The results are the same bits.",
     )
-    features: str = field(
-        default="auto",
-        metadata=dict(
-            text="Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or "
-            "torch. All compute the same function.",
-            choices=features.BACKENDS,
-        ),
+    features: str = setting(
+        "auto",
+        "Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or torch. All "
+        "compute the same function.",
+        choices=features.BACKENDS,
     )
-    bf16_products: bool = False
+    bf16_products: bool = False  # of float32 parameters in bfloat16, under autocast
 
 
 EXECUTION_SETTINGS = {f.name: f for f in fields(Execution) if f.metadata}

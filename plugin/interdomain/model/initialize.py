@@ -122,7 +122,7 @@ def _orthogonal(drawn: Tensor) -> Tensor:
 
 
 def initial_A(form: str, n_basis: int) -> tuple[Tensor, Tensor]:
-    """(log(-Re A), Im A) at initialisation, each [M] float32, by one of `config.CHOICES` (formulas there)."""
+    """(log(-Re A), Im A) at initialisation, each [M] float32, by `MixerConfig.a_init` (formulas there)."""
     n = torch.arange(n_basis, dtype=torch.float64, device="cpu")
     decay, frequency = {
         "s4d-inv": (torch.full_like(n, 0.5), n_basis / math.pi * (n_basis / (2 * n + 1) - 1)),

@@ -18,24 +18,26 @@ FIXED_STATE = {
     "deltanet": ("n_basis", "state_heads", "conv_width"),
     "gated-deltanet": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
 }
-KINDS = ["interdomain", "softmax", *FIXED_STATE]
+BASELINES = {"softmax": ("n_kv_heads", "window"), **FIXED_STATE}
+KINDS = ["interdomain", *BASELINES]
+BY_CONDITION = "as the condition has it"
 
 
-def setting(default: Any, text: str, *, unset: str | None = None, choices: Collection[str] = (), least: int = 1) -> Any:
-    """A field of `MixerConfig`.
+def setting(default: Any, text: str, unset: str = "", choices: Collection[str] = (), least: int = 1) -> Any:
+    """A field with the help of its flag.
 
     Args:
-        text: help of its flag. unset: what holds for a run that does not set it, if that is not the default.
-        choices: all values. least: the smallest value of an integer.
+        unset: what holds for a run that does not set it, if not the default.
+        choices: all values that it may have. least: the smallest of an integer.
     """
-    text = f"{text} Unset: {str(default).lower() if unset is None else unset}."
+    text = f"{text} Unset: {unset or str(default).lower()}."
     return field(default=default, metadata=dict(text=text, choices=choices, least=least))
 
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """The token mixer of one block. `softmax` is the baseline and reads `n_kv_heads` and `window` alone. The kinds of
-    FIXED_STATE are further baselines, with the settings named there.
+    """The token mixer of one block: interdomain attention, or one of BASELINES, which have the settings named there. The axes
+    of the paper's ablation cube are dual_input, query_readout and rope.
 
     Raises:
         ValueError: a value that is not allowed, or a setting that this kind does not have.
@@ -43,23 +45,14 @@ class MixerConfig:
 
     kind: str = setting("interdomain", "The kind of mixer.", choices=KINDS)
     dual_input: bool = setting(
-        True,
-        "Input of the recurrence: key features and values (true), or two generic projections (false). With query_readout and "
-        "rope an axis of the paper's ablation cube.",
-        unset="as the condition has it",
+        True, "Input of the recurrence: key features and values (true), or two generic projections.", BY_CONDITION
     )
     query_readout: bool = setting(
-        True,
-        "Readout: by the query (true; paper eq. 13), or a learned linear contraction (false, as in S4D).",
-        unset="as the condition has it",
+        True, "Readout: by the query (true; paper eq. 13), or a linear contraction, as in S4D.", BY_CONDITION
     )
-    rope: bool = setting(
-        True, "Rotary embedding (RoPE) on the inputs of queries and keys.", unset="as the condition has it"
-    )
+    rope: bool = setting(True, "Rotary embedding (RoPE) on the inputs of queries and keys.", BY_CONDITION)
     n_basis: int = setting(
-        64,
-        "M, basis functions per head: the complex dimension of the state.",
-        unset="as the size has it (64; debug 32)",
+        64, "M, basis functions per head: complex dimensions of the state.", "as the size has it (64; debug 32)"
     )
     conv_width: int = setting(4, "Taps of the short convolution (SC of paper eq. 10).", least=2)
     readout: str = setting(
@@ -76,43 +69,33 @@ class MixerConfig:
     feature_map: str = setting(
         "silu",
         "Features of queries and keys. silu: SiLU, then l2 norm (paper eq. 10). Without input norms: rff (random Fourier "
-        "features; paper eq. 5), or a positive map, elu (elu + 1), softplus or favor (random features of the softmax kernel; "
-        "it needs normalize).",
+        "features; paper eq. 5), or a positive map: elu (elu + 1), softplus, favor (softmax kernel; docs/kernel-view.md).",
         choices=("silu", "rff", "elu", "softplus", "favor"),
     )
     normalize: bool = setting(
-        False,
-        "Divide the output by the Nadaraya-Watson denominator eta (paper eq. 9); for positive feature maps "
-        "(docs/kernel-view.md).",
+        False, "Divide by the Nadaraya-Watson denominator eta (paper eq. 9); for positive maps, and favor needs it."
     )
     output_gate: bool = setting(
-        False, "Multiply the output by a gate, sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
+        False, "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
     )
     n_kv_heads: int | None = setting(
-        None, "Heads of keys, values and state; groups of query heads share one.", unset="as many as query heads"
+        None, "Heads of keys, values and state; groups of query heads share one.", "as many as query heads"
     )
     state_heads: int | None = setting(
         None,
-        "gla, mamba2, deltanet and gated-deltanet: heads of the state.",
-        unset="as many as give a state of the size of interdomain attention's, 4 * n_basis * dim numbers",
+        "Baselines with a state of fixed size: heads of the state.",
+        "as many as make it as large as interdomain attention's, 4 * n_basis * dim numbers",
     )
     window: int | None = setting(
-        None,
-        "Softmax layers: tokens that a token attends to, itself and those right before it.",
-        unset="itself and all before it",
+        None, "Softmax layers: tokens that a token attends to, itself included.", "itself and all before it"
     )
     c_scale: float | None = setting(
         None,
-        "C at the start: the root mean square of |C_mn|; 1 is S4D's complex N(0, 1). The paper leaves it open, and it decides "
-        "whether the mixer learns.",
-        unset="sqrt(2)/M, or sqrt(2/M) if C is diagonal",
+        "C at the start: root mean square of |C_mn|; 1 is S4D's complex N(0, 1). It decides whether the mixer learns.",
+        "sqrt(2)/M, or sqrt(2/M) if C is diagonal (the paper leaves it open)",
     )
-    linear_scale: float | None = setting(
-        None, "Linear readout at the start: the standard deviation of c.", unset="1/sqrt(M)"
-    )
-    dt_min: float = setting(
-        1e-3, "Smallest Delta (step size per token) at the start; Delta is log-uniform up to dt_max."
-    )
+    linear_scale: float | None = setting(None, "Linear readout at the start: standard deviation of c.", "1/sqrt(M)")
+    dt_min: float = setting(1e-3, "Smallest Delta (step size per token) at the start; log-uniform up to dt_max.")
     dt_max: float = setting(1e-1, "Largest Delta at the start.")
     a_init: str = setting(
         "s4d-inv",
@@ -136,14 +119,10 @@ class MixerConfig:
 
     def without_meaning(self) -> dict[str, str]:
         """The settings that this mixer cannot have other than their default, and what to do."""
-        if self.kind == "softmax":  # n_basis belongs to the size; softmax does not read it
-            why = (
-                "the softmax condition has no switches but mixer.n_kv_heads and mixer.window. Choose another condition"
-            )
-            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", "n_kv_heads", "window")}
-        if self.kind in FIXED_STATE:
-            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(FIXED_STATE[self.kind])}"
-            return {f.name: why for f in fields(self) if f.name not in ("kind", *FIXED_STATE[self.kind])}
+        if self.kind in BASELINES:  # n_basis belongs to the size: softmax does not read it
+            names = BASELINES[self.kind]
+            why = f"the {self.kind} condition has no switches but mixer.{', mixer.'.join(names)}. Choose another condition"
+            return {f.name: why for f in fields(self) if f.name not in ("kind", "n_basis", *names)}
         unread: dict[str, str] = {
             "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
             "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
