@@ -26,7 +26,7 @@ KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Tr
 
 def runs_as(backend: str, device: torch.device) -> str | None:
     """`triton` or `plain`; None: no op, autograd records the backend. torch.compile traces through this."""
-    if backend in ("chunkwise", "parallel") and device.type in KERNEL_DEVICES:
+    if backend == "chunkwise" and device.type in KERNEL_DEVICES:
         return "triton"
     return "plain" if backend in ("chunkwise", "chunkwise-torch") else None
 
@@ -45,8 +45,6 @@ def implementation(backend: str, device: torch.device) -> ModuleType:
 
 def _call(backend: str, name: str, *args, **kw) -> tuple:
     device = args[0].device
-    if backend == "parallel":
-        kw["parallel"] = True
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
         return getattr(implementation(backend, device), name)(*args, **kw)

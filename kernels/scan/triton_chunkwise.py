@@ -10,7 +10,7 @@ P = R + D channels, M basis functions, L chunk length, S segments. Derivation: d
 
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
 gives the state that each segment alone would leave, an associative scan chains them, and the passes start every segment
-from its true state. Backwards the same with costates. `parallel` is this with every chunk a segment: nothing walks time.
+from its true state. Backwards the same with costates.
 A shard of longer sequences (`enter`, `leave`, as in chunkwise.py) is one more level of segments: the end of the chain is handed
 over, and what comes back starts it.
 Nothing uses atomics; every sum has one order.
@@ -27,14 +27,14 @@ from .triton_support import operand_dtype
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise, and
     a [B, Hq, T, 2M], which the backward takes)."""
     with torch.cuda.device_of(q):
         q, k, v = (aligned(x) for x in (q, k, v))
         (B, _, H, R), P = k.shape, k.shape[3] + v.shape[3]
-        passes = _passes((q, k, v), log_decay, documents, parallel)
+        passes = _passes((q, k, v), log_decay, documents)
         states, initial_state = passes.states(initial_state, P, k, v, enter=enter)
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
@@ -49,7 +49,7 @@ def scan_forward(
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None,
-    leave: Exchange | None = None, parallel: bool = False,
+    leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
 
@@ -59,7 +59,7 @@ def scan_backward(
         q, k, v, d_o = (aligned(x) for x in (q, k, v, d_o))
         P = k.shape[3] + v.shape[3]
         keys, values = (0, P), (k.shape[3], P)
-        passes = _passes((q, k, v), log_decay, documents, parallel)
+        passes = _passes((q, k, v), log_decay, documents)
         states, _ = passes.states(initial_state, P, k, v)
         a = passes.contract(q, k, states, keys) if a is None else dense(a)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
@@ -80,13 +80,13 @@ def scan_backward(
 
 def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, both states as above)."""
     with torch.cuda.device_of(z):
         z = aligned(z)
         B, _, H, P = z.shape
-        passes = _passes((z,), log_decay, documents, parallel, readout)
+        passes = _passes((z,), log_decay, documents, readout)
         states, initial_state = passes.states(initial_state, P, z, enter=enter)
         y = padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
@@ -96,13 +96,13 @@ def linear_forward(
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None, leave: Exchange | None = None, parallel: bool = False,
+    *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = aligned(z), aligned(d_y)
         channels = (0, z.shape[3])
-        passes = _passes((z,), log_decay, documents, parallel, readout)
+        passes = _passes((z,), log_decay, documents, readout)
         states, _ = passes.states(initial_state, z.shape[3], z)
         dz = padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
@@ -113,12 +113,12 @@ def linear_backward(
 
 
 def _passes(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, parallel: bool,
+    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
     readout: Tensor | None = None,
 ) -> Launches:  # fmt: skip
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
     total = -(-T // plan.chunk)
-    chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
+    chunks = -(-total // segment_count(B * H, total, log_decay.device))
     return Launches.build(plan, log_decay, T, chunks, documents, readout)

@@ -134,7 +134,7 @@ class Execution:
     Attributes:
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         recompute: compute the scan's scores again in the backward pass (True), or keep them: 4 bytes per token, query head
-            and basis function in bf16 with `chunkwise` and `parallel` on CUDA; others keep nothing. The bits are the same.
+            and basis function in bf16 with `chunkwise` on CUDA; others keep nothing. The bits are the same.
         features: of the input features, one of `interdomain.features.BACKENDS`.
         bf16_products: products of float32 parameters in bfloat16, under autocast.
     """

@@ -143,12 +143,12 @@ class Mixer:
     dt_min: float | None = None  # Smallest initial Delta (log-uniform up to dt_max). Unset: 0.001.
     dt_max: float | None = None  # Largest initial Delta. Unset: 0.1.
     a_init: str | None = None  # Initial A: s4d-inv, s4d-lin or s4d-real. Unset: s4d-inv.
-    #: Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, sequential, parallel, fft or
-    #: reference. All compute the same function.
+    #: Implementation of the scan (docs/kernels.md): auto, chunkwise, chunkwise-torch, fft or reference (the paper's
+    #: sequential scan). All compute the same function.
     backend: ScanBackend = "auto"
     #: Recompute the scan's scores in the backward pass (true), or keep them (false) for a shorter one. They take 4 bytes
-    #: per token, layer, query head and basis function in bf16; none with full activation checkpointing. For chunkwise and
-    #: parallel on CUDA. The results are the same bits.
+    #: per token, layer, query head and basis function in bf16; none with full activation checkpointing. For chunkwise
+    #: on CUDA. The results are the same bits.
     recompute: Switch = True
     #: Implementation of convolution, RoPE, feature map and input norm: auto, triton (one kernel, on CUDA) or torch. All
     #: compute the same function.
