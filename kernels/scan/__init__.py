@@ -57,7 +57,7 @@ def interdomain_scan(
     """Query-conditioned readout of the recurrence, over whole sequences (paper eqs. 11 and 13).
 
     X_t = Lambda X_(t-1) + [k_t; v_t]^T is the state, with Lambda = exp(log_decay). The output is
-    o_t = Re(q_t^T U_t^T Gamma_t), where W has what turns X_t into U_t and Gamma_t.
+    o_t = Re(q_t^T U_t^T Gamma_t), where W holds the matrices that turn X_t into U_t and Gamma_t.
 
     Args:
         q: query features, [B, T, Hq, R]. bf16, fp16 or fp32, computed in fp32; or fp64, then all tensors are. On CUDA
@@ -238,7 +238,7 @@ def _step(
 def resolve_backend(
     device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """What `backend="auto"` runs. A process logs each answer for a device of its own once, also where torch.compile asks.
+    """The backend that `auto` runs. A process logs each answer for its own devices once, also where torch.compile asks.
 
     Args:
         device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
@@ -248,16 +248,16 @@ def resolve_backend(
 
     Returns:
         backend: `chunkwise` or `chunkwise-torch`.
-        words: the same for a reader, with the reason where it is not the Triton kernels.
+        words: the backend in words, with the reason where the Triton kernels do not run.
     """
-    chosen, said = "chunkwise", "chunkwise (Triton kernels)"
+    chosen, words = "chunkwise", "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:
-        said = f"chunkwise (plain PyTorch on {device.type})"
+        words = f"chunkwise (plain PyTorch on {device.type})"
     elif problem := triton_support.unsupported(device, dtype, M, width):
-        chosen, said = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
+        chosen, words = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
     if device is not None:
-        log_once(f"interdomain.scan: backend 'auto' is {said}")
-    return chosen, said
+        log_once(f"interdomain.scan: backend 'auto' is {words}")
+    return chosen, words
 
 
 def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:
