@@ -28,14 +28,14 @@ MARGIN = 1.5
 
 
 def row(case: Case, seeds: int) -> tuple[list[str], float]:
-    """Of a case: the tensor that came nearest to its bound over all seeds; and bound / error of it."""
+    """A case's line, for the tensor that came nearest to its bound over all seeds; and bound / error of that tensor."""
     run = replace(case, repeat=False, mode="in place" if case.mode == "graph" else case.mode)
     if case.shape.T > 10_000:  # still long enough for several segments
         run = replace(run, shape=replace(case.shape, T=2048 + case.shape.T % 64, H=4))
-    found = [check_kernels.run_case(run, torch.device("cpu"), seed) for seed in range(seeds)]
-    if failed := [one["result"] for one in found if "errors" not in one]:
+    results = [check_kernels.run_case(run, torch.device("cpu"), seed) for seed in range(seeds)]
+    if failed := [one["result"] for one in results if "errors" not in one]:
         raise RuntimeError(f"{case}: {failed[0]}")
-    worst = max(found, key=lambda one: one["worst"] / one["bound"])
+    worst = max(results, key=lambda one: one["worst"] / one["bound"])
     margin = worst["bound"] / worst["worst"]
     return [
         str(case),
@@ -47,12 +47,12 @@ def row(case: Case, seeds: int) -> tuple[list[str], float]:
     ], margin
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rehearse", description=__doc__.split("\n\n")[1])
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--table", type=Path, required=True, help="file of the table, in Markdown")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names hold every word")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not INTERPRETED:
         parser.error("Triton's interpreter is chosen before triton is imported: set TRITON_INTERPRET=1")
     torch.set_num_threads(1)

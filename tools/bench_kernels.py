@@ -41,10 +41,10 @@ ATTENTION = {
 }
 ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
-SLOW = ("parallel", "chunkwise-torch", "fft")  # on a GPU only if named
+SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
 # In the order in which they run: those that a short time limit should not lose come first.
 NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *PEERS, *SLOW)
-ON_CPU = ("chunkwise", "linear", "parallel", "fft", "sdpa-flash", "layer")
+ON_CPU = ("chunkwise", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")

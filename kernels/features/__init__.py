@@ -1,4 +1,4 @@
-"""Input features: what stands between the projections and the scan, in one pass over memory.
+"""Input features: the operations between the projections and the scan, in one pass over memory.
 
 Shapes: B batch, T time, H heads, R head_dim, E = H R channels, W convolution width.
 Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
@@ -111,13 +111,13 @@ def input_features_step(
     """`input_features` of one token for all projections of a layer at once, without gradients: one kernel on CUDA.
 
     Args:
-        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R; may be OVERWRITTEN by what is returned.
+        x: the projections' outputs one after the other (q, k, v), [B, E] with E = H R; may be OVERWRITTEN by the result.
         head_dim: R, channels of a head.
         conv: (weight [W, C], bias [C]) of the first C channels; the weight transposed, its last row that of the token itself.
         past: their W - 1 inputs before x, [B, W - 1, C], OVERWRITTEN with the last W - 1, x among them.
         rope: (cos, sin) for the first `rotated` heads, each [1, 1, R/2] or [B, 1, 1, R/2].
-        rotated: how many of the first heads RoPE rotates.
-        silu: how many of the first heads have SiLU and the l2 norm.
+        rotated: number of the first heads that RoPE rotates.
+        silu: number of the first heads with SiLU and the l2 norm.
         norm: (scale, shift), each [N, R], of the last N heads.
         eps: of the norm.
         backend: as there.
@@ -128,8 +128,8 @@ def input_features_step(
     Raises:
         ValueError: as there, and where a gradient would be recorded.
     """
-    given = x, past, *(conv or ()), *(norm or ()), *(rope or ())
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+    tensors = x, past, *(conv or ()), *(norm or ()), *(rope or ())
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError("a step records no gradient: use torch.no_grad(), or input_features for one token")
     _check_step(x, head_dim, conv, past, rope, rotated, silu, norm)
     W = 0 if conv is None else conv[0].shape[0]
@@ -203,21 +203,21 @@ def resolve_backend(
     dtype: torch.dtype = torch.bfloat16,
     rope_gradient: bool = False,
 ) -> tuple[str, str]:
-    """What `backend="auto"` runs: as `interdomain.scan.resolve_backend`, logged likewise.
+    """The backend that `auto` runs, logged as in `interdomain.scan.resolve_backend`.
 
     Args:
         device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
         head_dim: R.
         width: of the convolution; 0 for none.
         dtype: of x.
-        rope_gradient: whether the rotary tables require a gradient.
+        rope_gradient: True if the rotary tables require a gradient.
 
     Returns:
         backend: `triton` or `torch`.
-        words: the same for a reader, with the reason where it is not `triton`.
+        words: the backend in words, with the reason where it is not `triton`.
     """
     problem = support.unsupported(device, dtype, head_dim, width, rope_gradient)
-    chosen, said = ("torch", f"torch (plain PyTorch): {problem}") if problem else ("triton", "triton (one kernel)")
+    chosen, words = ("torch", f"torch (plain PyTorch): {problem}") if problem else ("triton", "triton (one kernel)")
     if device is not None:
-        log_once(f"interdomain.features: backend 'auto' is {said}")
-    return chosen, said
+        log_once(f"interdomain.features: backend 'auto' is {words}")
+    return chosen, words

@@ -36,7 +36,7 @@ def features_backward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or nothing."""
+    """Returns dx; the gradients of weight, bias, scale and shift as [H, K, R] fp32; dpast, or an empty tensor."""
     from . import triton_launch
 
     return triton_launch.backward(dy, x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, eps, need_past)

@@ -1,4 +1,4 @@
-"""The features in plain PyTorch, recorded by autograd: the CPU path, and what the kernels are compared with."""
+"""The features in plain PyTorch, recorded by autograd: the CPU path, with which tests compare the kernels."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, shift, eps) -> Tensor:
-    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]; documents [B, T]; None for what is not there. -> [B, T, H, R]."""
+    """x [B, T, E]; weight [E, W]; past [B, W - 1, E]; documents [B, T]; None for tensors not there. Returns [B, T, H, R]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = x.to(dtype)
     if weight is not None:
@@ -39,7 +39,7 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, doc
 
 
 def step(x, head_dim, weight, bias, past, cos, sin, rotated, silu, scale, shift, eps) -> Tensor:
-    """One token of all projections, x [B, H R] -> [B, H, R]: as few operations as can be, over x itself.
+    """One token of all projections, x [B, H R] -> [B, H, R], in few operations that overwrite x.
 
     weight [W, C] and past [B, W - 1, C], overwritten; scale and shift [N, R]; see `input_features_step`.
     """

@@ -1,10 +1,10 @@
-"""What the Triton kernels can run, decided without importing triton. torch.compile traces through `unsupported`."""
+"""Limits of the Triton kernels, checked without importing triton. torch.compile traces through `unsupported`."""
 
 import torch
 
 from interdomain.scan.triton_support import missing
 
-# A tap costs 32 registers per thread in the backward: weight, its gradient, the input and what is owed to it.
+# A tap costs 32 registers per thread in the backward: weight, its gradient, the input and its pending gradient.
 MAX_WIDTH = 4
 MAX_HEAD_DIM = 256  # half a head per warp
 
@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 256  # half a head per warp
 def unsupported(
     device: torch.device | None, dtype: torch.dtype, head_dim: int, width: int, rope_gradient: bool = False
 ) -> str | None:
-    """Why an input (convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can.
+    """The reason why an input (convolution of `width`, 0 for none) cannot run on the Triton kernels; None if it can.
 
     device: None for a GPU of another machine, as in the scan.
     """

@@ -1,4 +1,4 @@
-"""From projection to feature in one pass over memory, and back in one. Semantics as in plain.py.
+"""Kernels of the input features: one pass over memory forward, and one backward. Semantics as in plain.py.
 
 Shapes: B batch, T time, H heads, N = B H rows, R head_dim (even), E = H R channels, W convolution width, K parameter
 gradients per channel.
@@ -12,8 +12,8 @@ number. Backwards, du comes from x and dy at the same token, and
 
     dx_(t-W+1) = sum_j w_j du_(t-W+1+j)                   complete, and written, when du_t is known
 
-so the last W - 1 inputs and what their successors have yet to add to dx stay in registers: no tile is shifted, nothing is
-read twice but W - 1 tokens at the ends of a program. In packed sequences a tap counts where both its ends are of one document.
+so the last W - 1 inputs and their pending dx, to which later tokens add, stay in registers: no tile is shifted, nothing is read
+twice but W - 1 tokens at the ends of a program. In packed sequences a tap counts where both its ends are of one document.
 Parameters' gradients are one sum per program, which PyTorch adds in a fixed order: no atomics, so results repeat bit for bit.
 
 Bytes per token and channel in bf16: forward 4 (x, y) + 2 (W-1) / BT; backward 6 (dy, x, dx) + 6 (W-1) / BT + 8 K / BT, where
@@ -31,7 +31,7 @@ import triton.language as tl
 
 @triton.jit
 def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
-    """-> segment of time, its first token and end; rows [BN, 1]; channels of the first half [1, BH]; their mask."""
+    """Returns the segment of time, its first token and end; rows [BN, 1]; channels of the first half [1, BH]; their mask."""
     NT = tl.cdiv(T, BT)
     i_t = tl.cast(tl.program_id(0) % NT, tl.int64)
     o_n = tl.cast(tl.program_id(0) // NT, tl.int64) * BN + tl.arange(0, BN)[:, None]
@@ -41,7 +41,7 @@ def _place(T, H, N, BT, R: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr):
 
 @triton.jit
 def _load(p, m, HALF: tl.constexpr):
-    """The two halves of R, as they are in memory."""
+    """The two halves of R, in the dtype of the memory."""
     return tl.load(p, mask=m, other=0.0), tl.load(p + HALF, mask=m, other=0.0)
 
 
@@ -101,7 +101,7 @@ def _document(p_doc, t, m_n):
 
 @triton.jit
 def _documents(p_doc, t_0, m_n, W: tl.constexpr):
-    """Those of the W - 1 tokens before t_0, the last one first."""
+    """Numbers of the documents of the W - 1 tokens before t_0, the last one first."""
     documents = ()
     for j in tl.static_range(1, W):
         documents = documents + (_document(p_doc, t_0 - j, m_n),)
@@ -109,13 +109,13 @@ def _documents(p_doc, t_0, m_n, W: tl.constexpr):
 
 
 @triton.jit
-def _own(window, documents, W: tl.constexpr):
-    """The inputs of the document of the one at lag 0. The others are zero from here on: no later token is of theirs."""
-    own = (window[0],)
+def _same_document(window, documents, W: tl.constexpr):
+    """Inputs that share the document of the token at lag 0. The others are zero from here on: their document has ended."""
+    same = (window[0],)
     for j in tl.static_range(1, W):
         m_j = documents[j] == documents[0]
-        own = own + ((tl.where(m_j, window[j][0], 0.0), tl.where(m_j, window[j][1], 0.0)),)
-    return own
+        same = same + ((tl.where(m_j, window[j][0], 0.0), tl.where(m_j, window[j][1], 0.0)),)
+    return same
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def forward_kernel(
             window = (s,) + history
             if DOCS:
                 near = (_document(p_doc, t, o_n < N),) + documents
-                window = _own(window, near, W)
+                window = _same_document(window, near, W)
                 documents = near[: W - 1]
             s = _convolved(window, taps, bias, W)
             history = window[: W - 1]
@@ -211,7 +211,7 @@ def _cotangent(
     u, dy, p_cos, p_sin, o_t, scale, m,
     R: tl.constexpr, ROPE: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """-> du, and s g(S), with which dy gives the gradient of scale."""
+    """Returns du, and s g(S), with which dy gives the gradient of scale."""
     b_a, b_b = u
     b_da, b_db = dy
     if ROPE:
@@ -243,16 +243,16 @@ def _cotangent(
 
 
 @triton.jit
-def _settled(owed, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
-    """owed[j]: what dx_(t-1-j) has so far. -> dx_(t-W+1), complete with du_t, and the next owed."""
-    paid = (_times(taps[0], du),)
+def _add_to_pending(pending, du, taps, documents, W: tl.constexpr, DOCS: tl.constexpr):
+    """pending[j]: the part of dx_(t-1-j) from tokens before t. Returns dx_(t-W+1), complete with du_t, and the next pending."""
+    added = (_times(taps[0], du),)
     for j in tl.static_range(1, W):
         b_a, b_b = du
         if DOCS:
             m_j = documents[j] == documents[0]
             b_a, b_b = tl.where(m_j, b_a, 0.0), tl.where(m_j, b_b, 0.0)
-        paid = paid + (_add_product(owed[j - 1], taps[j], (b_a, b_b)),)
-    return paid[W - 1], paid[: W - 1]
+        added = added + (_add_product(pending[j - 1], taps[j], (b_a, b_b)),)
+    return added[W - 1], added[: W - 1]
 
 
 @triton.jit(do_not_specialize=["T", "H", "N", "BT"])
@@ -286,12 +286,12 @@ def backward_kernel(
         p_doc += i_b * T
     b_zero = tl.zeros([BN, BH], dtype=tl.float32)
     zero = (b_zero, b_zero)
-    taps, bias, history, documents, owed, scale = (), (), (), (), (), ()
+    taps, bias, history, documents, pending, scale = (), (), (), (), (), ()
     if W:
         taps = _taps(p_weight + o_e * W, m, HALF, W)
         bias = _wide(_load(p_bias + o_e, m, HALF))
         history = _history(p_x, p_past, t_0, stride_xt, stride_pt, m, HALF, W)
-        owed = (zero,) * LAG
+        pending = (zero,) * LAG
         if DOCS:
             documents = _documents(p_doc, t_0, o_n < N, W)
     if NORM:
@@ -314,14 +314,14 @@ def backward_kernel(
         if W:
             if DOCS:
                 near = (_document(p_doc, t, o_n < N),) + documents
-                window = _own(window, near, W)
+                window = _same_document(window, near, W)
                 documents = near[:LAG]
             u = _convolved(window, taps, bias, W)
         du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m, R, ROPE, SILU, NORM, EPS)
         dx = du
         added = ()
         if W:
-            dx, owed = _settled(owed, du, taps, near, W, DOCS)
+            dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
             history = window[:LAG]
             for i in tl.static_range(W):
                 added = added + (_add_product(sums[i], du, window[W - 1 - i]),)
@@ -350,7 +350,7 @@ def backward_kernel(
             u = _convolved(window, taps, bias, W)
             m_t = m & (t < T)
             du, feature = _cotangent(u, dy, p_cos, p_sin, t * HALF, scale, m_t, R, ROPE, SILU, NORM, EPS)
-            dx, owed = _settled(owed, du, taps, near, W, DOCS)
+            dx, pending = _add_to_pending(pending, du, taps, near, W, DOCS)
             history = window[:LAG]
             _store(p_dx + (t - LAG) * H * R, dx, m & (t - LAG >= t_0), HALF)
             if p_dpast is not None:

@@ -1,6 +1,6 @@
-"""How the kernels of the input features are launched: tiles, tokens per program, partial sums.
+"""Launches of the kernels of the input features: tiles, tokens per program, partial sums.
 
-Shapes as in triton_kernels.py. A launcher allocates what it returns, and partial sums.
+Shapes as in triton_kernels.py. A launcher allocates the tensors that it returns, and partial sums.
 """
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -23,7 +23,7 @@ def forward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None,
     shift: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Tensors that are not there are None. -> y [B, T, H, R], contiguous."""
+    """Returns y [B, T, H, R], contiguous. Tensors that are not there are None."""
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
     y = torch.empty(B, T, H, R, dtype=x.dtype, device=x.device)
@@ -51,7 +51,7 @@ def backward(
     documents: Tensor | None, cos: Tensor | None, sin: Tensor | None, silu: bool, scale: Tensor | None, eps: float,
     need_past: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
+    """Returns dx [B, T, E]; gradients of weight[:, 0] to weight[:, W-1], bias, scale by head, shift, as far as they are there,
     [H, K, R] fp32; dpast [B, W - 1, E], or empty."""
     B, T, E = x.shape
     H, R = E // head_dim, head_dim
@@ -74,7 +74,7 @@ def backward(
 
 
 def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) -> tuple[tuple, tuple, dict]:
-    """What both kernels take: tensors up to scale (None where there is none), strides, constants."""
+    """Arguments of both kernels: tensors up to scale (None where there is none), strides, constants."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     past = past if past is None or past.stride(-1) == 1 else past.contiguous()
     documents = None if documents is None or weight is None else documents.to(torch.int32)
@@ -92,7 +92,7 @@ def _arguments(x, R, weight, bias, past, documents, cos, sin, silu, scale, eps) 
 
 
 def _tokens(T: int, blocks: int, programs: int) -> int:
-    """Tokens per program: as many as leave `programs` of them, 16 to 128. By shape alone: sums repeat on every GPU."""
+    """Tokens per program, 16 to 128: the most that leave `programs` programs. By shape alone: sums repeat on every GPU."""
     BT = 128
     while BT > 16 and triton.cdiv(T, BT) * blocks < programs:
         BT //= 2
@@ -100,5 +100,5 @@ def _tokens(T: int, blocks: int, programs: int) -> int:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Without the last. That of a dimension of one may be anything: 0 keeps it from asking for another compilation."""
+    """Strides without the last. The stride of a dimension of one may be anything: 0 avoids another compilation."""
     return tuple(s if n > 1 else 0 for s, n in zip(x.stride()[:-1], x.shape, strict=False))

@@ -1,8 +1,8 @@
-"""One token of all projections of a layer in one launch: `input_features` at T = 1, and what the next token needs of this one.
+"""One token of all projections of a layer in one launch: `input_features` at T = 1, and the past for the next token.
 
-Shapes: B batch, H heads of all projections, R head_dim (even), W convolution width, C convolved channels. Which stages a head
-has is a matter of where it stands: the first C / R are convolved, the first `rotated` turned, the first `silu` mapped, the last
-`normed` normalised. Equations in triton_kernels.py. Bytes: x and y, past twice, and a head's parameters once for BB sequences.
+Shapes: B batch, H heads of all projections, R head_dim (even), W convolution width, C convolved channels. A head's position
+decides its stages: the first C / R are convolved, the first `rotated` turned, the first `silu` mapped, the last `normed`
+normalised. Equations in triton_kernels.py. Bytes: x and y, past twice, and a head's parameters once for BB sequences.
 """
 
 # ruff: noqa: RUF005, SIM102 (Triton has tuples, and no starred expressions; what a constant excludes is not compiled)
@@ -82,7 +82,7 @@ def step(
     x: Tensor, head_dim: int, weight: Tensor | None, bias: Tensor | None, past: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, rotated: int, silu: int, scale: Tensor | None, shift: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
-    """Arguments as in plain.py, tensors that are not there None. -> y [B, H, R], contiguous."""
+    """Returns y [B, H, R], contiguous. Arguments as in plain.py, None for tensors that are not there."""
     (B, E), R = x.shape, head_dim
     y = torch.empty(B, E // R, R, dtype=x.dtype, device=x.device)
     x = x if x.stride(-1) == 1 else x.contiguous()

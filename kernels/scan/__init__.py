@@ -6,17 +6,16 @@ pairs in the last axis. Derivation, notation, backends and tolerances: docs/kern
 """
 
 # reference.py judges all other modules. chunkwise.py is plain PyTorch, triton_*.py the kernels for CUDA (imported when they
-# run); ops.py makes `torch.library` ops of the two. parallel.py and alternatives/ are plain PyTorch that autograd records.
-# step.py is one token. tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for
-# sequences whose shards are on several ranks. This package imports torch and triton, nothing else.
+# run); ops.py makes `torch.library` ops of the two. fft.py is plain PyTorch that autograd records. step.py is one token.
+# tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for sequences whose
+# shards are on several ranks. This package imports torch and triton, nothing else.
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import fft, ops, parallel, reference, step, triton_support
-from .alternatives import sequential
+from . import fft, ops, reference, step, triton_support
 from .chunkwise import CHUNK
 from .library import log_once, no_forward_mode
 from .packing import checked_documents
@@ -41,12 +40,10 @@ __all__ = [
     "resolve_backend",
 ]
 
-BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "sequential", "parallel", "fft", "reference")
+BACKENDS = ("auto", "chunkwise", "chunkwise-torch", "fft", "reference")
 
 # Those that autograd records where no op runs them (`ops.runs_as`).
 _RECORDED = {
-    "sequential": (sequential.scan_sequential, sequential.linear_sequential),
-    "parallel": (parallel.scan_parallel, parallel.linear_parallel),
     "fft": (fft.scan_fft, fft.linear_fft),
     "reference": (reference.scan_reference, reference.linear_reference),
 }
@@ -60,11 +57,11 @@ def interdomain_scan(
     """Query-conditioned readout of the recurrence, over whole sequences (paper eqs. 11 and 13).
 
     X_t = Lambda X_(t-1) + [k_t; v_t]^T is the state, with Lambda = exp(log_decay). The output is
-    o_t = Re(q_t^T U_t^T Gamma_t), where W has what turns X_t into U_t and Gamma_t.
+    o_t = Re(q_t^T U_t^T Gamma_t), where W holds the matrices that turn X_t into U_t and Gamma_t.
 
     Args:
         q: query features, [B, T, Hq, R]. bf16, fp16 or fp32, computed in fp32; or fp64, then all tensors are. On CUDA
-            `chunkwise` and `parallel` multiply in bf16 where q, k and v are half precision, sum in fp32, and have no fp64.
+            `chunkwise` multiplies in bf16 where q, k and v are half precision, sums in fp32, and has no fp64.
         k: key features, [B, T, H, R].
         v: values, [B, T, H, D].
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians), fp32. Real parts are expected
@@ -75,11 +72,11 @@ def interdomain_scan(
             never falling along T. A state stops at the end of its document. The initial state belongs to document 0, which
             need not be there; the final one to the last token's. None: one document.
         final_state: False if only o is wanted, as in training. Then no final state is written or kept.
-        backend: one of BACKENDS. `chunkwise` and `parallel` are Triton on CUDA and plain PyTorch elsewhere, the others plain
-            PyTorch everywhere. `auto` is `chunkwise`, or `chunkwise-torch` for what the Triton kernels lack. An explicit
-            one never falls back.
-        recompute: False keeps pass 1 for the backward of `chunkwise` and `parallel` on CUDA: 2M numbers per token and query
-            head (256 bytes in bf16 at M = 64). True computes it again. Results are the same, bit for bit.
+        backend: one of BACKENDS. `chunkwise` is Triton on CUDA and plain PyTorch elsewhere, the others are plain PyTorch
+            everywhere; `reference` is the paper's sequential scan. `auto` is `chunkwise`, or `chunkwise-torch` for what the
+            Triton kernels lack. An explicit one never falls back.
+        recompute: False keeps pass 1 for the backward of `chunkwise` on CUDA: 2M numbers per token and query head (256 bytes in
+            bf16 at M = 64). True computes it again. Results are the same, bit for bit.
         check_documents: False leaves out the check of the numbers (about five small operations).
         group: name of a process group whose ranks hold contiguous shards of these sequences, in the order of the ranks and all
             of T tokens. Results are those of the whole sequences. Document 0, or all without documents, goes on from the
@@ -241,7 +238,7 @@ def _step(
 def resolve_backend(
     device: torch.device | None, M: int, width: int, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[str, str]:
-    """What `backend="auto"` runs. A process logs each answer for a device of its own once, also where torch.compile asks.
+    """The backend that `auto` runs. A process logs each answer for its own devices once, also where torch.compile asks.
 
     Args:
         device: None for a GPU of another machine, of compute capability 8.0 or higher and with Triton.
@@ -251,16 +248,16 @@ def resolve_backend(
 
     Returns:
         backend: `chunkwise` or `chunkwise-torch`.
-        words: the same for a reader, with the reason where it is not the Triton kernels.
+        words: the backend in words, with the reason where the Triton kernels do not run.
     """
-    chosen, said = "chunkwise", "chunkwise (Triton kernels)"
+    chosen, words = "chunkwise", "chunkwise (Triton kernels)"
     if device is not None and device.type not in ops.KERNEL_DEVICES:
-        said = f"chunkwise (plain PyTorch on {device.type})"
+        words = f"chunkwise (plain PyTorch on {device.type})"
     elif problem := triton_support.unsupported(device, dtype, M, width):
-        chosen, said = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
+        chosen, words = "chunkwise-torch", f"chunkwise-torch (plain PyTorch): {problem}"
     if device is not None:
-        log_once(f"interdomain.scan: backend 'auto' is {said}")
-    return chosen, said
+        log_once(f"interdomain.scan: backend 'auto' is {words}")
+    return chosen, words
 
 
 def _choose(backend: str, inputs: tuple[Tensor, ...], M: int) -> str:

@@ -13,12 +13,12 @@ before a chunk is kept in the frame S = Lambda^(r+1) X, so that E applies once t
 Layout: heads first, [H, B, N, ...], so that a product with a per-head table or with W is one batched matmul over heads;
 keys and values transposed to [P, L]; complex numbers interleaved (re, im), so that 2M real columns feed a real matmul
 and, viewed as M complex ones, take E in a single multiplication.
-Where documents are packed (`_Masks`), a state stops at the end of its own: four masks of zeros and ones say which
+Where documents are packed (`_Masks`), a state stops at the end of its document: four masks of zeros and ones say which
 scores count, which rows read the state before the chunk, which tokens reach the one after it, and whether it passes on.
-Everything is recomputed in the backward: what survives the forward is its inputs.
-Where the tokens are a shard of longer sequences, `enter` takes the state that they alone leave; what it returns waits for the
-state before them. `leave` takes the gradient of that state by their outputs alone; what it returns waits for the gradient of
-the state after them, which stands for d_final.
+The backward recomputes everything: only the inputs survive the forward.
+Where the tokens are a shard of longer sequences, `enter` takes the state that they alone leave, and returns a function that
+waits for the state before them. `leave` takes the gradient of that state by their outputs alone, and returns a function that
+waits for the gradient of the state after them, which stands for d_final.
 Conjugates are physical: below the dispatcher's Conjugate key, where AOTAutograd runs an op, a lazy one is silently dropped.
 """
 
@@ -39,7 +39,7 @@ def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
     documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise).
+    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise).
     documents: [B, T] int32, as in `interdomain_scan`."""
     B, T, H, R = k.shape
     initial_state = initial_state if enter is None else _entered((k, v), log_decay, documents, enter)
@@ -59,8 +59,8 @@ def scan_backward(
     initial_state: Tensor | None, *,
     documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
-    With `leave`, initial_state is what entered."""
+    """Gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
+    With `leave`, initial_state is the state that entered the shard."""
     (H, R), dtype = k.shape[2:], log_decay.dtype
     weights = _bilinear(mixing)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -105,7 +105,7 @@ def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
     documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, both states as above)."""
+    """Pass 2 with the same weights for every token. Returns (y [B, T, H, P] in z's dtype, both states as above)."""
     initial_state = initial_state if enter is None else _entered((z,), log_decay, documents, enter)
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     for segment, tab, docs, zT, S, X in _forward((z,), log_decay, initial_state, documents):  # noqa: B007
@@ -123,7 +123,7 @@ def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
     *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (z, log_decay, readout, initial_state), None as above."""
+    """Gradients of (z, log_decay, readout, initial_state), None as above."""
     dtype = log_decay.dtype
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     d_theta, d_w = (log_decay.new_zeros(log_decay.shape[:2], dtype=dtype.to_complex()) for _ in range(2))
@@ -244,7 +244,7 @@ def _entered(parts: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | N
 
 
 def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: Exchange | None) -> Callable[[], Tensor]:
-    """Starts the exchange; what it returns waits, and gives the conjugate G of the costate after the last token, dL =
+    """Starts the exchange. The returned function waits, and gives the conjugate G of the costate after the last token, dL =
     Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
     (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
     if leave is not None:
@@ -336,8 +336,8 @@ class _Segment(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """Which parts of a chunk belong together, as zeros and ones. d is a token's document, p that of the token before the
-    chunk (0 before the first: the initial state's), l that of its last token."""
+    """Masks of zeros and ones: the parts of a chunk that belong to one document. d is a token's document, p the document of the
+    token before the chunk (0 before the first: the initial state's), l the document of the chunk's last token."""
 
     same: Tensor  # d_i == d_j, [1, B, N, L, L]
     reads: Tensor  # d_i == p, [1, B, N, 1, L]: token i reads the state before the chunk

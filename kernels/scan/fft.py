@@ -25,14 +25,14 @@ def scan_fft(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final state [B, H, M, P, 2])."""
+    """Returns (o [B, T, Hq, D] in v's dtype, final state [B, H, M, P, 2])."""
     return _by_document(_query_head, (q, k, v), log_decay, mixing, initial_state, documents)
 
 
 def linear_fft(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-> (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
+    """Returns (y [B, T, H, P] in z's dtype, final state [B, H, M, P, 2])."""
     return _by_document(_linear_head, (z,), log_decay, readout, initial_state, documents)
 
 
@@ -60,7 +60,8 @@ def _by_document(
 def _by_head(
     head: Callable, tokens: tuple[Tensor, ...], log_decay: Tensor, table: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`head` gets rows [B, G, d, T], log_decay [M, 2], its own table, and X before the first token, [B, M, P] complex128."""
+    """Calls `head` with rows [B, G, d, T], log_decay [M, 2], the head's table, and X before the first token, [B, M, P]
+    complex128."""
     H, outputs, finals = log_decay.shape[0], [], []
     for h in range(H):
         rows = [x.unflatten(2, (H, -1))[:, :, h].permute(0, 2, 3, 1).to(log_decay.dtype) for x in tokens]
@@ -108,8 +109,8 @@ def _linear_head(z: Tensor, theta: Tensor, readout: Tensor, X0: Tensor | None) -
 
 
 def _last_state(z: Tensor, table: Tensor, X0: Tensor | None) -> Tensor:
-    """sum_t Lambda^(T-1-t) z_t + Lambda^T X0 as a plain sum, [B, M, P, 2]: what is handed on has no part in the rounding of the
-    transforms, which spreads the largest value of the sequence over all of it."""
+    """sum_t Lambda^(T-1-t) z_t + Lambda^T X0 as a plain sum, [B, M, P, 2]: the state that is handed on has no part in the
+    rounding of the transforms, which spreads the largest value of the sequence over all of it."""
     last = torch.einsum("bpt,mtc->bmpc", z.double(), torch.view_as_real(table[:, :-1].flip(1)))
     return last if X0 is None else last + torch.view_as_real(table[:, -1:] * X0)
 
@@ -126,5 +127,5 @@ def _rounded(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _transform_length(T: int) -> int:
-    """At least 2 T, so that nothing wraps around, of small prime factors, even."""
+    """An even length of at least 2 T, so that nothing wraps around, of small prime factors."""
     return 2 * min(odd << (-(-T // odd) - 1).bit_length() for odd in (1, 3, 5, 9, 15, 25, 27, 45))

@@ -1,4 +1,4 @@
-"""What the `torch.library` ops of the scan and of the input features share."""
+"""Logging, refusals and cache tags that the `torch.library` ops of the scan and of the input features share."""
 
 import functools
 import hashlib
@@ -37,7 +37,7 @@ def no_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def tag_caches(module: str) -> None:
-    """Keep torch.compile from loading what it compiled for other versions of the ops of `module`.
+    """Keep torch.compile from loading code that it compiled for other versions of the ops of `module`.
 
     Its caches on disk know an op by its name alone: a backward compiled last week would be called with the arguments of today.
     """

@@ -26,7 +26,7 @@ KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Tr
 
 def runs_as(backend: str, device: torch.device) -> str | None:
     """`triton` or `plain`; None: no op, autograd records the backend. torch.compile traces through this."""
-    if backend in ("chunkwise", "parallel") and device.type in KERNEL_DEVICES:
+    if backend == "chunkwise" and device.type in KERNEL_DEVICES:
         return "triton"
     return "plain" if backend in ("chunkwise", "chunkwise-torch") else None
 
@@ -45,8 +45,6 @@ def implementation(backend: str, device: torch.device) -> ModuleType:
 
 def _call(backend: str, name: str, *args, **kw) -> tuple:
     device = args[0].device
-    if backend == "parallel":
-        kw["parallel"] = True
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
         return getattr(implementation(backend, device), name)(*args, **kw)
@@ -73,7 +71,7 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> o, final state, and what is kept for the backward: with `save` a, with `group` the state that enters the shard."""
+    """Returns o, the final state, and for the backward a (with `save`) and the state that enters the shard (with `group`)."""
     inputs = q, k, v, log_decay, mixing, initial_state
     enter = _exchange(group, k, log_decay, documents)
     o, final, entered, *a = _call(
@@ -154,7 +152,8 @@ def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=Non
 
 
 def _differentiable(op: Any, backward: Any, n: int) -> None:
-    """Register `backward` for `op`: n tensors of tokens, log_decay, a table, the initial state; then what is no tensor."""
+    """Register `backward` for `op`. The op's arguments in order: n token tensors, log_decay, mixing or readout, initial_state;
+    then backend and flags, which get no gradient."""
 
     def setup(ctx, inputs, output):
         ctx.backend, *save, documents, need_final, ctx.group = inputs[n + 3 :]

@@ -10,9 +10,9 @@ ALLOWED = "documents must number the tokens of each sequence from 0 to 2^31 - 1,
 def checked_documents(documents: Tensor | None, tokens: Tensor, check_numbers: bool = True) -> Tensor | None:
     """documents [B, T] of tokens [B, T, ...] as contiguous int32; None for None.
 
-    Raises: ValueError with what was got. Wrong numbers raise on a CPU; elsewhere, and where torch.compile traces, they fail an
-    asynchronous assertion: the host waits for nothing, and CUDA ends the process with the message at the next synchronisation
-    (a RuntimeError on a compiled CPU). check_numbers False: they are not looked at.
+    Raises: ValueError that names the wrong input. Wrong numbers raise on a CPU; elsewhere, and where torch.compile traces, they
+    fail an asynchronous assertion: the host waits for nothing, and CUDA ends the process with the message at the next
+    synchronisation (a RuntimeError on a compiled CPU). check_numbers False: the numbers are not looked at.
     """
     if documents is None:
         return None

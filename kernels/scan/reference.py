@@ -1,8 +1,8 @@
 """The reference: loops over time that follow the paper, and the same loop in the (Lambda, W) form of the public op.
 
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
-M basis functions. Slow, differentiable, at home in fp64. Shares no helper with what is compared with it; is tested itself
-against its T x T matrix form (tests/scan/test_reference.py).
+M basis functions. Slow, differentiable, also in fp64. It shares no helper with the backends that tests compare with it, and is
+tested itself against its T x T matrix form (tests/scan/test_reference.py).
 """
 
 from collections.abc import Iterator

@@ -17,35 +17,36 @@ c10d = torch.ops._c10d_functional  # asynchronous; take the name of a group
 
 
 def entering(
-    own: Tensor, log_decay: Tensor, T: int, documents: Tensor | None, group: str, *, reverse: bool = False,
+    local: Tensor, log_decay: Tensor, T: int, documents: Tensor | None, group: str, *, reverse: bool = False,
     d_final: Tensor | None = None,
 ) -> Callable[[], Tensor]:  # fmt: skip
-    """Start the exchange. The function that is returned waits and gives the state before this shard; zeros at the first rank.
+    """Start the exchange. The returned function waits and gives the state before this shard; zeros at the first rank.
 
     Collective: every rank of the group calls it, with the same shapes.
 
     Args:
-        own: [B, H, M, P, 2], what this shard alone leaves. With `reverse`, what its outputs alone add to the gradient of the
-            state before it; the function then gives the gradient of the state after it.
-        d_final: with `reverse`, what the use of this shard's final state adds to that one.
+        local: [B, H, M, P, 2], the state that this shard alone leaves. With `reverse`, the part of the gradient of the state
+            before the shard that its outputs alone add; the function then gives the gradient of the state after the shard.
+        d_final: with `reverse`, the gradient of this shard's final state by its use.
         documents: [B, T]; document 0 goes on from the shard before.
         group: name of the process group.
     """
     members = distributed.distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
-    rank, size, B = distributed.get_rank(members), distributed.get_world_size(members), own.shape[0]
-    passes = own.new_ones(B) if documents is None else (documents[:, -1] == 0).to(own.dtype)
-    step = torch.view_as_complex(powers(log_decay, torch.full((1,), T, device=own.device)))[:, 0, :, None]
+    rank, size, B = distributed.get_rank(members), distributed.get_world_size(members), local.shape[0]
+    passes = local.new_ones(B) if documents is None else (documents[:, -1] == 0).to(local.dtype)
+    step = torch.view_as_complex(powers(log_decay, torch.full((1,), T, device=local.device)))[:, 0, :, None]
     step = torch.conj_physical(step) if reverse else step
     if d_final is not None:
-        own = own + passes.view(B, 1, 1, 1, 1) * torch.view_as_real(step * torch.view_as_complex(d_final.contiguous()))
-    gathered = c10d.all_gather_into_tensor(torch.cat((own.flatten(), passes)), size, group)
+        passed = torch.view_as_real(step * torch.view_as_complex(d_final.contiguous()))
+        local = local + passes.view(B, 1, 1, 1, 1) * passed
+    gathered = c10d.all_gather_into_tensor(torch.cat((local.flatten(), passes)), size, group)
 
     def wait() -> Tensor:
         everyone = c10d.wait_tensor(gathered).view(size, -1)
-        total = torch.zeros_like(torch.view_as_complex(own))
+        total = torch.zeros_like(torch.view_as_complex(local))
         for r in range(size - 1, rank, -1) if reverse else range(rank):
             # A copy: with B odd, a rank's part may start between two complex numbers.
-            state = torch.view_as_complex(everyone[r, :-B].clone().view(own.shape))
+            state = torch.view_as_complex(everyone[r, :-B].clone().view(local.shape))
             total = everyone[r, -B:].view(B, 1, 1, 1) * (step * total) + state
         total = torch.view_as_real(total)
         return total if d_final is None else total + d_final

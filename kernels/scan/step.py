@@ -28,7 +28,7 @@ def decay_factor(log_decay: Tensor) -> Tensor:
 
 
 def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (o [B, Hq, D] in v's dtype, the new state [B, H, M, P, 2])."""
+    """Returns (o [B, Hq, D] in v's dtype, the new state [B, H, M, P, 2])."""
     dtype, R, M = decay.dtype, q.shape[-1], decay.shape[1]
     X_re, X_im = _advanced(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), decay, state)
     q = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, R]
@@ -41,7 +41,7 @@ def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, st
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (y [B, H, P] in z's dtype, the new state [B, H, M, P, 2])."""
+    """Returns (y [B, H, P] in z's dtype, the new state [B, H, M, P, 2])."""
     M = decay.shape[1]
     X_re, X_im = _advanced(z.to(decay.dtype), decay, state)
     y = (readout[:, :M, None] * X_re - readout[:, M:, None] * X_im).sum(-2)

@@ -10,9 +10,9 @@ P = R + D channels, M basis functions, L chunk length, S segments. Derivation: d
 
 Time is cut into segments when there are too few sequences and heads to fill the GPU (`segment_count`): a first sweep
 gives the state that each segment alone would leave, an associative scan chains them, and the passes start every segment
-from its true state. Backwards the same with costates. `parallel` is this with every chunk a segment: nothing walks time.
+from its true state. Backwards the same with costates.
 A shard of longer sequences (`enter`, `leave`, as in chunkwise.py) is one more level of segments: the end of the chain is handed
-over, and what comes back starts it.
+over, and the state that comes back starts it.
 Nothing uses atomics; every sum has one order.
 """
 
@@ -27,98 +27,100 @@ from .triton_support import operand_dtype
 
 def scan_forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """-> (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise, and
-    a [B, Hq, T, 2M], which the backward takes)."""
+    """Returns (o [B, T, Hq, D] in v's dtype, final_state [B, H, M, P, 2] or None, the initial state that was used, likewise,
+    and a [B, Hq, T, 2M], which the backward takes)."""
     with torch.cuda.device_of(q):
         q, k, v = (aligned(x) for x in (q, k, v))
         (B, _, H, R), P = k.shape, k.shape[3] + v.shape[3]
-        passes = _passes((q, k, v), log_decay, documents, parallel)
-        states, initial_state = passes.states(initial_state, P, k, v, enter=enter)
+        launches = _launches((q, k, v), log_decay, documents)
+        states, initial_state = launches.states(initial_state, P, k, v, enter=enter)
         o = padded_empty(v[:, :, :1].expand(-1, -1, q.shape[2], -1))
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
-        a = passes.contract(q, k, states, (0, P), final)
-        if passes.plan.fused and documents is None:  # with them, too many registers (372 bytes spilled on Triton 3.7.1)
-            passes.expand(a, v, states, (R, P), o, final, mixing=mixing)
+        a = launches.contract(q, k, states, (0, P), final)
+        if (
+            launches.plan.fused and documents is None
+        ):  # documents need more registers (372 bytes spilled on Triton 3.7.1)
+            launches.expand(a, v, states, (R, P), o, final, mixing=mixing)
         else:
-            passes.expand(passes.mix(a, mixing)[0], v, states, (R, P), o, final)
+            launches.expand(launches.mix(a, mixing)[0], v, states, (R, P), o, final)
         return o.contiguous(), final, initial_state, a
 
 
 def scan_backward(
     d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor,
     initial_state: Tensor | None, a: Tensor | None = None, *, documents: Tensor | None = None,
-    leave: Exchange | None = None, parallel: bool = False,
+    leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
+    """Gradients of (q, k, v, log_decay, mixing, initial_state), None for a state that is not there.
 
-    a: as the forward returned it, or None to compute it again.
+    a: from the forward, or None to compute it again.
     """
     with torch.cuda.device_of(q):
         q, k, v, d_o = (aligned(x) for x in (q, k, v, d_o))
         P = k.shape[3] + v.shape[3]
         keys, values = (0, P), (k.shape[3], P)
-        passes = _passes((q, k, v), log_decay, documents, parallel)
-        states, _ = passes.states(initial_state, P, k, v)
-        a = passes.contract(q, k, states, keys) if a is None else dense(a)
+        launches = _launches((q, k, v), log_decay, documents)
+        states, _ = launches.states(initial_state, P, k, v)
+        a = launches.contract(q, k, states, keys) if a is None else dense(a)
         # J c is the conjugate of c: stored so, it is what dW takes and what W~ = J W^T J multiplies by W^T.
-        c = passes.contract(d_o, v, states, values, conj=True)
-        b, e, d_mixing = passes.mix(a, mixing, c)
+        c = launches.contract(d_o, v, states, values, conj=True)
+        b, e, d_mixing = launches.mix(a, mixing, c)
         del a, c
 
         dq, dk, dv = (padded_empty(x) for x in (q, k, v))
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
-        costates = passes.costates(d_final, (e, q, keys), (b, d_o, values), leave=leave)
-        passes.expand(e, k, states, keys, dq)  # while other ranks' gradients are on their way
+        costates = launches.costates(d_final, (e, q, keys), (b, d_o, values), leave=leave)
+        launches.expand(e, k, states, keys, dq)  # while other ranks' gradients are on their way
         costates = costates()
-        parts_k = passes.adjoint(e, q, costates, keys, dk, d_initial, v=k, state=states)
-        parts_v = passes.adjoint(b, d_o, costates, values, dv, d_initial, v=v, state=states)
+        parts_k = launches.adjoint(e, q, costates, keys, dk, d_initial, v=k, state=states)
+        parts_v = launches.adjoint(b, d_o, costates, values, dv, d_initial, v=v, state=states)
         d_log_decay = conj_sum(parts_k, parts_v)
         return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_decay, d_mixing, d_initial
 
 
 def linear_forward(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, *,
-    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None, parallel: bool = False,
+    documents: Tensor | None = None, need_final: bool = True, enter: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Pass 2 with the same weights for every token: -> (y [B, T, H, P] in z's dtype, both states as above)."""
+    """Pass 2 with the same weights for every token. Returns (y [B, T, H, P] in z's dtype, both states as above)."""
     with torch.cuda.device_of(z):
         z = aligned(z)
         B, _, H, P = z.shape
-        passes = _passes((z,), log_decay, documents, parallel, readout)
-        states, initial_state = passes.states(initial_state, P, z, enter=enter)
+        launches = _launches((z,), log_decay, documents, readout)
+        states, initial_state = launches.states(initial_state, P, z, enter=enter)
         y = padded_empty(z)
         final = log_decay.new_empty(B, H, log_decay.shape[1], P, 2) if need_final else None
-        passes.expand(None, z, states, (0, P), y, final)
+        launches.expand(None, z, states, (0, P), y, final)
         return y.contiguous(), final, initial_state
 
 
 def linear_backward(
     d_y: Tensor, d_final: Tensor | None, z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None,
-    *, documents: Tensor | None = None, leave: Exchange | None = None, parallel: bool = False,
+    *, documents: Tensor | None = None, leave: Exchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """-> gradients of (z, log_decay, readout, initial_state). That of w is the conjugate of sum_t X_t dy_t."""
+    """Gradients of (z, log_decay, readout, initial_state). The gradient of w is the conjugate of sum_t X_t dy_t."""
     with torch.cuda.device_of(z):
         z, d_y = aligned(z), aligned(d_y)
         channels = (0, z.shape[3])
-        passes = _passes((z,), log_decay, documents, parallel, readout)
-        states, _ = passes.states(initial_state, z.shape[3], z)
+        launches = _launches((z,), log_decay, documents, readout)
+        states, _ = launches.states(initial_state, z.shape[3], z)
         dz = padded_empty(z)
         d_initial = None if initial_state is None else initial_state.new_empty(initial_state.shape)
-        costates = passes.costates(d_final, (None, d_y, channels), leave=leave)()
-        parts = passes.adjoint(None, d_y, costates, channels, dz, d_initial, v=z, state=states)
-        d_readout = conj_sum(passes.contract(d_y, z, states, channels, total=True), pairs=False)
+        costates = launches.costates(d_final, (None, d_y, channels), leave=leave)()
+        parts = launches.adjoint(None, d_y, costates, channels, dz, d_initial, v=z, state=states)
+        d_readout = conj_sum(launches.contract(d_y, z, states, channels, total=True), pairs=False)
         return dz.contiguous(), conj_sum(parts), d_readout, d_initial
 
 
-def _passes(
-    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None, parallel: bool,
+def _launches(
+    inputs: tuple[Tensor, ...], log_decay: Tensor, documents: Tensor | None,
     readout: Tensor | None = None,
 ) -> Launches:  # fmt: skip
     B, T, H = inputs[-1].shape[:3]  # k, v and z have the state heads
     width = 0 if len(inputs) == 1 else max(x.shape[3] for x in inputs)
     plan = make_plan(log_decay.device, operand_dtype(*inputs), log_decay.shape[1], width)
     total = -(-T // plan.chunk)
-    chunks = 1 if parallel else -(-total // segment_count(B * H, total, log_decay.device))
+    chunks = -(-total // segment_count(B * H, total, log_decay.device))
     return Launches.build(plan, log_decay, T, chunks, documents, readout)

@@ -1,7 +1,8 @@
-"""How the Triton passes are launched: tables of powers, pointers, grids. Tile sizes come from triton_plan.py.
+"""Launches of the Triton passes: tables of powers, pointers, grids. Tile sizes come from triton_plan.py.
 
-Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all else contiguous
-(`dense`); every pointer is a multiple of 16 bytes, or None where there is no tensor. A launcher allocates what it returns.
+Shapes as in triton_passes.py. Tokens come [B, T, heads, width] with the last dimension dense (`aligned`), all other tensors
+contiguous (`dense`); every pointer is a multiple of 16 bytes, or None where there is no tensor. A launcher allocates the
+tensors that it returns.
 """
 # Triton kernels are called with launch options, and with plain numbers for constexprs.
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -44,7 +45,7 @@ class Launches(NamedTuple):
         cls, plan: Plan, log_decay: Tensor, T: int, chunks: int, documents: Tensor | None = None,
         readout: Tensor | None = None,
     ) -> "Launches":  # fmt: skip
-        """readout: w, [H, 2M], for the linear one."""
+        """Make the tables. readout: w, [H, 2M], for the linear readout."""
         (H, M, _), L, length = log_decay.shape, plan.chunk, chunks * plan.chunk
         segments = triton.cdiv(T, length)
         t, t_conj, t_conj_T = (
@@ -63,12 +64,12 @@ class Launches(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether the passes leave out the masks of a short last chunk. Not with documents: `adjoint` beside `decay` would
+        """True if the passes leave out the masks of a short last chunk. False with documents: `adjoint` beside `decay` would
         spill 296 bytes (Triton 3.9)."""
         return self.T % self.plan.chunk == 0 and self.documents is None
 
     def options(self, tile: tuple[int, int, int]) -> dict:
-        """What every pass takes. tile: of the plan."""
+        """Constants and launch options of every pass. tile: from the plan."""
         _, warps, stages = tile
         sizes = dict(M=self.E.shape[2] // 2, L=self.plan.chunk, PRECISION=self.plan.precision)
         return sizes | dict(num_warps=warps, num_stages=stages, maxnreg=self.plan.registers)
@@ -77,8 +78,8 @@ class Launches(NamedTuple):
         self, q: Tensor, k: Tensor, state: Tensor | None, channels: tuple[int, int], final: Tensor | None = None, *,
         total: bool = False, conj: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Pass 1 -> a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for `conj_sum`
-        (Hq = H).
+        """Pass 1. Returns a [B, Hq, T, 2M] in the operands' dtype, or its conjugate; with `total`, parts of sum_t a_t for
+        `conj_sum` (Hq = H).
 
         state: before every segment, [B, H, S, M, P, 2]. channels: (first channel in it, P). final [B, H, M, P, 2] is filled.
         """
@@ -99,7 +100,7 @@ class Launches(NamedTuple):
         return out
 
     def mix(self, a: Tensor, mixing: Tensor, c: Tensor | None = None) -> tuple:
-        """-> b~ = E (W a) for every token; with c, which is conj(c), also e~ = E conj(W^T conj(c)) and W's gradient in fp32.
+        """Gives b~ = E (W a) for every token; with c, which is conj(c), also e~ = E conj(W^T conj(c)) and W's gradient in fp32.
 
         mixing: W, [H, 2M, 2M].
         """
@@ -144,7 +145,7 @@ class Launches(NamedTuple):
         initial: Tensor | None = None, *, v: Tensor | None = None, state: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         """Pass 3 of (b~, do) into out [B, T, H, D] and the gradient of the initial state into initial [B, H, M, P, 2]. With `v`
-        -> the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
+        returns the part of the gradient of log_decay that (b~; do, v) carry, or (e~; q, k), in parts for `conj_sum`.
 
         b: as in `expand`. costate: gradients of the states after every segment, [B, H, S, M, P, 2]; state: before every
         segment, likewise. Without `out` initial is [B, H, S, M, P, 2] and takes the gradients of the states before the
@@ -188,8 +189,8 @@ class Launches(NamedTuple):
         *pairs: tuple[Tensor | None, Tensor, tuple[int, int]],
         leave: Exchange | None = None,
     ) -> Callable[[], Tensor | None]:
-        """Gradients of the states after every segment, of (b, d_o, channels) as in `adjoint`; None for one and zero. They are
-        what the returned function returns, which waits for `leave`."""
+        """Gradients of the states after every segment, of (b, d_o, channels) as in `adjoint`; None for one and zero. The
+        returned function gives them, and waits for `leave`."""
         if self.segments == 1 and leave is None:
             return lambda: dense(d_final)
         _, rows, (_, P) = pairs[0]
@@ -200,7 +201,7 @@ class Launches(NamedTuple):
         return lambda: self.chain(local, pending() if pending else d_final, reverse=True)
 
     def _end(self, local: Tensor, *, reverse: bool = False) -> Tensor:
-        """What all segments together leave, [B, H, M, P, 2], from what each alone leaves."""
+        """The state that all segments together leave, [B, H, M, P, 2], from the states that each alone leaves."""
         last, chained = 0 if reverse else -1, self.chain(local, None, reverse=reverse)
         if self.power is None or chained is None:  # one segment
             return local[:, :, last]
@@ -219,7 +220,7 @@ class Launches(NamedTuple):
         return self.E.new_empty(B, H, self.segments, N // 2, P, 2)
 
     def chain(self, local: Tensor, start: Tensor | None, *, reverse: bool = False) -> Tensor | None:
-        """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from what each alone leaves, `local`.
+        """States before (reverse: costates after) every segment, [B, H, S, M, P, 2], from `local`, states by each alone.
 
         start: [B, H, M, P, 2] before the first segment (after the last), None for zeros. One segment: start itself.
         """
@@ -272,7 +273,7 @@ def padded_empty(x: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor | None, like: Tensor | None = None) -> tuple[int, ...]:
-    """Without the last. `like` stands in where there is no tensor: the same sizes, so no compilation of their own."""
+    """Strides without the last. `like` stands in where there is no tensor: the same sizes need no other compilation."""
     x = like if x is None else x
     assert x is not None
     # The stride of a dimension of one may be anything: 0 keeps it from asking for another compilation.
@@ -284,5 +285,5 @@ def _power_of_two(n: int) -> int:
 
 
 def _block(size: int, limit: int) -> int:
-    """Tensor cores want at least 16 of everything."""
+    """The size of a block, at least 16 for tensor cores."""
     return max(16, min(size, limit))

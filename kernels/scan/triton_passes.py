@@ -32,14 +32,14 @@ import triton.language as tl
 
 @triton.jit
 def stacked_index(i_m, M: tl.constexpr, BM: tl.constexpr):
-    """Position within (Re | Im), 2M long, of the 2 BM numbers that belong to block i_m of the basis functions."""
+    """Positions within (Re | Im), 2M long, of the 2 BM numbers that belong to block i_m of the basis functions."""
     o_n = tl.arange(0, 2 * BM)
     return (o_n // BM) * M + i_m * BM + o_n % BM
 
 
 @triton.jit
 def state_offsets(o_n, o_p, P, M: tl.constexpr):
-    """Where number o_n of (Re | Im), channel o_p of a state [M, P, 2] lies.
+    """Offset of number o_n of (Re | Im), channel o_p, in a state [M, P, 2].
 
     For stores after the loop. Loads before it spell this out in 32 bits: an expression common to both would be computed once,
     and its addresses kept in registers all through the loop.
@@ -59,7 +59,8 @@ def documents_of(p_n, i_b, i_c, T, L: tl.constexpr):
 
 @triton.jit
 def identity(L: tl.constexpr, DTYPE: tl.constexpr):
-    """A product with it, exact in bf16, lies as products do: `wgmma` takes that as its first operand from registers."""
+    """Identity matrix. A product with it, exact in bf16, has the layout of products: `wgmma` takes that as first operand from
+    registers."""
     o_l = tl.arange(0, L)
     return tl.where(o_l[:, None] == o_l[None, :], 1.0, 0.0).to(DTYPE)
 

@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     mix: tuple[int, int, int]  # numbers of W in a program (2M 2BM), warps, stages
     fused: tuple[int, int, int] | None = None  # as expand, for one that multiplies by W itself; None: mix does
     registers: int | None = None  # that a thread may have; None: for ptxas to choose
-    held: bool = False  # whether adjoint and decay keep first operands of several products in registers
+    held: bool = False  # adjoint and decay keep first operands of several products in registers
 
 
 def make_plan(device: torch.device, dtype: torch.dtype, M: int, width: int) -> Plan:
@@ -66,7 +66,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
-    """How many parts to cut time into. `sequences` is B H; no part is shorter than 8 chunks."""
+    """Number of parts to cut time into. `sequences` is B H; no part is shorter than 8 chunks."""
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     else:
@@ -76,8 +76,8 @@ def segment_count(sequences: int, chunks: int, device: torch.device) -> int:
 
 @functools.lru_cache
 def _segments(sequences: int, chunks: int, slots: int) -> int:
-    """By the chunks that a slot walks, one wave of programs after the other: a last wave that is nearly empty takes as long as
-    a full one. Of the counts within a twentieth of the best, the smallest."""
+    """The smallest of the counts within a twentieth of the best. A count is judged by the chunks that a slot walks, one wave of
+    programs after the other: a last wave that is nearly empty takes as long as a full one."""
     walked = {}
     for count in range(1, max(1, chunks // _MIN_SEGMENT) + 1):
         length = -(-chunks // count)

@@ -27,7 +27,7 @@ TILE = 4096  # numbers of X in a tile: 32 registers of each of 128 threads
 @triton.jit
 def _advance(p_x, o_m, o_c, m_m, C, b_lr, b_li, b_z, P: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
     """X = Lambda X + z^T, in memory, of the channels o_c [2 BC] of modes o_m [BM], a channel being a pair of numbers, C numbers
-    in all. -> (Re, Im), each [BM, BC].
+    in all. Returns (Re, Im), each [BM, BC].
 
     Loaded as rows of numbers, 16 bytes at a time: as pairs [BM, BC, 2] it would be 8.
     """
@@ -49,7 +49,7 @@ def contract_step_kernel(
     """Grid: B H S programs, S = ceil(M / BM). Tiles: X^k [BM, BC], and two of W [BN, BM], or four; BC >= R, BN >= M.
 
     p_lam [H, M, 2], p_w [H, 2M, 2M] or, UPPER, [H, M, 2M]; p_x [B, H, M, P, 2]: a program reads and
-    writes no state but its own, each number before it writes it. p_b [B, H, G, S, 2M].
+    writes no state of another program, each number before it writes it. p_b [B, H, G, S, 2M].
     """
     DTYPE = p_x.dtype.element_ty
     S: tl.constexpr = (M + BM - 1) // BM
@@ -134,7 +134,7 @@ def expand_step_kernel(
 
 
 def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
-    """-> o [B, Hq, D] in v's dtype. state [B, H, M, P, 2], contiguous, is overwritten with the new one."""
+    """Returns o [B, Hq, D] in v's dtype. state [B, H, M, P, 2], contiguous, is overwritten with the new one."""
     B, H, R = k.shape
     G, M, P = q.shape[1] // H, decay.shape[1], state.shape[3]
     q, k, decay = _rows(q), _rows(k), decay.contiguous()
@@ -152,14 +152,14 @@ def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, st
 
 
 def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    """-> y [B, H, P] in z's dtype; state as in `scan_step`."""
+    """Returns y [B, H, P] in z's dtype; state as in `scan_step`."""
     b = readout.contiguous()[:, None, None]
     with torch.cuda.device_of(state):
         return _expand(z, decay.contiguous(), b[None], (0, b.stride(0)), state, 0)
 
 
 def _expand(v: Tensor, decay: Tensor, b: Tensor, strides: tuple[int, ...], state: Tensor, R: int) -> Tensor:
-    """-> o [B, H G, D]; R is where the channels of v begin."""
+    """Returns o [B, H G, D]; R: the channel at which v begins."""
     (B, H, D), (G, S), (M, P) = v.shape, b.shape[2:4], state.shape[2:4]
     v = _rows(v)
     o = torch.empty(B, H, G, D, dtype=v.dtype, device=v.device)
@@ -188,8 +188,8 @@ def expand_tiles(heads: int, D: int, M: int) -> dict[str, int]:
 
 
 def _warps(numbers: int) -> int:
-    """Four, if the tile of X has a number for every thread. In place there may be no copies: a warp that came late to load its
-    own would find what another one had stored."""
+    """Four, if the tile of X has a number for every thread. In place there may be no copies: a warp that came late to load a
+    copy would find the number that another one had stored."""
     return max(1, min(4, numbers // 32))
 
 

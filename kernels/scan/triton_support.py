@@ -1,4 +1,4 @@
-"""What the Triton kernels can run, decided without importing triton: shapes, dtypes and device only.
+"""Limits of the Triton kernels, checked without importing triton: shapes, dtypes and device only.
 
 torch.compile traces through `unsupported`, and a machine without triton asks it too.
 """
@@ -18,7 +18,7 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def missing(device: torch.device | None) -> str | None:
-    """Why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do.
+    """The reason why no Triton kernel of this package runs here; None if the recurrence and the step, which take any shape, do.
 
     device: None for a GPU of another machine, which is taken to have what the kernels need.
     """
@@ -34,7 +34,7 @@ def missing(device: torch.device | None) -> str | None:
 
 
 def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: int) -> str | None:
-    """Why operands of this dtype cannot run on the chunkwise Triton kernels; None if they can.
+    """The reason why operands of this dtype cannot run on the chunkwise Triton kernels; None if they can.
 
     width: the larger of R and D, 0 for the linear readout, which takes every width. device: as in `missing`.
     """
@@ -53,8 +53,8 @@ def unsupported(device: torch.device | None, dtype: torch.dtype, M: int, width: 
 
 @functools.cache
 def cannot_launch() -> str | None:
-    """Why Triton could launch nothing on this machine with a GPU; None if it can. It compiles its launcher, which is C, when it
-    is first used: where that fails, half of what starts a run would be done by then.
+    """The reason why Triton could launch nothing on this machine with a GPU; None if it can. Triton compiles its launcher,
+    which is C, at the first launch. Where that fails, a run would have been started half by then.
 
     Touches no GPU: a process that only asks holds no memory there.
     """
@@ -65,16 +65,17 @@ def cannot_launch() -> str | None:
     try:
         CudaUtils()
     except (RuntimeError, OSError, ImportError, AssertionError, subprocess.SubprocessError) as e:
-        said = "the compiler failed" if isinstance(e, subprocess.SubprocessError) else " ".join(str(e).split())
+        reason = "the compiler failed" if isinstance(e, subprocess.SubprocessError) else " ".join(str(e).split())
         return (
-            f"Triton cannot build its launcher here ({said}): it needs a C compiler (gcc or clang on PATH, or CC) and Python's "
-            "headers (Debian: apt-get install gcc python3-dev)"
+            f"Triton cannot build its launcher here ({reason}): it needs a C compiler (gcc or clang on PATH, or CC) and "
+            "Python's headers (Debian: apt-get install gcc python3-dev)"
         )
     return None
 
 
 def operand_dtype(*inputs: Tensor) -> torch.dtype:
-    """Of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), else the widest of the inputs'."""
+    """Dtype of the operands of every product: bf16 for half precision (fp16 too: powers of Lambda reach e^32), else the widest
+    dtype of the inputs."""
     dtypes = [x.dtype for x in inputs]
     return next((dtype for dtype in (torch.float64, torch.float32) if dtype in dtypes), torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""The small kernels around the chunkwise passes: tables of powers, states between segments of time, sums of gradients.
+"""Small kernels around the chunkwise passes: tables of powers, states between segments of time, sums of gradients.
 
 Notation as in triton_passes.py.
 """
@@ -16,7 +16,7 @@ def tables_kernel(
 ):  # fmt: skip
     """T_j = Lambda^(r-j) three ways, E_i = Lambda^(i-r), Lambda^(r+1) and Lambda^L from theta [H, M, 2], r = L // 2.
 
-    Lambda^length and Lambda^last, of a segment's tokens and the last one's, to p_powers [2, H, M, 2], or None.
+    Lambda^length and Lambda^last, for the tokens of a segment and of the last segment, go to p_powers [2, H, M, 2], or None.
     For the readout w [H, 2M] at p_w, or None, rows E_i w to p_rows [H, L, 2M], and D_ij = Re(w^T Lambda^(i-j)) for j <= i, 0
     above the diagonal, to p_scores [H, L, L]. A program has BL lags l = i - j; their numbers lie at columns (i - l) mod L, so
     that all lags together fill D, zeros included.
@@ -104,7 +104,7 @@ def chain_kernel(
     Grid: B H ceil(M P / BE) programs; each takes BE numbers of the state through time, BS segments at once: log2(BS)
     steps instead of BS. Tiles: powers and states [BS, BE], complex. Bytes per segment: its state read once, written once.
     p_local, p_out [B, H, S, M, P, 2]; p_start [B, H, M, P, 2]; p_powers [2, H, M, 2], from
-    `tables_kernel`: Lambda^length and Lambda^last. Computed here, every thread would do so for all the numbers that it holds.
+    `tables_kernel`: Lambda^length and Lambda^last. Here every thread would compute them for all the numbers that it holds.
     """
     NE = tl.cdiv(M * P, BE)
     i_bh = tl.cast(tl.program_id(0) // NE, tl.int64)
@@ -160,7 +160,7 @@ def chain_kernel(
 
 @triton.jit
 def add_rows(b_sum, p_x, o_n, rows, n, i_h, H, N: tl.constexpr, BR: tl.constexpr):
-    """b_sum + what p_x [rows / n, H, n, N] holds of head i_h, columns o_n, row block after row block."""
+    """b_sum plus the rows of p_x [rows / n, H, n, N] for head i_h, columns o_n, row block after row block."""
     for i_r in range(0, rows, BR):
         o_r = (i_r + tl.arange(0, BR)).to(tl.int64)
         o_x = ((o_r // n * H + i_h) * n + o_r % n) * N

@@ -1,13 +1,12 @@
-"""A folder as a reader has it after the first run, for every page one of its own."""
+"""A clone of the repository, and training there on ranks that are forks."""
 
-import os
 import re
 import shutil
 import sys
 
 import pytest
 
-from interdomain.tools import convert, launch, prepare_data
+from interdomain.tools import launch
 from interdomain.tools._start import torchrun
 
 from ..common import REPOSITORY
@@ -37,9 +36,9 @@ class Workspace:
         """In place of torchrun."""
         i = command.index("interdomain.titan.entry")
         number = command[command.index("--nproc-per-node") + 1]
-        said = self.start_ranks(int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :])
-        print(said)
-        return torchrun.CONTINUE if "The same command continues" in said else 0
+        output = self.start_ranks(int(number), REPOSITORY / "tests/docs/rank.py", self.stop_at, *command[i + 1 :])
+        print(output)
+        return torchrun.CONTINUE if "The same command continues" in output else 0
 
     def train(self, argv, stop=False):
         """launch.sh's status; with `stop` of a run that is asked to leave before its second step."""
@@ -75,8 +74,8 @@ def environment(tmp_path_factory, modules_cache):
 
 
 @pytest.fixture(scope="session")
-def after_the_first_run(tmp_path_factory, environment, ranks):  # noqa: F811
-    """data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
+def clone(tmp_path_factory):
+    """The repository's files as a clone has them, with Python where the pages expect it."""
     path = tmp_path_factory.mktemp("docs") / "first"
     (path / ".venv/bin").mkdir(parents=True)
     python = path / ".venv/bin/python"
@@ -87,23 +86,4 @@ def after_the_first_run(tmp_path_factory, environment, ranks):  # noqa: F811
             shutil.copytree(file, path / file.name)
         elif file.name not in (*WRITTEN, ".venv", ".git", "build"):
             (path / file.name).symlink_to(file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        assert prepare_data.main(["--max-bytes", "400000", "--vocab-size", "512", "--output", "data/stdlib"]) == 0
-        assert Workspace(path, ranks).train([]) == 0
-        assert convert.main(["outputs/debug", "--output", "exports/debug"]) == 0
     return path
-
-
-@pytest.fixture
-def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
-    """The working folder. What it holds from before is linked: nothing is written in place. Nothing may ask the user."""
-    path = tmp_path / "workspace"
-    shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
-    monkeypatch.chdir(path)
-    # A dry run of outputs/debug has more steps than what was trained there.
-    monkeypatch.setattr("interdomain.titan.plan.schedule.refuse_jump", lambda *job: None)
-    asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
-    monkeypatch.setattr("builtins.input", asked.append)
-    yield Workspace(path, ranks)
-    assert not asked, "a reader would have to answer, or to wait"

@@ -27,7 +27,7 @@ class Block(NamedTuple):
 
     @property
     def needs(self) -> bool:
-        """Whether it needs what a small machine without a network lacks."""
+        """True if it needs more than a small machine without a network has."""
         return self.text.startswith("# needs: ")
 
 
@@ -38,8 +38,8 @@ def blocks(page: Path) -> list[Block]:
         return [Block("python", re.sub(r"(?m)^[%!].*", "", "".join(cell["source"])), 1) for cell in cells]
     text = page.read_text()
     return [
-        Block(found[2], textwrap.dedent(found[3]), text.count("\n", 0, found.start(3)) + 1)
-        for found in FENCED.finditer(text)
+        Block(fence[2], textwrap.dedent(fence[3]), text.count("\n", 0, fence.start(3)) + 1)
+        for fence in FENCED.finditer(text)
     ]
 
 

@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ do what they say: their commands run, in a folder as a reader has it after the first run.
+"""The commands and code of README.md and docs/ run, in a folder as a reader has it after the page of the first run.
 
 - ```bash: a tool runs in this process, and of `study run` the plan. `./launch.sh` is a dry run, and in a tutorial a training
   run on ranks that are forks of one process (tests/tools/test_launch.py has the real start). A tutorial's other commands run in
@@ -6,7 +6,8 @@
 - ```python: runs, in one namespace for each page; so do notebooks.
 - A block that begins with `# needs: ` says what this machine may lack. Its options must exist, its Python must parse.
 
-Small are: the corpus, 400 kB; and training, where a hundred steps of a command or a file are one, of two sequences.
+Small are: the corpus, 400 kB; and training, where a hundred steps of a command or a file are one, of two sequences. The pages
+beyond README and the first run are a slow group.
 """
 
 import glob
@@ -23,16 +24,18 @@ from unittest import mock
 import pytest
 
 from interdomain.model import config, settings, transformer
-from interdomain.tools import convert, launch, study
+from interdomain.tools import convert, launch, prepare_data, study
 from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
 from ..test_repository import PYPROJECT
-from .conftest import WRITTEN
+from ..titan.conftest import launch as ranks  # noqa: F401  (a fixture)
+from .conftest import WRITTEN, Workspace
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
-FRESH = "docs/tutorials/first-run.md"  # before the first run there is nothing
+README, FIRST_RUN = REPOSITORY / "README.md", REPOSITORY / "docs/tutorials/first-run.md"
+SLOW = pytest.mark.slow_group("docs/", "tests/docs/", "tools/", "train_configs/")
 
 
 def name_of(page):
@@ -54,14 +57,14 @@ def tool_of(command):
 
 
 def parse(module, argv):
-    """Whether the tool knows the options, and the launcher the settings."""
+    """The tool knows the options, and the launcher the settings."""
     parsed = getattr(module, "parse", len)(argv)
     if module is launch:
         launch.job_config(parsed[0].config, parsed[1])
 
 
 def exists(command):
-    """What a command names of the repository is there: files, extras."""
+    """The files and extras of the repository that a command names are there."""
     for before, word in itertools.pairwise(command):
         file = word.partition("::")[0]
         if before != "--output" and re.match(
@@ -122,18 +125,8 @@ def do(block, page, namespace, workspace):
             raise AssertionError(f"{name_of(page)}:{line}: {text}\n{type(error).__name__}: {error}") from error
 
 
-def test_a_model_card_s_example_runs(workspace, capsys):
-    """Before the pages: some register the model in this process, and then transformers asks nothing."""
-    (example,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"]
-    exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
-    assert "Once upon a time" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_a_page_s_blocks_run(page, workspace):
+def run_page(page, workspace):
     namespace, before = {"__name__": "__main__"}, {*os.listdir(), *WRITTEN, "small"}
-    for folder in WRITTEN if name_of(page) == FRESH else ():
-        shutil.rmtree(folder)
     kinds = settings.KINDS.copy()
     with mock.patch.dict(config.CONDITIONS), mock.patch.dict(transformer.MIXER_CLASSES):
         for block in blocks(page):
@@ -143,9 +136,57 @@ def test_a_page_s_blocks_run(page, workspace):
     assert {*os.listdir()} <= before, "a command writes where git does not ignore it"
 
 
+@pytest.fixture(scope="module")
+def after_the_first_run(clone, environment, ranks):  # noqa: F811
+    """The page of the first run, run: data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
+    prepare = prepare_data.main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(clone)
+        patch.setattr(
+            prepare_data, "main", lambda argv: prepare([*argv, "--max-bytes", "400000", "--vocab-size", "512"])
+        )
+        run_page(FIRST_RUN, Workspace(clone, ranks))
+    return clone
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
+    """The working folder, one for each page, of links to the first run's files. Nothing may ask the user."""
+    path = tmp_path / "workspace"
+    shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
+    monkeypatch.chdir(path)
+    # A dry run of outputs/debug has more steps than the run there.
+    monkeypatch.setattr("interdomain.titan.plan.schedule.refuse_jump", lambda *job: None)
+    asked = []  # transformers 5 asks whether to trust a folder's code, and goes on without an answer
+    monkeypatch.setattr("builtins.input", asked.append)
+    yield Workspace(path, ranks)
+    assert not asked, "a reader would have to answer, or to wait"
+
+
+def test_the_first_run(after_the_first_run):
+    for written in ("data/stdlib/manifest.json", "outputs/debug-softmax/checkpoint", "exports/debug/config.json"):
+        assert (after_the_first_run / written).exists()
+
+
+def test_a_model_card_s_example_runs(workspace, capsys):
+    """Before the pages: some register the model in this process, and then transformers asks nothing."""
+    (example,) = [block for block in blocks(Path("exports/debug/README.md")) if block.language == "python"]
+    exec(example.text.replace("path/to/this/folder", "exports/debug"), {})
+    assert "Once upon a time" in capsys.readouterr().out
+
+
+OTHER_PAGES = [
+    p for p in PAGES if p not in (README, FIRST_RUN) and any(b.language in ("bash", "python") for b in blocks(p))
+]
+
+
+@pytest.mark.parametrize("page", [README, *(pytest.param(page, marks=SLOW) for page in OTHER_PAGES)], ids=name_of)
+def test_a_page_s_blocks_run(page, workspace):
+    run_page(page, workspace)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_names_in_passing_exists(page, capsys):
-    """Settings, and the options of a tool."""
+def test_settings_and_options_that_a_page_names_exist(page, capsys):
     from interdomain.titan.settings.job_config import KINDS
 
     text = prose(page)

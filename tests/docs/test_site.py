@@ -13,6 +13,8 @@ import pytest
 from ..common import REPOSITORY
 from .pages import PAGES, blocks, prose
 
+pytestmark = pytest.mark.slow_group("docs/", "tests/docs/", "mkdocs.yml", "README.md")
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

@@ -12,6 +12,7 @@ from .pages import blocks
 
 
 @pytest.mark.e2e
+@pytest.mark.slow_group("docs/torchtitan.md", "plugin/interdomain/titan/", "tests/docs/")
 def test_a_run_under_torchtitans_own_entry(tmp_path):
     page = REPOSITORY / "docs" / "torchtitan.md"
     (story,) = [block for block in blocks(page) if block.language == "bash" and "cat > run.toml" in block.text]

@@ -22,19 +22,16 @@ def kernels(monkeypatch):
     use_kernels(monkeypatch)
 
 
-# 16 tokens to a program at these sizes: T = 19 leaves three to the second, all of them owed to the first.
-CASES = [(Case(T=19, B=1, H=2, past=bool(mix.get("W", 4)), **mix), torch.bfloat16) for mix in MIXES.values()]
-CASES += [
-    (Case(T=T, B=1, **MIXES["k"]), torch.float32) for T in (2, 16, 65)
-]  # shorter than the filter, one program, five
+# 16 tokens to a program at these sizes: T = 19 leaves three to the second, all of which add to the first one's gradients.
+CASES = [(Case(T=19, B=1, H=1, past=bool(mix.get("W", 4)), **mix), torch.bfloat16) for mix in MIXES.values()]
+# Shorter than the filter; one program; three.
+CASES += [(Case(T=T, B=1, H=2, **MIXES["k"]), torch.float32) for T in (2, 16, 33)]
 CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 17)]
-CASES += [
-    (Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)
-]  # starts in either program
+# Documents that start in either program.
+CASES += [(Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)]
 CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]  # angles that differ by row
-CASES += [
-    (Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 96)
-]  # tiles that are not full
+# Tiles that are not full.
+CASES += [(Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 96)]
 CASES += [(Case(T=3, B=1, H=5, R=256, W=3, **MIXES["q"]), torch.float16)]
 
 

@@ -23,10 +23,7 @@ def zeros(*shape, **kwargs):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"backend": "cuda"},
-            "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, sequential, parallel, fft, reference",
-        ),
+        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference"),
         ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
         ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
         ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),

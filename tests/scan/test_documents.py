@@ -11,9 +11,9 @@ from interdomain.scan.packing import checked_documents
 from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
 
 # Per sequence, the first tokens of documents: on the boundaries of chunks of 16 and between them, and one after the
-# other. The first sequence continues its initial state, the second begins anew.
-STARTS = ((0, 1, 5, 16, 17, 32, 47, 48, 49, 69), (0, 33, 64))
-CASE = Case(T=70, B=2, H=2, G=2, R=6, D=5, M=8)
+# other. The first sequence continues its initial state, the second begins anew; the third is one document, which continues.
+STARTS = ((0, 1, 5, 16, 17, 32, 47, 48, 49, 69), (0, 33, 64), ())
+CASE = Case(T=70, B=3, H=2, G=2, R=6, D=5, M=8)
 
 
 def packed(T, starts=STARTS, device="cpu"):
@@ -55,28 +55,12 @@ def test_documents_one_by_one(backend, linear, monkeypatch):
     assert_agree(got, one_by_one(inputs, cotangents, documents, linear), "float64")
 
 
-@linear_or_query
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_document_is_a_sequence(backend, linear):
-    """Of number 0, it goes on from the initial state; another number drops that."""
-    inputs, cotangents = op_inputs(CASE, torch.float64, linear=linear)
-    zeros = torch.zeros(2, 70, dtype=torch.int64)
-    options = dict(linear=linear, backend=backend)
-    assert_agree(
-        run_op(inputs, cotangents, documents=zeros, **options), run_op(inputs, cotangents, **options), "float64"
-    )
-    fresh = run_op(inputs, cotangents, documents=zeros + 3, **options)
-    assert not fresh.pop("dinitial_state").any()
-    del inputs["initial_state"]
-    assert_agree(fresh, run_op(inputs, cotangents, **options), "float64")
-
-
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        (torch.zeros(2, 69, dtype=torch.int32), r"expected int32 or int64 of shape \[B, T\] = \(2, 70\)"),
-        (torch.zeros(2, 70, dtype=torch.bool), r"torch.bool of shape \(2, 70\); expected int32 or int64"),
-        (torch.zeros(2, 70, dtype=torch.int32, device="meta"), "documents is on meta and k .* on cpu"),
+        (torch.zeros(3, 69, dtype=torch.int32), r"expected int32 or int64 of shape \[B, T\] = \(3, 70\)"),
+        (torch.zeros(3, 70, dtype=torch.bool), r"torch.bool of shape \(3, 70\); expected int32 or int64"),
+        (torch.zeros(3, 70, dtype=torch.int32, device="meta"), "documents is on meta and k .* on cpu"),
     ],
 )
 @linear_or_query
@@ -85,24 +69,20 @@ def test_refusals(documents, message, linear):
         function(linear)(**op_inputs(CASE, torch.float64, linear=linear)[0], documents=documents)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "got"),
-    [
+def test_numbers_that_are_no_documents():
+    """An error at the call on a CPU; compiled, and on CUDA, an assertion that the host does not wait for."""
+    inputs, _ = op_inputs(Case(T=4, B=2, R=4, D=3, M=4), torch.float32, linear=True)
+    compiled = torch.compile(scan.linear_scan, fullgraph=True, backend="aot_eager")
+    compiled(**inputs, documents=torch.tensor([[0, 0, 1, 2**31 - 1], [5, 5, 5, 5]]))
+    for numbers, got in (
         ([[0, 0, 1, 2], [0, 1, 1, 0]], "got 0 after 1 at token 3 of sequence 1"),
         ([[-1, 0, 1, 2], [0, 1, 1, 2]], "got -1 at the first token of sequence 0"),
         ([[0, 0, 0, 0], [0, 1, 1, 2**31]], "got 2147483648 after 1 at token 3 of sequence 1"),
-    ],
-    ids=["falling", "negative", "too large"],
-)
-def test_numbers_that_are_no_documents(numbers, got):
-    """An error at the call on a CPU; compiled, and on CUDA, an assertion that the host does not wait for."""
-    numbers, right = torch.tensor(numbers), torch.tensor([[0, 0, 1, 2**31 - 1], [5, 5, 5, 5]])
-    inputs, _ = op_inputs(Case(T=4, B=2, R=4, D=3, M=4), torch.float32, linear=True)
-    with pytest.raises(ValueError, match=rf"from 0 to 2\^31 - 1, never falling along T: {got}"):
-        scan.linear_scan(**inputs, documents=numbers)
-    compiled = torch.compile(scan.linear_scan, fullgraph=True, backend="aot_eager")
-    compiled(**inputs, documents=right)
-    with pytest.raises(RuntimeError, match="documents must number"):
-        compiled(**inputs, documents=numbers)
-    with FakeTensorMode() as mode:  # its tensors have no numbers that the host could look at
-        checked_documents(mode.from_tensor(numbers), mode.from_tensor(numbers))
+    ):
+        numbers = torch.tensor(numbers)
+        with pytest.raises(ValueError, match=rf"from 0 to 2\^31 - 1, never falling along T: {got}"):
+            scan.linear_scan(**inputs, documents=numbers)
+        with pytest.raises(RuntimeError, match="documents must number"):
+            compiled(**inputs, documents=numbers)
+        with FakeTensorMode() as mode:  # its tensors have no numbers that the host could look at
+            checked_documents(mode.from_tensor(numbers), mode.from_tensor(numbers))

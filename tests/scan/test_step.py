@@ -34,17 +34,17 @@ def test_steps_are_the_paper_s_loop(case, linear):
 @pytest.mark.parametrize("backend", BACKENDS)
 @linear_or_query
 def test_prefill_in_pieces_then_steps(backend, linear):
-    inputs, _ = op_inputs(Case(T=150, G=3), torch.float64, linear=linear)
+    inputs, _ = op_inputs(Case(T=100, G=3), torch.float64, linear=linear)
     inputs = {n: x.detach() for n, x in inputs.items()}
     whole, final = function(linear)(**inputs, backend=backend)
     tokens = [inputs[n] for n in (("z",) if linear else ("q", "k", "v"))]
     tables = [inputs[n] for n in ("log_decay", "readout" if linear else "mixing")]
     state, outputs = inputs["initial_state"], []
-    for start, stop in ((0, 1), (1, 66), (66, 130)):
+    for start, stop in ((0, 1), (1, 66), (66, 90)):
         piece = [x[:, start:stop] for x in tokens]
         out, state = function(linear)(*piece, *tables, initial_state=state, backend=backend)
         outputs.append(out)
-    out, state = steps(linear, [x[:, 130:] for x in tokens], tables, state)
+    out, state = steps(linear, [x[:, 90:] for x in tokens], tables, state)
     assert_agree({"out": torch.cat((*outputs, out), dim=1), "state": state}, {"out": whole, "state": final}, "float64")
 
 
@@ -83,11 +83,11 @@ def test_step_in_place(case, linear):
     ]
     if not linear and case.readout == "complex":  # the upper half of W is all that this readout has
         calls.append((fn, inputs | {"mixing": inputs["mixing"][:, : case.M]}))
-    for call, given in calls:
+    for call, arguments in calls:
         live = state.clone()
-        out, new = call(**given, state=live, inplace=True)
+        out, new = call(**arguments, state=live, inplace=True)
         assert new is live
-        assert out.requires_grad == (given is leaf)
+        assert out.requires_grad == (arguments is leaf)
         assert_agree({"out": out, "state": live}, expected, "float64")
     with pytest.raises(ValueError, match="to be updated in place it must be contiguous"):
         fn(**inputs, state=state.mT.contiguous().mT, inplace=True)

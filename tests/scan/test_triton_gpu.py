@@ -1,5 +1,5 @@
 """On a GPU: the cases of tools/check_kernels.py, at the tile sizes that ship. Without one: the tests of the kernels in Triton's
-interpreter, and that the rehearsal of those cases runs."""
+interpreter, and a rehearsal of one of those cases."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import torch
 from interdomain.tools import check_kernels
 from interdomain.tools._bench.cases import groups
 
+from .. import rehearse
 from .devices import DEVICE, INTERPRETED, in_process
 
 
@@ -18,21 +19,19 @@ def test_check_kernels(group):
     assert not [row for row in rows if row["result"] != "PASS"]
 
 
-@pytest.mark.slow_group("kernels/", "tests/scan/", "tests/features/")
+@pytest.mark.slow_group("kernels/", "tests/scan/", "tests/features/", "tests/rehearse.py")
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="this is that process, or there is a GPU")
-@pytest.mark.parametrize("files", [("scan/test_triton_scan", "scan/test_triton_step"), ("features/test_triton",)])
-def test_in_the_interpreter(files):
+def test_in_the_interpreter():
     pytest.importorskip("triton")
-    files = [f"tests/{name}.py" for name in files]
+    files = [f"tests/{name}.py" for name in ("scan/test_triton_scan", "scan/test_triton_step", "features/test_triton")]
+    tests = [*files, f"{__file__}::test_the_rehearsal_runs"]
     options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    assert "skipped" not in in_process("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
+    assert "skipped" not in in_process("-m", "pytest", *options, *tests, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow_group("kernels/", "tests/rehearse.py", "tests/scan/")
-@pytest.mark.skipif(DEVICE == "cuda", reason="the rehearsal is for machines without a GPU")
+@pytest.mark.skipif(not INTERPRETED, reason="runs in test_in_the_interpreter's process")
 def test_the_rehearsal_runs(tmp_path):
-    pytest.importorskip("triton")
     page = tmp_path / "page.md"
     options = ["--table", str(page), "--seeds", "1", "--only", "layer", "step:", "bfloat16", "mode=interdomain"]
-    in_process("-m", "tests.rehearse", *options, TRITON_INTERPRET="1")
+    assert rehearse.main(options) == 0
     assert "| layer step: triton B=2 T=4 H=4 d=64 M=64 bfloat16 mode=interdomain | 1 | 2.0e-02 |" in page.read_text()

@@ -37,9 +37,8 @@ def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
 )
 def test_refusals(inputs, M, message, pretend_gpu, caplog):
     inputs = fake_inputs(**inputs)
-    for backend in ("chunkwise", "parallel"):
-        with pytest.raises(ValueError, match=f"{backend}' cannot run this on CUDA: {message}.*chunkwise-torch"):
-            scan._choose(backend, inputs, M)
+    with pytest.raises(ValueError, match=f"chunkwise' cannot run this on CUDA: {message}.*chunkwise-torch"):
+        scan._choose("chunkwise", inputs, M)
     assert scan._choose("chunkwise-torch", inputs, M) == "chunkwise-torch"
     torch._dynamo.reset()
     compiled = torch.compile(scan._choose, fullgraph=True, backend="eager")
@@ -65,7 +64,7 @@ def test_old_gpus_and_machines_without_triton(pretend_gpu, monkeypatch):
     with pytest.raises(ValueError, match="triton is not installed"):
         scan._choose("chunkwise", fake_inputs(), 64)
     assert scan._choose("auto", fake_inputs(), 64) == "chunkwise-torch"
-    assert scan._choose("sequential", fake_inputs(), 64) == "sequential"
+    assert scan._choose("fft", fake_inputs(), 64) == "fft"
 
 
 @pytest.mark.parametrize(

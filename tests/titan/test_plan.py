@@ -197,10 +197,9 @@ def test_ranks_that_share_a_sequence():
     assert shared.memory["parameters"] == alone.memory["parameters"]
     assert shared.memory["activations"] < 0.65 * alone.memory["activations"]
     assert "4 per rank x 1 group(s) of 2 ranks with 32 tokens each x 2 accumulation" in shared.describe()
-    for backend in ("sequential", "fft", "reference"):
+    for backend in ("fft", "reference"):
         with pytest.raises(ValueError, match=f"mixer.backend = {backend} cannot scan"):
             make_plan(parse(mixer__backend=backend, **CONTEXT), 2, on_gpus=True)
-    make_plan(parse(mixer__backend="parallel", **CONTEXT), 2, on_gpus=True)
     make_plan(parse(mixer__condition="softmax", training__seq_len=2, **CONTEXT), 2)  # no scan, no convolution
 
 
@@ -225,9 +224,9 @@ def test_a_hybrid_s_plan():
 
 
 def test_how_a_mixer_is_computed_is_no_part_of_the_model():
-    made = make_plan(parse(mixer__backend="sequential", mixer__recompute=False, mixer__features="torch"), 1)
+    made = make_plan(parse(mixer__backend="fft", mixer__recompute=False, mixer__features="torch"), 1)
     assert made.config == model_config(parse())
-    assert made.execution == Execution("sequential", recompute=False, features="torch")
+    assert made.execution == Execution("fft", recompute=False, features="torch")
     kept, lean = (make_plan(parse(mixer__recompute=r), 1).memory["activations"] for r in (False, True))
     assert kept > lean
 

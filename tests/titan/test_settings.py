@@ -78,8 +78,8 @@ REFUSED = {
         "context_parallel_degree = 2",
     ),
     "context and scan": (
-        {**CONTEXT, "mixer__backend": "parallel"},
-        "mixer.backend = parallel",
+        {**CONTEXT, "mixer__backend": "fft"},
+        "mixer.backend = fft",
         "on cpu: allowed are auto",
     ),
     "tensor and ranks": (

@@ -68,7 +68,7 @@ class Case:
     def arithmetic(self) -> str:
         if self.dtype == FP32 or self.kind.startswith("layer"):
             return "fp32" if self.dtype == FP32 else "layer"
-        return "bf16" if self.backend in ("chunkwise", "parallel") else "rounded"
+        return "bf16" if self.backend == "chunkwise" else "rounded"
 
     def bound(self, tensor: str) -> float:
         return BOUNDS["bf16 decay" if (self.arithmetic, tensor) == ("bf16", "dlog_decay") else self.arithmetic]
@@ -95,7 +95,7 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
     every = {
         "documents": [
             *(q(documents=True, repeat=True, T=130), q(documents=True, dtype=FP32, H=2, G=2, T=70)),
-            *(lin(documents=True, T=130), q("parallel", documents=True, T=130, H=2), q(documents=True, M=128, T=70)),
+            *(lin(documents=True, T=130), q(documents=True, M=128, T=70)),
             q(B=1, H=32, T=32_768, documents=True, state=False),
         ],
         "chunkwise-fp32": [
@@ -113,11 +113,6 @@ def groups(cuda: bool) -> dict[str, list[Case]]:
         ],
         "chunkwise-d96": [q(d=96, repeat=True), q(d=96, dtype=FP32, T=70, state=False)],
         "chunkwise-wider": [q(wider=1, T=130, repeat=True), q(wider=1, d=96, T=63, state=False)],
-        "parallel": [
-            *(q("parallel", repeat=True, T=130, H=2), q("parallel", G=2, d=96, T=63)),
-            *(lin("parallel", repeat=True, T=130, H=2), q("parallel", dtype=FP32, H=2, T=70)),
-            lin("parallel", dtype=FP32, H=2, state=False, T=70),
-        ],
         "chunkwise-long": [
             q(B=1, H=32, T=32_768, state=False, repeat=True),  # several segments in flight
             q(B=1, T=70_001),  # beyond 65,536, and ragged

@@ -27,13 +27,14 @@ class Execution:
 
     backend: str = setting(
         "auto",
-        f"Implementation of the scan (docs/kernels.md): {', '.join(scan.BACKENDS)}. All compute the same function.",
+        f"Implementation of the scan (docs/kernels.md): {', '.join(scan.BACKENDS)}. reference is the paper's "
+        "sequential scan. All compute the same function.",
         choices=scan.BACKENDS,
     )
     recompute: bool = setting(
         True,
         "Recompute the scan's scores in the backward pass (true), or keep them for a shorter one: 4 bytes per token, layer, "
-        "query head and basis function in bf16; none with full activation checkpointing. For chunkwise and parallel on CUDA. "
+        "query head and basis function in bf16; none with full activation checkpointing. For chunkwise on CUDA. "
         "The results are the same bits.",
     )
     features: str = setting(

@@ -211,7 +211,7 @@ def _refuse_for_context(
     if recurrent and backend != "auto" and runs_as(backend, device) is None:
         raise ValueError(
             f"mixer.backend = {backend} cannot scan a sequence over {degree} ranks on {device.type}: allowed are auto, "
-            "chunkwise, chunkwise-torch, and on CUDA parallel."
+            "chunkwise and chunkwise-torch."
         )
     shard = job_config.training.seq_len // context
     if recurrent and shard % CHUNK:
