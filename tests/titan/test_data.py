@@ -16,7 +16,8 @@ from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.watch.validate import FixedValidator
 
-from .conftest import TINY, flags, refusal
+from .conftest import refusal
+from .runs import TINY, flags
 
 VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
 

@@ -15,7 +15,8 @@ from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.passes import Passes
 from interdomain.titan.watch.validate import FixedValidator
 
-from .conftest import flags, synthetic
+from .conftest import synthetic
+from .runs import flags
 
 WINDOWS = 16  # of 64 tokens: validation.tokens = 1,000, rounded up
 
