@@ -22,7 +22,6 @@ def test_twice_three_steps_are_six_to_the_bit(runs):
     ("name", "reference", "last"),
     [
         ("1 after two", "2 text", 6),
-        ("1 after four", "1 layers", 5),
         ("4 context tensor after pipeline", "1 layers", 5),
         ("4 tensor pipeline after context", "1 layers", 5),
     ],

@@ -2,9 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,8 +9,7 @@ import pytest
 from interdomain.tools import study
 from interdomain.tools._study import definition
 
-from ..common import REPOSITORY, TIMEOUT
-from ..ranks import environment
+from ..ranks import environment, forks
 from .runs import TINY
 
 pytestmark = pytest.mark.e2e
@@ -43,14 +39,13 @@ def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, monkeypatch, c
         file.write_text(STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus))
     (calm,), (ours,) = (definition.read_study(file).runs for file in files.values())
     run = ["run", str(files["disturbed"])]
-    killed = subprocess.Popen(
-        [sys.executable, "-m", "interdomain.tools.study", *run], env=environment(), cwd=REPOSITORY
-    )
+    killed = forks().Process(target=study.main, args=(run,))
+    killed.start()
     while ours.step < 3:
-        assert killed.poll() is None
+        assert killed.is_alive()
         time.sleep(0.05)
     killed.kill()  # it leaves a run behind, which saves and leaves
-    assert killed.wait(TIMEOUT) == -signal.SIGKILL
+    killed.join()
     assert study.main(["plan", str(files["disturbed"])]) == 0
     assert re.search(r"\| at step \d+ of 12 \|", capsys.readouterr().out)
     for name, value in environment().items():

@@ -19,7 +19,6 @@ REFERENCES = {
     ),
     **dict.fromkeys(("2 context softmax", "2 tensor softmax compiled"), "1 softmax"),
     **dict.fromkeys(("2 s4d", "2 context s4d"), "1 s4d"),
-    "2 tensor layers compiled": "1 layers",
     "2 gated-deltanet": "1 gated-deltanet",
     "2 pipeline mamba2": "1 mamba2",
 }
