@@ -15,3 +15,14 @@ def small_tokenizer(path: Path, vocab_size: int = 400) -> Path:
     """Bytes, and a few dozen pieces of the standard library's sources."""
     path.write_bytes(train_sentencepiece(read_documents(["stdlib"], max_bytes=60_000), vocab_size))
     return path
+
+
+def when_listening(to_interrupts: str) -> str:
+    """The beginning of a program that signals who started it: it waits until that process has set its handlers, of which
+    SIGINT's comes last. to_interrupts: "SigCgt" if it catches them, "SigIgn" if it ignores them."""
+    return f"""
+import os, re, signal, sys, time
+launcher, me, bit = os.getppid(), os.getpid(), 1 << signal.SIGINT - 1
+while not int(re.search("{to_interrupts}:(.*)", open(f"/proc/{{launcher}}/status").read())[1], 16) & bit:
+    time.sleep(0.01)
+"""

@@ -1,8 +1,8 @@
-"""The ranks and the corpora of tests/titan."""
+"""The corpora of tests/titan."""
 
 import pytest
 
-from ..titan.conftest import corpus, launch, short  # noqa: F401 (fixtures)
+from ..titan.conftest import corpus, short  # noqa: F401 (fixtures)
 
 
 def pytest_collection_modifyitems(items):

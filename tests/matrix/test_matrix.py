@@ -16,7 +16,9 @@ import pytest
 
 from interdomain.tools import compare_runs
 
-from ..titan.conftest import AXES, COMPILED, INTERLEAVED, REPOSITORY, TINY, Runs, environment, flags, parallel
+from ..common import REPOSITORY
+from ..ranks import environment, forks
+from ..titan.runs import AXES, COMPILED, INTERLEAVED, TINY, Runs, flags, parallel
 from ..titan.test_random_kills import children
 
 TABLE = os.environ.get("INTERDOMAIN_MATRIX", "")
@@ -31,7 +33,7 @@ FEATURES = {
     "rff": {"mixer__feature_map": "rff"},
     "documents": {"data__reset_state_at_documents": True},
     "accumulated": {"training__local_batch_size": 1, "validation__local_batch_size": 1},
-    "compiled": {**COMPILED, "compile__backend": "aot_eager"},
+    "compiled": COMPILED,
     "checkpointed": {"activation_checkpoint__mode": "full"},
     "GPipe": {"parallelism__pipeline_parallel_schedule": "GPipe"},
     "Interleaved1F1B": INTERLEAVED,
@@ -55,15 +57,16 @@ def name_of(degrees):
     return " x ".join(f"{axis} {n}" for axis, n in degrees.items())
 
 
-def continued(runs, source, **settings):
+def continued(runs, name, source, **settings):
     """A run that begins where another had saved its second step, with everything."""
-    settings |= {"checkpoint__initial_load_path": source, "checkpoint__initial_load_model_only": False}
-    runs.add(f"from {source.parent.parent.name}", **settings, **EVERY)
+    path = runs.checkpoint(source, 2)
+    runs.add(name, checkpoint__initial_load_path=path, checkpoint__initial_load_model_only=False, **settings, **EVERY)
 
 
-def worst(runs, name, reference, of):
+def worst(runs, name, of):
     """The largest relative difference by quantity, of the steps that a run made; and None for what it was not asked."""
-    ours, theirs, found = runs.seen(name), reference.seen(of), {}
+    every, theirs, found = runs.every(name), runs.seen(of), {}
+    ours = every[0]
     for quantity in ("loss", "grad_norm"):
         found[quantity] = max(
             abs(log[quantity] / theirs["log"][step][quantity] - 1) for step, log in ours["log"].items()
@@ -76,13 +79,9 @@ def worst(runs, name, reference, of):
         assert gradients.keys() == theirs["gradients"].keys()
         pairs = ((gradients[n], g) for n, g in theirs["gradients"].items())
         found["gradients"] = max(((x - g).norm() / g.norm()).item() for x, g in pairs)
-        assert runs.samples(name) == reference.samples(of)
-    for rank in range(runs.ranks):  # every rank says the same
-        assert all(
-            runs.seen(name, rank)["log"][step][q] == log[q]
-            for step, log in ours["log"].items()
-            for q in ("loss", "grad_norm")
-        )
+        assert runs.samples(name) == runs.samples(of)
+    for seen in every:  # every rank says the same
+        assert all(seen["log"][step][q] == log[q] for step, log in ours["log"].items() for q in ("loss", "grad_norm"))
     return found
 
 
@@ -98,13 +97,14 @@ def table():
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, corpus, short, launch):
-    runs = Runs(1, tmp_path_factory.mktemp("one"), corpus, launch)
-    runs.add("one", **parallel(), **EVERY, probes=["gradients"])
+def runs(tmp_path_factory, corpus, short):
+    runs = Runs(tmp_path_factory.mktemp("matrix"), {"text": corpus, "short": short}, forks())
+    runs.add("1 one", **parallel(), **EVERY, probes=["gradients"])
     for feature, settings in FEATURES.items():
-        given = {**parallel(), **EVERY, "data__corpus": short, **settings, "training__local_batch_size": 8}
-        runs.add(feature, **given, probes=["gradients"])
-    return runs.start()
+        given = {**parallel(), **EVERY, **settings, "training__local_batch_size": 8}
+        runs.add(f"1 {feature}", data="short", **given, probes=["gradients"])
+    yield runs
+    runs.end()
 
 
 def check(table, name, found):
@@ -112,44 +112,31 @@ def check(table, name, found):
     assert max(found.values()) < 1e-5, (name, found)
 
 
-def test_every_combination(tmp_path_factory, corpus, launch, alone, table):
+def test_every_combination(runs, table):
     """Each begins with the same bits and computes what one rank does. It goes on from a checkpoint of the one before it in the
     table, and one rank from its own."""
-    source, every = alone.folder / "one" / "checkpoint" / "step-2", []
-    for ranks in (2, 4, 8):
-        runs = Runs(ranks, tmp_path_factory.mktemp(f"ranks{ranks}"), corpus, launch)
-        chosen = list(combinations(ranks)) if ranks < 8 else [{"pipeline": 2, "context": 2, "tensor": 2}]
-        for degrees in chosen:
-            name = name_of(degrees)
-            runs.add(name, **parallel(**degrees), **EVERY, probes=["gradients"])
-            continued(runs, source, **parallel(**degrees))
-            source = runs.folder / name / "checkpoint" / "step-2"
-            every.append((runs, name, source))
-        runs.start()
-    back = Runs(1, tmp_path_factory.mktemp("back"), corpus, launch)
-    for _, _, folder in every:
-        continued(back, folder, **parallel())
-    back.start()
-    before = "one"
-    for runs, name, _ in every:
-        check(table, name, worst(runs, name, alone, "one"))
-        check(table, f"{name}, continued from {before}", worst(runs, f"from {before}", alone, "one"))
-        check(table, f"one rank, continued from {name}", worst(back, f"from {name}", alone, "one"))
+    before, every = "1 one", [(ranks, degrees) for ranks in (2, 4) for degrees in combinations(ranks)]
+    for ranks, degrees in (*every, (8, {"pipeline": 2, "context": 2, "tensor": 2})):
+        name = f"{ranks} {name_of(degrees)}"
+        runs.add(name, **parallel(**degrees), **EVERY, probes=["gradients"])
+        continued(runs, f"{name}, continued from {before}", before, **parallel(**degrees))
+        continued(runs, f"1 one rank, continued from {name}", name, **parallel())
+        for run in (name, f"{name}, continued from {before}", f"1 one rank, continued from {name}"):
+            check(table, run, worst(runs, run, "1 one"))
         before = name
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_features_under_every_axis(ranks, tmp_path_factory, short, launch, alone, table):
+def test_features_under_every_axis(ranks, runs, table):
     chosen = {2: ["context", "tensor", "pipeline"], 4: ["context tensor", "tensor pipeline", "context pipeline"]}[ranks]
-    runs = Runs(ranks, tmp_path_factory.mktemp(f"features{ranks}"), short, launch)
     cases = [
         (axes, feature) for axes in chosen for feature in FEATURES if "pipeline" in axes or feature not in SCHEDULES
     ]
+    found = {}
     for axes, feature in cases:
         settings = {**parallel(**dict.fromkeys(axes.split(), 2)), **EVERY, **FEATURES[feature]}
-        runs.add(f"{axes}, {feature}", **settings, probes=["gradients"])
-    runs.start()
-    found = {case: worst(runs, ", ".join(case), alone, case[1]) for case in cases}
+        runs.add(f"{ranks} {axes}, {feature}", data="short", **settings, probes=["gradients"])
+        found[axes, feature] = worst(runs, f"{ranks} {axes}, {feature}", f"1 {feature}")
     table.extend(
         (f"{axes.replace(' ', ' 2 x ')} 2, {feature}", differences) for (axes, feature), differences in found.items()
     )
@@ -158,12 +145,13 @@ def test_features_under_every_axis(ranks, tmp_path_factory, short, launch, alone
 
 
 @pytest.mark.parametrize("axis", ["context", "tensor"])
-def test_generated_code_from_the_cache_of_an_earlier_start(axis, tmp_path_factory, corpus, launch, alone, table):
+def test_generated_code_from_the_cache_of_an_earlier_start(axis, runs, table):
     """Ranks share a cache of compiled code on the disk: what was compiled for one must not be run by another."""
     for start in ("first", "second"):
-        runs, name = Runs(2, tmp_path_factory.mktemp(start), corpus, launch), f"{axis} 2, inductor, {start} start"
-        runs.add(name, **parallel(**{axis: 2}), **EVERY, **COMPILED, probes=["gradients"])
-        check(table, name, worst(runs.start(), name, alone, "one"))
+        name, inductor = f"2 {axis}, inductor, {start} start", COMPILED | {"compile__backend": "inductor"}
+        runs.add(name, **parallel(**{axis: 2}), **EVERY, **inductor, probes=["gradients"])
+        runs.end()  # each start is one of new processes
+        check(table, name, worst(runs, name, "1 one"))
 
 
 def test_killed_and_continued_on_other_ranks(tmp_path, corpus):

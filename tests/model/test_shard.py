@@ -15,6 +15,7 @@ from interdomain.model.layers import rope_tables
 from interdomain.model.loss import IGNORE_INDEX
 from interdomain.model.shard import SHARDED, Part, shard_of
 
+from ..ranks import forks
 from .common import OPTIONS, lively, positions_of, random_tokens, small_config, variant
 
 T = 64
@@ -169,8 +170,8 @@ def run_rank(rank, folder):
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    mp.spawn(run_rank, (folder,), nprocs=RANKS)
+    folder, context = tmp_path_factory.mktemp("shards"), forks()
+    mp.start_processes(run_rank, (folder,), nprocs=RANKS, start_method=context.get_start_method())
     return folder
 
 

@@ -32,6 +32,8 @@ def disturb(place, step, rank, name, process):
     def disturbed(self, *args, **kwargs):
         if step_now(self, *args) == step and int(os.environ["RANK"]) == rank:
             os.kill(os.getpid() if process == "rank" else os.getppid(), getattr(signal, name))
+            if process == "agent":
+                signal.pause()  # it ends this process
         return original(self, *args, **kwargs)
 
     setattr(owner, method, disturbed)

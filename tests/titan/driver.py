@@ -1,13 +1,14 @@
-"""Several jobs in one process group: every rank runs driver.py JOBS.json OUTPUT.
+"""A rank that waits for jobs: many runs in one process group.
 
-A job is {"name", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
-it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT/NAME.rankN.pt:
+A job is {"output", "args": the entry's flags, "probes": [...]}. Each is parsed, built, trained and closed as `trainer.run` does
+it; only the start of Python and of the process group is shared. What was seen is written to OUTPUT.rankN.pt:
 
     log, validation  {step: {"loss", every other scalar}}      initial   {parameter: sha256 of the whole tensor at the start}
     samples          one hash per sample, as training got it   compiled  arguments of every torch.compile of a block
-    gradients        (a probe) whole ones of step 1            states    (a probe) {step: sha256 of weights and optimizer}
+    gradients        (a probe) whole ones of the first step   states    (a probe) {step: sha256 of weights and optimizer}
     calls, dtypes    (probe "scan") runs of its forward implementation by step; what it and the dynamics saw
-    traffic          (a probe) {step: {group: {collective: [calls, bytes received]}}} of the training step
+    traffic          (a probe) bytes received in the first step
+    timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
 "spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
@@ -19,28 +20,30 @@ import contextlib
 import hashlib
 import json
 import math
+import signal
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torchtitan.train
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 
 NEW = torchtitan.__version__ == "0.3.0"
 if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
-    torch.distributed.set_timeout = lambda timeout, group=None: _set_pg_timeout(timeout, group)
+    torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
 
 from interdomain.model.initialize import clean_name
 from interdomain.scan import chunkwise
 from interdomain.titan import errors
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
+from tests.common import TIMEOUT
+from tests.ranks import become
 from tests.traffic import counted
 
 
@@ -58,8 +61,8 @@ def watch(trainer, probes, spoil, seen):
     seen |= {"log": {}, "validation": {}, "samples": [], "states": {}}
     seen["initial"] = {name: digest(p) for name, p in named.items()}
 
-    logger, loader, optimizers = trainer.metrics_processor.logger, trainer.dataloader, trainer.optimizers
-    log, take, update = logger.log, getattr(loader, "_take", None), optimizers.step  # TorchTitan's loader has none
+    logger, loader, train_step = trainer.metrics_processor.logger, trainer.dataloader, trainer.train_step
+    log, take = logger.log, getattr(loader, "_take", None)  # TorchTitan's loader has none
 
     def scalars(found, step):
         validated = "validation_metrics/loss" in found
@@ -73,24 +76,28 @@ def watch(trainer, probes, spoil, seen):
         seen["samples"] += [hashlib.sha256(row.tobytes()).hexdigest() for row in rows]
         return batch
 
-    def step(*args, **kwargs):
-        if "gradients" in probes and trainer.step == 1:
+    def step(batches):
+        try:
+            with counted() if "traffic" in probes else contextlib.nullcontext({}) as kinds:
+                train_step(batches)
+        finally:  # it may end the run
+            if "states" in probes:
+                every = named | trainer.optimizers.state_dict()
+                tensors = sorted((name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor))
+                seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+        seen.setdefault("traffic", sum(received for found in kinds.values() for _, received in found.values()))
+        if "gradients" in probes and "gradients" not in seen:
             seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
-        update(*args, **kwargs)
-        if "states" in probes:
-            every = named | optimizers.state_dict()
-            tensors = sorted((name, digest(value)) for name, value in every.items() if isinstance(value, torch.Tensor))
-            seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
     def spoiled(model, inputs, loss):
-        what = spoil.get(str(trainer.step))
+        what = spoil.get(trainer.step)
         if what is None or not model.training or torch.distributed.get_rank() != spoil["rank"]:
             return loss
         if what == "gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)
         return loss + math.nan if what == "loss" else loss * (math.nan if what == "both" else 1)
 
-    logger.log, loader._take, optimizers.step = scalars, samples, step
+    logger.log, loader._take, trainer.train_step = scalars, samples, step
     if spoil:
         parts[-1].register_forward_hook(spoiled)
 
@@ -121,16 +128,6 @@ def watch_scan(trainer, stack, seen):
             layer.attention.ssm.register_forward_hook(dynamics)
 
 
-def watch_traffic(trainer, seen):
-    seen["traffic"], train_step = {}, trainer.train_step
-
-    def step(batches):
-        with counted() as seen["traffic"][trainer.step]:
-            train_step(batches)
-
-    trainer.train_step = step
-
-
 def build(job):
     if job["stock"]:
         with mock.patch.object(sys, "argv", ["torchtitan.train", *job["args"]]):
@@ -147,14 +144,12 @@ def run(job):
         watch(trainer, job["probes"], job["spoil"] or {}, seen)
         if "scan" in job["probes"]:
             watch_scan(trainer, stack, seen)
-        if "traffic" in job["probes"]:
-            watch_traffic(trainer, seen)
         with contextlib.suppress(SystemExit) if job["stops"] else contextlib.nullcontext():
             trainer.train()
             assert not job["stops"]
     seen["timeouts"] = {
-        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        for group in torch.distributed.distributed_c10d._world.pg_map
+        (group.group_desc, group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        for group in distributed_c10d._world.pg_map
         if torch.distributed.get_backend(group) == "gloo" and group.size() > 1
     }
     trainer.close()
@@ -164,18 +159,18 @@ def run(job):
     return seen
 
 
-def main(jobs, output):
+def serve(rank, ranks, port, jobs, log):
+    """One of the ranks: it takes jobs from a connection, until that is closed, and answers each."""
+    become(rank, ranks, port, log)
     init_logger()
     # The trainer waits two seconds for the other ranks' last lines; between jobs nothing needs them.
     loop = sys.modules["torchtitan.trainer" if NEW else "torchtitan.train"]
     loop.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
     errors.GRACE_SECONDS = 0
-    for job in json.loads(Path(jobs).read_text()):
-        seen = run(job)
-        torch.save(seen, Path(output) / f"{job['name']}.rank{torch.distributed.get_rank()}.pt")
-        torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with contextlib.suppress(EOFError):
+        while job := jobs.recv():
+            signal.alarm(TIMEOUT)
+            torch.save(run(job), f"{job['output']}.rank{rank}.pt")
+            torch.distributed.barrier()
+            signal.alarm(0)
+            jobs.send(True)

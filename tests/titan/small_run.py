@@ -13,7 +13,7 @@ from interdomain.titan.resume.checkpoint import SelfDescribingCheckpoints
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.guard import Guard
 
-from .conftest import TINY
+from .runs import TINY
 
 
 class State:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import time
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +16,9 @@ from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.watch.validate import FixedValidator
 
-from .conftest import TINY, flags, refusal
+from ..common import TIMEOUT
+from .conftest import refusal
+from .runs import TINY, flags
 
 VALIDATOR = {"rank": 0, "ranks": 1, "passes": SimpleNamespace(together=1), "metrics": None, "checkpoints": None}
 
@@ -113,14 +115,12 @@ def test_mixtures_that_cannot_be(corpus, pairs, alone, capsys):
 def test_reading_ahead(corpus):
     """A thread reads `prefetch` batches ahead; the state counts what was handed out."""
     dataset = PackedDataset(TokenCorpus(corpus), seq_len=64, seed=42)
-    read, real = [], dataset.read_batch
-    dataset.read_batch = lambda indices: read.append(list(indices)) or real(indices)
+    read, one_more, real = [], threading.Semaphore(0), dataset.read_batch
+    dataset.read_batch = lambda indices: (read.append(list(indices)), one_more.release()) and real(indices)
     loader = PackedLoader(dataset, local_batch=2, rank=0, ranks=1, prefetch=3)
     batches = iter(loader)
     next(batches)
-    deadline = time.monotonic() + 10
-    while len(read) < 4 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    assert all(one_more.acquire(timeout=TIMEOUT) for _ in range(4))
     assert read[:4] == [[2 * i, 2 * i + 1] for i in range(4)]  # one handed out, three ready
     assert loader.state_dict()["consumed_samples"] == 2
     batches.close()

@@ -1,4 +1,4 @@
-"""Steps 2, 3 and 5 are not finite on rank 1 of 2 (loss, gradient, both): skipped on both ranks, counted, and a limit to it."""
+"""Steps 2, 3, 5 and 6 are not finite on rank 1 of 2 (loss, gradient, both, loss): skipped on both ranks, counted, limited."""
 
 import itertools
 import math
@@ -16,40 +16,38 @@ from ..cuda_stand_in import HOST
 pytestmark = pytest.mark.e2e
 
 
-def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counted(two):
+def test_such_a_step_changes_neither_weights_nor_state_on_any_rank_and_is_counted(runs):
     for rank in (0, 1):
-        states = two.seen("spoiled", rank)["states"]
-        assert {step for step in range(2, 7) if states[step] != states[step - 1]} == {4, 6}
-        assert states == two.seen("spoiled", 0)["states"]
-    log = two.seen("spoiled")["log"]
+        states = runs.seen("2 spoiled", rank)["states"]
+        assert {step for step in range(2, 7) if states[step] != states[step - 1]} == {4}
+        assert states == runs.seen("2 spoiled", 0)["states"]
+    log = runs.seen("2 spoiled")["log"]
     finite = {step: (math.isfinite(log[step]["loss"]), math.isfinite(log[step]["grad_norm"])) for step in log}
     both = (True, True)
-    assert finite == {1: both, 2: (False, True), 3: (True, False), 4: both, 5: (False, False), 6: both}
-    assert [log[step]["skipped_steps/total"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 3]
-    assert [log[step]["skipped_steps/in_a_row"] for step in range(1, 7)] == [0, 1, 2, 0, 1, 0]
-    folder = two.folder / "spoiled" / "checkpoint"
-    assert [read_sidecar(folder / f"step-{step}")[1]["skipped_steps"] for step in (3, 6)] == [2, 3]
+    assert finite == {1: both, 2: (False, True), 3: (True, False), 4: both, 5: (False, False), 6: (False, True)}
+    assert [log[step]["skipped_steps/total"] for step in range(1, 7)] == [0, 1, 2, 2, 3, 4]
+    assert [log[step]["skipped_steps/in_a_row"] for step in range(1, 7)] == [0, 1, 2, 0, 1, 2]
+    assert [read_sidecar(runs.checkpoint("2 spoiled", step))[1]["skipped_steps"] for step in (3, 6)] == [2, 4]
+    assert "the last 2 step(s) up to step 6 were skipped" in runs.said("2 spoiled")
     # The schedule and the data move on.
-    undisturbed = two.seen("interdomain")["log"]
+    undisturbed = runs.seen("2 text")["log"]
     for step in range(1, 7):
         for quantity in ("lr/main", "lr/ssm", "n_tokens_seen"):
             assert log[step][quantity] == undisturbed[step][quantity]
-    assert two.samples("spoiled") == two.samples("interdomain")
+    assert runs.samples("2 spoiled") == runs.samples("2 text")
 
 
-def test_repeated_it_ends_the_run(two):
+def test_repeated_it_ends_the_run(runs):
     """With the optimizer that decides on the host."""
-    seen = two.seen("given up")
+    seen = runs.seen("2 given up")
     assert list(seen["log"]) == [1, 2, 3, 4]
     assert seen["states"][4] == seen["states"][2] != seen["states"][1]
-    assert "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm " in two.output
+    assert "error: the last 2 steps up to step 4 were skipped: loss nan, gradient norm " in runs.said("2 given up")
 
 
-def test_a_run_that_ends_with_skipped_steps_says_so(two):
-    """And weights that are not finite are never saved."""
-    assert "the last 1 step(s) up to step 6 were skipped" in two.output
-    assert not (two.folder / "not finite" / "checkpoint").exists()
-    assert "error: the weights are not finite, so " in two.output
+def test_weights_that_are_not_finite_are_never_saved(runs):
+    assert "error: the weights are not finite, so " in runs.said("2 not finite")
+    assert not (runs.at("2 not finite") / "checkpoint").exists()
 
 
 class NothingReadBack(TorchDispatchMode):

@@ -1,88 +1,98 @@
-"""The entry point, `torchrun -m interdomain.titan.entry`: what it writes, and how it ends when something is wrong."""
+"""The entry point as users start it: what it writes and says, and how it ends on a signal and on a full disk.
+
+Two nodes of a SLURM allocation: real processes of this machine (slurm_stand_in.py), two torchrun agents of one rank each.
+"""
 
 import functools
 import math
+import re
 import resource
 import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
+from interdomain.tools import compare_runs, launch
 from interdomain.tools._curves import curves_of, read_events
 
-from .conftest import flags, torchrun
+from .. import slurm_stand_in
+from ..common import REPOSITORY, TIMEOUT
+from ..ranks import environment
+from .conftest import torchrun_command
+from .runs import TINY, flags
 
 pytestmark = pytest.mark.e2e
 
-# One rank's lines on the console; a refusal is not tried again.
-ONE = ("--local-ranks-filter", "0", "--max-restarts", "1")
 
-
-@pytest.fixture(scope="session")
-def stock(tmp_path_factory, corpus):
-    """(finished process, folder) of a run of two ranks with everything on."""
-    folder = tmp_path_factory.mktemp("stock")
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory, corpus):
+    """A run with everything on that gets the time limit's SIGUSR1 after step 6: its status, what it said, its folder."""
+    folder, said = tmp_path_factory.mktemp("nodes"), ""
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
+    settings |= {"training__local_batch_size": 4, "training__steps": 200, "checkpoint__interval": 200}
     settings |= {"metrics__disable_color_printing": False}  # left to the program
-    arguments = flags(corpus, folder, training__local_batch_size=4, **settings)
-    done = torchrun(2, *ONE, "-m", "interdomain.titan.entry", *arguments)
-    assert done.returncode == 0, done.stderr[-8000:]
-    return done, folder
+    _, _, *ours = flags(corpus, folder / "run", **settings)  # the launcher says itself which file
+    command = [sys.executable, "-m", "interdomain.tools.launch", TINY, *ours, "--ranks", "1", "--max-restarts", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with pytest.MonkeyPatch.context() as patch:
+        slurm_stand_in.allocations(folder, patch)("localhost", "localhost")
+        with subprocess.Popen([str(part) for part in command], env=environment(), **pipes) as running:
+            for line in running.stdout:
+                said += line
+                if re.search(r"step: +6 ", line):
+                    running.send_signal(signal.SIGUSR1)
+    return SimpleNamespace(status=running.returncode, said=said, folder=folder / "run")
 
 
-@pytest.fixture(scope="session")
-def events(stock):
-    return read_events(stock[1] / "tb")
+def test_two_nodes_train_as_one_machine_and_leave_on_the_signal(nodes, runs, capsys):
+    assert nodes.status == launch.CONTINUE, nodes.said[-5000:]
+    left = int(re.search(r"leaving after step (\d+) \(SIG", nodes.said)[1])
+    assert (nodes.folder / "checkpoint" / f"step-{left}" / ".metadata").is_file()
+    assert len(re.findall(r"(?<!validate )step:  1 ", nodes.said)) == 1  # one node speaks for all
+    assert compare_runs.main(["--common", str(nodes.folder), str(runs.at("2 text"))]) == 0, capsys.readouterr().out
+    assert "the same to the bit at" in capsys.readouterr().out
 
 
-def test_the_stock_run_is_the_drivers(events, one):
-    """Not one process group for many jobs, but the entry point that users start: the same numbers."""
-    curves, reference = curves_of(events), one.seen("interdomain")
-    for tag, key in (("loss_metrics/global_avg_loss", "loss"), ("grad_norm", "grad_norm")):
-        expected = {step: pytest.approx(log[key], rel=1e-5) for step, log in reference["log"].items()}
-        assert curves[tag] == expected
-    expected = {step: pytest.approx(seen["loss"], rel=1e-5) for step, seen in reference["validation"].items()}
-    assert curves["validation_metrics/loss"] == expected
-
-
-def test_tensorboard_shows_the_run_and_the_mixers_life_signs(events):
-    curves = curves_of(events)
+def test_tensorboard_shows_the_run_and_the_mixers_life_signs(nodes):
+    curves = curves_of(read_events(nodes.folder / "tb"))
     for group, peak in (("main", 3e-3), ("ssm", 1e-3)):
         rates = curves[f"lr/{group}"]
         assert (rates[2], rates[6]) == (pytest.approx(peak), pytest.approx(1e-5))
     for kind, loss in (("loss_metrics", "global_avg_loss"), ("validation_metrics", "loss")):
         losses = curves[f"{kind}/{loss}"]
+        assert {1, 3, 6} <= losses.keys()
         for step, value in curves[f"{kind}/perplexity"].items():
             assert value == pytest.approx(math.exp(losses[step]), rel=1e-4)
-    for name in (f"mixer/layer_{layer:02d}" for layer in range(4)):
-        for sign in (
-            "timescale_tokens_min",
-            "timescale_tokens_max",
-            "one_minus_abs_lambda_min",
-            "share_at_decay_bound",
-        ):
-            assert set(curves[f"{name}/{sign}"]) == {1, 2, 4, 6}  # mixer_freq 2
+    signs = ("timescale_tokens_min", "timescale_tokens_max", "one_minus_abs_lambda_min", "share_at_decay_bound")
+    for name in (f"mixer/layer_{layer:02d}/{sign}" for layer in range(4) for sign in signs):
+        assert [*curves[name]][:4] == [1, 2, 4, 6]  # mixer_freq 2
 
 
-def test_nothing_is_printed_that_is_not_so(stock):
+def test_nothing_is_printed_that_is_not_so(nodes):
     """On a CPU: no utilisation of an A100, no autocast that does not happen, no random numbers that DTensor draws."""
-    text = stock[0].stdout + stock[0].stderr
-    for phrase in ("A100", "handled by AMP", "HF assets path", "autocast", "Warning", "WARNING", "\x1b"):
-        assert phrase not in text
-    assert "tflops: " in text
-    assert "validation perplexity: " in text
-    assert "Traceback" not in text
+    for phrase in ("A100", "handled by AMP", "HF assets path", "autocast", "Warning", "WARNING", "\x1b", "Traceback"):
+        assert phrase not in nodes.said
+    assert "tflops: " in nodes.said
+    assert "validation perplexity: " in nodes.said
 
 
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, stock, tmp_path):
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs, tmp_path):
     """A limit on the size of files stands for the disk: each rank's shard is larger, everything else is smaller. The run ends
     with one paragraph from rank 0, and no traceback of a worker: what is left is torchrun's own."""
-    shutil.copytree(stock[1] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
-    limit = 2_000_000
-    assert all(path.stat().st_size > limit for path in (tmp_path / "checkpoint" / "step-3").glob("*.distcp"))
+    before, limit = tmp_path / "checkpoint" / "step-3", 2_000_000
+    shutil.copytree(runs.checkpoint("2 text", 3), before)
+    assert all(path.stat().st_size > limit for path in before.glob("*.distcp"))
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
-    small_files = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
-    program = ("-m", "interdomain.titan.entry", *flags(corpus, tmp_path, **settings))
-    done = torchrun(2, *ONE, *program, preexec_fn=small_files)
+    # One rank's lines on the console; a refusal is not tried again.
+    program = ["--local-ranks-filter", "0", "--max-restarts", "1", "-m", "interdomain.titan.entry"]
+    done = subprocess.run(
+        torchrun_command(2, *program, *flags(corpus, tmp_path, **settings)),
+        preexec_fn=functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
+        **{"env": environment(), "cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": TIMEOUT},
+    )
     text = done.stdout + done.stderr
     assert done.returncode != 0
     assert "Training starts at step 4" in text

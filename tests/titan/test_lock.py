@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from interdomain.titan.resume import lock
 from interdomain.titan.resume.lock import NAME, FolderLock, hold_folder, require_shared
 
+from ..common import TIMEOUT
 from .conftest import refusal
 
 ELSEWHERE = {"token": "another", "machine": "elsewhere", "host": "nid007", "pid": 7, "slurm_job": "42"}
@@ -38,22 +38,28 @@ def acquire(folder):
     return taken
 
 
-def beating(path, times):
-    """Another machine's run, seen from here: it touches the lock so often, and releases it if it is still its own."""
+def between_looks(monkeypatch, act):
+    """act() in place of the wait between two looks at another's lock."""
+    sleep = time.sleep
+    replaced = SimpleNamespace(sleep=lambda s: sleep(s) if s == lock.BEAT_SECONDS else act(), strftime=time.strftime)
+    monkeypatch.setattr(lock, "time", replaced)
+
+
+def beating(monkeypatch, path, times):
+    """Another machine's run, seen from here: between our looks it touches the lock, so often, and then releases it."""
+    beats = iter(range(1, times + 1))
 
     def beat():
-        ours = path.read_text()
-        for _ in range(times):
-            os.utime(path)
-            time.sleep(0.02)
-        if path.read_text() == ours:
-            path.unlink()
+        if i := next(beats, None):
+            os.utime(path, ns=(i, i))
+        else:
+            path.unlink(missing_ok=True)
 
-    threading.Thread(target=beat, daemon=True).start()
+    between_looks(monkeypatch, beat)
 
 
 def until(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -61,16 +67,19 @@ def until(condition):
 
 def test_two_processes_of_one_machine(tmp_path, monkeypatch):
     """The first lives: the second is refused. It is killed: the next takes over at once, though nobody has waited for it."""
-    ready, said = os.pipe()
+    (ready, said), (ends, here) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.close(here)
             FolderLock(tmp_path).acquire()
             os.write(said, b"x")
-            time.sleep(30)  # it ends by itself where the test fails
+            os.read(ends, 1)  # until this process ends
         finally:
             os._exit(1)
     os.read(ready, 1)
+    seen = (tmp_path / NAME).stat().st_mtime_ns
+    between_looks(monkeypatch, lambda: until(lambda: (tmp_path / NAME).stat().st_mtime_ns > seen))
     with pytest.raises(ValueError, match=f"in use by another run: process {pid} on {os.uname().nodename}"):
         FolderLock(tmp_path).acquire()
     os.kill(pid, signal.SIGKILL)
@@ -118,7 +127,7 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, taken):
     """Refused, but for an earlier start of the same SLURM job: cut off with its node it beats on, and the job was requeued."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    beating(held(tmp_path, slurm_job=job, slurm_restarts=restarts), 40)
+    beating(monkeypatch, held(tmp_path, slurm_job=job, slurm_restarts=restarts), 40)
     if taken:
         acquire(tmp_path)
     else:
@@ -126,8 +135,8 @@ def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, taken):
             FolderLock(tmp_path).acquire()
 
 
-def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path):
-    beating(held(tmp_path), 5)
+def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
+    beating(monkeypatch, held(tmp_path), 5)
     acquire(tmp_path)
 
 

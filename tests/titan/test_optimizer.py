@@ -14,7 +14,7 @@ from interdomain.titan.plan.schedule import refuse_jump
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.optimizer import GroupedOptimizers, GroupedSchedulers
 
-from .conftest import flags
+from .runs import flags
 
 
 def configuration(**settings):

@@ -11,7 +11,8 @@ from interdomain.titan.plan.run_plan import make_plan, model_config
 from interdomain.titan.plan.topology import in_flight
 from interdomain.titan.settings.job_config import read_job_config
 
-from .conftest import CONTEXT, PIPELINE, REPOSITORY, TENSOR, flags
+from ..common import REPOSITORY
+from .runs import CONTEXT, PIPELINE, TENSOR, flags
 
 CONFIGS, GIB = REPOSITORY / "train_configs", 2**30
 

@@ -16,7 +16,9 @@ import pytest
 from interdomain.tools import compare_runs
 from interdomain.tools._start.torchrun import REFUSED
 
-from .conftest import REPOSITORY, TINY, assert_same_tensors, environment, flags
+from ..common import REPOSITORY
+from ..ranks import environment
+from .runs import TINY, assert_same_tensors, flags
 
 KILLS = int(os.environ.get("INTERDOMAIN_SOAK", "0"))
 KINDS = (("SIGKILL", "rank"), ("SIGKILL", "torchrun"), ("SIGTERM", "torchrun"), ("SIGUSR1", "rank"))

@@ -20,7 +20,7 @@ from interdomain.titan.settings.job_config import read_job_config, refuse_unsupp
 from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, hyperparameters
 from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
 
-from .conftest import flags
+from .runs import flags
 
 LOSS, RARE = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 
@@ -109,34 +109,35 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert [category.title for category in layout.category] == list(CHARTS)
 
 
-def test_every_chart_of_the_layout_finds_its_curves(one, two):
+def test_every_chart_of_the_layout_finds_its_curves(runs):
     """In real runs, one of them on answers; and TensorBoard draws nothing where a tag has parentheses."""
-    folder = two.folder / "interdomain" / "tb"
-    tags = [*read_curves(folder), *read_curves(two.folder / "answers" / "tb")]
+    folders = [runs.at(name) / "tb" for name in ("2 text", "2 shards answers")]
+    curves, steps = read_curves(folders[0]), range(1, 7)
+    tags = [*curves, *read_curves(folders[1])]
     for category, charts in CHARTS.items():
         for chart, patterns in charts.items():
             for pattern in patterns:
                 found = [tag for tag in tags if re.fullmatch(pattern, tag)]
                 assert found, f"{category}, {chart}: no tag matches {pattern}"
                 assert not any("(" in tag for tag in found)
-    curves, steps = read_curves(folder), range(1, 7)
     assert list(curves["machine/tokens_per_second"]) == list(steps)
     for step in steps:
         assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
 
 
-def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(one, two):
+def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(runs):
     """Events to step 6 and a checkpoint of step 3: the real trainer runs steps 4 to 6 again and says so."""
-    before, after = (read_curves(folder / "tb") for folder in (two.folder / "interdomain", one.folder / "after two"))
+    drawn = runs.at("1 after two") / "tb"
+    before, after = (read_curves(folder) for folder in (runs.at("2 text") / "tb", drawn))
     assert list(after[LOSS]) == list(before[LOSS]) == list(range(1, 7))
     assert after["n_tokens_seen"] == before["n_tokens_seen"] == {step: 512 * step for step in range(1, 7)}
     assert [after[LOSS][step] == before[LOSS][step] for step in (1, 2, 3)] == [True] * 3  # the old points
     assert after[LOSS] == pytest.approx(before[LOSS], rel=1e-5)
-    restarts = sorted((one.folder / "after two" / "tb").glob("events*"))
+    restarts = sorted(drawn.glob("events*"))
     assert len(restarts) == 2
     again = read_events(restarts[1]).Scalars(LOSS)
     assert [event.step for event in again] == [4, 5, 6]
-    merged = read_events(one.folder / "after two" / "tb").Scalars(LOSS)
+    merged = read_events(drawn).Scalars(LOSS)
     assert [event.wall_time for event in merged[3:]] == [event.wall_time for event in again]
 
 

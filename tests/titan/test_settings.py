@@ -11,7 +11,8 @@ from interdomain.titan.settings import job_config, schema
 from interdomain.titan.settings.job_config import read_job_config
 
 from ..common import REPOSITORY
-from .conftest import CONTEXT, PIPELINE, TENSOR, TINY, refusal
+from .conftest import refusal
+from .runs import CONTEXT, PIPELINE, TENSOR, TINY
 from .test_plan import arguments
 
 # Defaults of ours that are not TorchTitan's.

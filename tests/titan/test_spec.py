@@ -2,9 +2,8 @@
 
 import functools
 import json
+import multiprocessing
 import os
-import shutil
-import subprocess
 import tomllib
 from types import SimpleNamespace
 
@@ -19,21 +18,19 @@ from interdomain.files import pretrained
 from interdomain.titan import spec
 from interdomain.tools import convert
 
-from ..common import TIMEOUT
-from .conftest import (
+from .conftest import refusal
+from .runs import (
     COMPILED,
     INTERLEAVED,
     LAYERS,
-    REPOSITORY,
-    TENSOR,
+    SAVED,
     TINY,
     VALIDATED,
     Runs,
-    environment,
+    assert_same_run,
+    continue_from,
     flags,
     parallel,
-    refusal,
-    torchrun_command,
 )
 
 pytestmark = pytest.mark.e2e
@@ -46,106 +43,72 @@ MICRO = {
     "training__global_batch_size": -1,
     "parallelism__pipeline_parallel_microbatch_size": 2,
 }
-SAVED_OURS = {"checkpoint__enable": True, "checkpoint__interval": 2}
-SAVED = SAVED_OURS | {"checkpoint__last_save_model_only": False}
-AXES = {  # settings of a run on two ranks
-    "shards": {},
-    "accumulated": {"training__local_batch_size": 2},
-    "replicas": {"parallelism__data_parallel_replicate_degree": 2},
-    "context": parallel(context=2),
-    "tensor": parallel(tensor=2),
-    "pipeline": {**parallel(pipeline=2), **INTERLEAVED, **MICRO},
-    "compiled": {**COMPILED, "compile__backend": "aot_eager"},
-    "full": {"activation_checkpoint__mode": "full"},
+WINDOWS = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
+WHOLE = {"checkpoint__last_save_model_only": False}
+GRADIENTS = {"probes": ["gradients"]}
+TOKENS = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}  # of a file
+STEPS = {"training__steps": 3, "lr_scheduler__warmup_steps": 2}  # win over them
+UNSAVED = {name: value for name, value in LAYERS.items() if not name.startswith(("checkpoint", "validation"))}
+AXES = {  # runs of TorchTitan's trainer: their settings, and ours that do the same
+    "2 stock shards": ({**WINDOWS, **SAVED, **WHOLE}, "2 text"),
+    "2 stock accumulated": ({"training__local_batch_size": 2, "activation_checkpoint__mode": "full"}, "2 text"),
+    "2 stock replicas": (
+        {**parallel(replicas=2), **SAVED, "checkpoint__last_save_in_hf": True},
+        "2 text",
+    ),
+    "2 stock context": ({**parallel(context=2), **WINDOWS}, "2 text"),
+    "2 stock tensor": ({**UNSAVED, **parallel(tensor=2)}, "1 layers"),
+    "2 stock pipeline": ({**parallel(pipeline=2), **INTERLEAVED, **MICRO}, "2 text"),
+    "2 stock compiled": (COMPILED, "2 text"),
 }
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, corpus, short, launch):
-    runs = Runs(2, tmp_path_factory.mktemp("stock"), corpus, launch)
-    windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
-    runs.add("ours", **windows, checkpoint__enable=True, checkpoint__interval=2, probes=["gradients"])
-    tokens = toml_of(runs.folder / "tokens.toml", training__tokens=51_200, lr_scheduler__warmup_tokens=5_120)
-    for name, settings in AXES.items():
-        validated = windows if name in ("shards", "context") else {}
-        steps = {"training__steps": 4, "lr_scheduler__warmup_steps": 2}  # win over the file's tokens
-        runs.add(name, toml=tokens, **settings | validated | steps, probes=["gradients"], stock=True)
-    layers = LAYERS | TENSOR | {"data__corpus": short, "training__local_batch_size": 8, "training__steps": 2}
-    runs.add("our layers", **layers)
-    runs.add("layers", **layers, stock=True)
-    for name, stock in (("stock first", True), ("stock then ours", False), ("stock again", True)):
-        saved = SAVED if stock else SAVED_OURS
-        steps = ["stock first", "stock then ours", "stock again"].index(name) * 2 + 2
-        runs.add(name, folder=runs.folder / "shared", **saved, training__steps=steps, stock=stock)
-    hf = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "training__steps": 2}
-    runs.add("to hf", **hf, stock=True)
-    return runs.start()
+def stock(runs):
+    """The same runs, and those under TorchTitan's trainer."""
+    tokens = toml_of(runs.folder / "tokens.toml", **TOKENS)
+    for name, (settings, _) in AXES.items():
+        runs.add(name, toml=tokens, **{**GRADIENTS, **STEPS, **settings}, stock=True)
+    runs.add("2 from stock", of=("2 stock shards", 3), **SAVED, training__steps=4)
+    runs.add("2 stock again", of=("2 from stock", 4), **SAVED, **WHOLE, stock=True)
+    start = {**SAVED, "training__steps": 1}
+    runs.add("1 from weights", **start, checkpoint__initial_load_path=runs.folder / "2 text" / "checkpoint" / "step-6")
+    folder = {"checkpoint__initial_load_path": runs.folder / "exported", "checkpoint__initial_load_in_hf": True}
+    runs.add("1 stock from weights", **start, **folder, stock=True)
+    return runs
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_every_axis_trains_as_under_our_trainer(runs, name):
-    ours, there = runs.seen("ours")["log"], runs.seen(name, rank=1 if name == "pipeline" else 0)["log"]
-    assert list(there) == [1, 2, 3, 4]
-    for step in there:
-        for quantity in ("loss", "grad_norm", "lr"):
-            assert there[step][quantity] == pytest.approx(ours[step][quantity], rel=TOLERANCE), (step, quantity)
-    expected, found = (runs.whole(run, "gradients") for run in ("ours", name))
-    assert found.keys() == expected.keys()
-    for parameter, gradient in expected.items():
-        error = (found[parameter] - gradient).norm() / gradient.norm()
-        assert error < 1e-5, (parameter, error)
+def test_every_axis_trains_as_under_our_trainer(stock, name):
+    assert_same_run(stock, name, AXES[name][1], TOLERANCE)
 
 
-def test_the_mixers_timescales_are_logged(runs):
-    assert runs.seen("shards")["log"][2]["mixer/layer_00/timescale_tokens_max"] > 1
+def test_learning_rates_and_the_mixers_timescales_are_logged(stock):
+    log, ours = (stock.seen(name)["log"] for name in ("2 stock shards", "2 text"))
+    assert log[2]["mixer/layer_00/timescale_tokens_max"] > 1
+    assert [log[step]["lr"] for step in log] == pytest.approx([ours[step]["lr/main"] for step in log])
 
 
-@pytest.mark.parametrize("name", ["shards", "context"])
-def test_validation_is_of_the_same_windows(runs, name):
-    ours, there = runs.seen("ours")["validation"], runs.seen(name)["validation"]
-    assert {step: found["loss"] for step, found in there.items()} == {
-        step: pytest.approx(ours[step]["loss"], rel=TOLERANCE) for step in (1, 3)
-    }
-
-
-def test_documents_and_hybrids_under_tensor_parallelism(runs):
-    ours, there = (runs.seen(name)["log"] for name in ("our layers", "layers"))
-    assert [there[step]["loss"] for step in there] == pytest.approx(
-        [ours[step]["loss"] for step in ours], rel=TOLERANCE
-    )
-
-
-def test_a_run_goes_from_one_trainer_to_the_other_and_back(runs):
-    expected = runs.seen("ours")["log"]
-    for name, steps in (("stock first", [1, 2]), ("stock then ours", [3, 4]), ("stock again", [5, 6])):
-        log = runs.seen(name)["log"]
-        assert list(log) == steps
-        for step in steps:  # the length of the schedule is total_steps in all
-            assert log[step]["loss"] == pytest.approx(expected[step]["loss"], rel=TOLERANCE)
-
-
-def test_a_checkpoint_of_torchtitans_trainer_converts(runs, tmp_path):
-    shared = runs.folder / "shared" / "checkpoint" / "step-6"
-    assert convert.main([str(shared), "--output", str(tmp_path / "folder")]) == 0
+def test_a_run_goes_from_one_trainer_to_the_other_and_back(stock, tmp_path):
+    for name, steps in (("2 from stock", [4]), ("2 stock again", [5, 6])):
+        assert list(stock.seen(name)["log"]) == steps  # the length of the schedule is total_steps in all
+        assert_same_run(stock, name, "2 text", TOLERANCE)
+    assert convert.main([str(stock.checkpoint("2 stock again", 6)), "--output", str(tmp_path / "folder")]) == 0
     facts = json.loads((tmp_path / "folder" / "config.json").read_text())["facts"]
     assert (facts["step"], facts["tokens"]) == (6, 6 * 512)
 
 
-def test_weights_go_to_and_from_an_exported_folder(runs, tmp_path, launch, corpus):
-    saved = load_file(runs.folder / "to hf" / "checkpoint" / "step-2" / "model-00001-of-00001.safetensors")
-    assert convert.main([str(runs.folder / "ours"), "--output", str(tmp_path / "folder")]) == 0
-    weights = load_file(tmp_path / "folder" / pretrained.WEIGHTS)
+def test_weights_go_to_and_from_an_exported_folder(stock):
+    saved = load_file(stock.checkpoint("2 stock replicas", 3) / "model-00001-of-00001.safetensors")
+    assert convert.main([str(stock.at("2 text")), "--output", str(stock.folder / "exported")]) == 0
+    weights = load_file(stock.folder / "exported" / pretrained.WEIGHTS)
     assert {name: x.shape for name, x in saved.items()} == {name: x.shape for name, x in weights.items()}
-    again = Runs(1, tmp_path, corpus, launch)
-    start = {"checkpoint__enable": True, "training__steps": 1}
-    again.add("ours", **start, checkpoint__initial_load_path=runs.folder / "ours" / "checkpoint" / "step-6")
-    from_folder = {"checkpoint__initial_load_path": tmp_path / "folder", "checkpoint__initial_load_in_hf": True}
-    again.add("stock", **start, **from_folder, stock=True)
-    again.start()
-    assert again.seen("stock")["log"][1]["loss"] == again.seen("ours")["log"][1]["loss"]
+    ours, there = (stock.seen(name)["log"] for name in ("1 from weights", "1 stock from weights"))
+    assert there[1]["loss"] == ours[1]["loss"] < stock.seen("2 text")["log"][6]["loss"] + 0.5
+    assert (list(ours), ours[1]["n_tokens_seen"]) == ([1], 512)
 
 
-def test_torchtitans_own_data_and_tokenizer(tmp_path, launch, corpus):
+def test_torchtitans_own_data_and_tokenizer(tmp_path, runs):
     texts = [f"the cat number {n} sat on mat {n % 7}, and it was glad" for n in range(400)]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.json").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -157,12 +120,11 @@ def test_torchtitans_own_data_and_tokenizer(tmp_path, launch, corpus):
     tokenizer.save(str(tmp_path / "assets" / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # TorchTitan adds the first two
     (tmp_path / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
-    runs = Runs(1, tmp_path, "", launch)
     given = {"training__dataset_path": tmp_path / "data", "model__hf_assets_path": tmp_path / "assets"}
-    runs.add("text", **given, training__steps=6, checkpoint__enable=True, checkpoint__interval=6, stock=True)
-    log = runs.start().seen("text")["log"]
+    runs.add("1 stock data", data="", **given, **SAVED, checkpoint__interval=6, stock=True)
+    log = runs.seen("1 stock data")["log"]
     assert log[6]["loss"] < log[1]["loss"] - 0.5
-    assert convert.main([str(tmp_path / "text"), "--output", str(tmp_path / "folder")]) == 0
+    assert convert.main([str(runs.at("1 stock data")), "--output", str(tmp_path / "folder")]) == 0
     kept = load_tokenizer(tmp_path / "folder")
     assert (kept.bos_id, kept.eos_id, kept.vocab_size) == (words, words + 1, words + 2)
 
@@ -227,16 +189,6 @@ def test_masks_are_asked_for_as_torchtitans_validator_does(alone):
         spec.TitanTransformer.get_attention_masks(SimpleNamespace(), input_batch=torch.zeros(1))
 
 
-def torchrun_03(ranks, *program):
-    """`launch` under TorchTitan 0.3.0, which a process that has imported 0.2.2 cannot import."""
-    env = environment()
-    env["PYTHONPATH"] = f"{os.environ[TITAN03]}{os.pathsep}{env['PYTHONPATH']}"
-    command = torchrun_command(ranks, *program)
-    done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
-
-
 def toml_of(path, **settings):
     """tiny.toml with these settings, for an entry that has other flags."""
     table = tomllib.loads(TINY.read_text())
@@ -250,62 +202,46 @@ def toml_of(path, **settings):
     return path
 
 
+OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
+STOCK_03 = {
+    "2 stock shards": {**WINDOWS, **SAVED},
+    "2 stock replicas": parallel(replicas=2),
+    "2 stock compiled": COMPILED,
+}
+
+
 @pytest.fixture(scope="module")
-def runs_03(runs, tmp_path_factory, corpus):
+def new(runs, tmp_path_factory):
+    """Runs under TorchTitan 0.3.0, which a process that has imported 0.2.2 cannot import."""
     if not os.environ.get(TITAN03):
         pytest.skip(f"{TITAN03} names no folder with TorchTitan 0.3.0")
-    new = Runs(2, tmp_path_factory.mktemp("titan03"), corpus, torchrun_03)
-    for axis in ("shards", "context", "tensor", "pipeline"):
-        degrees = {} if axis == "shards" else parallel(**{axis: 2})
-        new.add(f"our {axis}", **degrees, training__steps=3, probes=["gradients"])
-    replicas = {"parallelism__data_parallel_replicate_degree": 2}
-    windows = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
-    for name, settings in {"shards": windows, "replicas": replicas, "compiled": AXES["compiled"]}.items():
-        given = settings | {"data__corpus": str(corpus), "training__local_batch_size": 4, "checkpoint__enable": True}
-        tokens = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}
-        file = toml_of(new.folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **tokens)
-        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(new.folder / name)]
-        args += ["--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]  # win over the file's tokens
-        new.jobs.append(
-            {"name": name, "args": args, "probes": ["gradients"], "spoil": None, "stops": False, "stock": True}
-        )
-    shutil.copytree(runs.folder / "ours" / "checkpoint" / "step-2", new.folder / "shared" / "checkpoint" / "step-2")
-    new.add("continued", folder=new.folder / "shared", **SAVED_OURS, training__steps=4)
-    return new.start()
+    folder, context = tmp_path_factory.mktemp("titan03"), multiprocessing.get_context("spawn")
+    new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
+    for axis in ("context", "tensor", "pipeline"):
+        new.add(f"2 {axis}", **UNSAVED, **parallel(**{axis: 2}), training__steps=2)
+    new.add("2 continued", **SAVED, training__steps=5)
+    for name, settings in STOCK_03.items():
+        given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
+        file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
+        new.add(name, **GRADIENTS, **settings, stock=True)
+        args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(folder / name)]
+        new.jobs[name]["args"] = [*args, "--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]
+    yield new
+    new.end()
 
 
-@pytest.mark.parametrize(
-    "name", ["our shards", "our context", "our tensor", "our pipeline", "shards", "replicas", "compiled"]
-)
-def test_torchtitan_0_3_trains_the_same(runs, runs_03, name):
-    """Our trainer on every axis, and TorchTitan's own."""
-    expected, log = runs.seen("ours")["log"], runs_03.seen(name)["log"]
-    assert list(log) == [1, 2, 3]
-    for step in log:
-        for quantity in ("loss", "grad_norm"):
-            assert log[step][quantity] == pytest.approx(expected[step][quantity], rel=TOLERANCE), (step, quantity)
-    gradients, reference = runs_03.whole(name, "gradients"), runs.whole("ours", "gradients")
-    assert gradients.keys() == reference.keys()
-    for parameter, gradient in reference.items():
-        assert (gradients[parameter] - gradient).norm() < 1e-5 * gradient.norm(), parameter
+@pytest.mark.parametrize(("name", "reference"), (OURS_03 | dict.fromkeys(STOCK_03, "2 text")).items())
+def test_torchtitan_0_3_trains_the_same(runs, new, name, reference):
+    """Our trainer on every axis, and TorchTitan's own. One run goes on from a checkpoint of 0.2.2."""
+    if name == "2 continued":
+        continue_from(runs.checkpoint("2 text", 3), new.folder / name)
+    assert_same_run(new, name, reference, TOLERANCE, runs)
 
 
-def test_torchtitan_0_3_validates_the_same(runs, runs_03):
-    ours, there = runs.seen("ours")["validation"], runs_03.seen("shards")["validation"]
-    assert {step: found["loss"] for step, found in there.items()} == {
-        step: pytest.approx(ours[step]["loss"], rel=TOLERANCE) for step in (1, 3)
-    }
-
-
-def test_a_checkpoint_of_torchtitan_0_3_converts(runs_03, tmp_path):
-    assert convert.main([str(runs_03.folder / "shards"), "--output", str(tmp_path / "folder")]) == 0
-
-
-def test_a_run_goes_to_torchtitan_0_3_and_back(runs, runs_03, tmp_path, launch, corpus):
-    expected, there = runs.seen("ours")["log"], runs_03.seen("continued")["log"]
-    back = Runs(1, tmp_path, corpus, launch)
-    back.add("back", folder=runs_03.folder / "shared", **SAVED_OURS)
-    here = back.start().seen("back")["log"]
-    assert (list(there), list(here)) == ([3, 4], [5, 6])
-    for step, found in (there | here).items():
-        assert found["loss"] == pytest.approx(expected[step]["loss"], rel=TOLERANCE)
+def test_checkpoints_of_torchtitan_0_3_are_read(runs, new, tmp_path):
+    """By `convert`, and by a run under 0.2.2."""
+    saved = new.checkpoint("2 stock shards", 3)
+    assert convert.main([str(saved), "--output", str(tmp_path / "folder")]) == 0
+    runs.add("1 back", **SAVED, training__steps=4)
+    continue_from(saved, runs.folder / "1 back")
+    assert_same_run(runs, "1 back", "2 text", TOLERANCE)

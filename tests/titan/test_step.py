@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .conftest import flags
+from .runs import flags
 
 pytestmark = pytest.mark.e2e
 
@@ -24,29 +24,28 @@ class Count(TorchDispatchMode):
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
 
-os.environ["NGPU"] = sys.argv[1]
-trainer = InterdomainTrainer(read_job_config(sys.argv[3:]))
-batches = trainer.batch_generator(trainer.dataloader)
-for trainer.step in (1, 2):  # the first step is logged
-    assert trainer.should_continue_training()
-    with Count() as count:
-        trainer.train_step(batches)
-open(sys.argv[2], "w").write(json.dumps(count.seen))
-trainer.close()
+os.environ["NGPU"] = "256"
+seen = []
+for accumulation in (1, 2):
+    batch = ["--training.global_batch_size", str(256 * accumulation)]
+    trainer = InterdomainTrainer(read_job_config([*sys.argv[2:], *batch]))
+    batches = trainer.batch_generator(trainer.dataloader)
+    for trainer.step in (1, 2):  # the first step is logged
+        assert trainer.should_continue_training()
+        with Count() as count:
+            trainer.train_step(batches)
+    seen.append(count.seen)
+    trainer.close()
+open(sys.argv[1], "w").write(json.dumps(seen))
 """
 
 
 def test_a_step_on_256_ranks(corpus, launch, tmp_path):
     """Gradients once, however many micro-batches; the dynamics' in one piece; and the host reads nothing."""
     (tmp_path / "count.py").write_text(COUNT)
-    seen = {}
-    for accumulation in (1, 2):
-        settings = {"training__local_batch_size": 1, "training__global_batch_size": 256 * accumulation}
-        settings |= {"comm__mode": "fake_backend", "metrics__log_freq": 100}
-        given = flags(corpus, tmp_path / "run", **settings)
-        launch(1, tmp_path / "count.py", 256, tmp_path / "seen.json", *given)
-        seen[accumulation] = json.loads((tmp_path / "seen.json").read_text())
-    gathers = {accumulation: found.pop("_allgather_base_") for accumulation, found in seen.items()}
-    assert gathers[2] <= 2 * gathers[1]
+    settings = {"training__local_batch_size": 1, "comm__mode": "fake_backend", "metrics__log_freq": 100}
+    launch(1, tmp_path / "count.py", tmp_path / "seen.json", *flags(corpus, tmp_path / "run", **settings))
+    once, twice = json.loads((tmp_path / "seen.json").read_text())
+    assert twice.pop("_allgather_base_") <= 2 * once.pop("_allgather_base_")
     # 4 blocks, embedding, head; the dynamics' gradients, the norm, and guard and signals together.
-    assert seen[1] == seen[2] == {"_reduce_scatter_base_": 6, "allreduce_": 3}
+    assert once == twice == {"_reduce_scatter_base_": 6, "allreduce_": 3}

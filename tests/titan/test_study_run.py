@@ -2,9 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,8 +9,8 @@ import pytest
 from interdomain.tools import study
 from interdomain.tools._study import definition
 
-from ..common import REPOSITORY, TIMEOUT
-from .conftest import TINY, environment
+from ..ranks import environment, forks
+from .runs import TINY
 
 pytestmark = pytest.mark.e2e
 STUDY = """
@@ -22,9 +19,9 @@ output = "{folder}"
 ranks = 1
 [all]
 data.corpus = "{corpus}"
-training.steps = 20
+training.steps = 12
 validation.enable = true
-validation.freq = 5
+validation.freq = 4
 validation.tokens = 64
 checkpoint.enable = true
 checkpoint.interval = 1
@@ -36,32 +33,31 @@ seeds = [7]
 """
 
 
-def start(file):
-    command = [sys.executable, "-m", "interdomain.tools.study", "run", str(file)]
-    return subprocess.Popen(command, env=environment(), cwd=REPOSITORY)
-
-
-def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, capsys):
+def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, monkeypatch, capsys):
     files = {name: tmp_path / f"{name}.toml" for name in ("calm", "disturbed")}
     for name, file in files.items():
         file.write_text(STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus))
     (calm,), (ours,) = (definition.read_study(file).runs for file in files.values())
-    killed = start(files["disturbed"])
+    run = ["run", str(files["disturbed"])]
+    killed = forks().Process(target=study.main, args=(run,))
+    killed.start()
     while ours.step < 3:
-        assert killed.poll() is None
+        assert killed.is_alive()
         time.sleep(0.05)
     killed.kill()  # it leaves a run behind, which saves and leaves
-    assert killed.wait(TIMEOUT) == -signal.SIGKILL
+    killed.join()
     assert study.main(["plan", str(files["disturbed"])]) == 0
-    assert re.search(r"\| at step \d+ of 20 \|", capsys.readouterr().out)
-    assert start(files["disturbed"]).wait(TIMEOUT) == 0
+    assert re.search(r"\| at step \d+ of 12 \|", capsys.readouterr().out)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    assert study.main(run) == 0
     (tmp_path / "entry.py").write_text("from interdomain.titan.entry import main\nmain()\n")
     launch(1, tmp_path / "entry.py", calm.write_config())
     assert calm.is_finished  # which writes its record
     ours, calm = (json.loads(run.record.read_text()) for run in (ours, calm))
     assert ours["curves"] == calm["curves"]
-    assert [*ours["curves"]["validation_metrics/loss"]] == ["1", "5", "10", "15", "20"]
+    assert [*ours["curves"]["validation_metrics/loss"]] == ["1", "4", "8", "12"]
     assert ours["environment"]["commit"]
-    files["calm"].write_text(files["calm"].read_text().replace("steps = 20", "steps = 21"))
+    files["calm"].write_text(files["calm"].read_text().replace("steps = 12", "steps = 13"))
     assert study.main(["show", str(files["calm"])]) == 2
-    assert "was made with other settings: training.steps 20 there, 21 here" in capsys.readouterr().err
+    assert "was made with other settings: training.steps 12 there, 13 here" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.step.passes import Passes
 from interdomain.titan.watch.validate import FixedValidator
 
-from .conftest import flags, synthetic
+from .conftest import synthetic
+from .runs import flags
 
 WINDOWS = 16  # of 64 tokens: validation.tokens = 1,000, rounded up
 
@@ -40,7 +41,7 @@ class Recorder:
 
 def validator(corpus, model=None, rank=0, ranks=1, **settings):
     job = read_job_config(flags(corpus, "folder", validation__enable=True, **settings))
-    alone = SimpleNamespace(context=None, whole=lambda loss: loss, whole_sequences=lambda scores: scores)
+    alone = SimpleNamespace(context=None, sum_over_model_ranks=lambda x: x, gather_sequences=lambda x: x)
     return FixedValidator(
         job_config=job,
         rank=rank,

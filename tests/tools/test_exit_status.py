@@ -13,9 +13,10 @@ from interdomain.launcher import REASON_FILE, launcher_has_ended
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE, ELASTIC, REFUSED
 
-# A stand-in for torchrun: `seen` counts the signals that reach it; `wait` gives them time.
+from ..common import when_listening
+
+# A stand-in for torchrun: `seen` counts the signals that reach it; `wait` is for the first.
 STAND_IN = """
-import os, signal, sys, time
 seen = []
 signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
 def ask(number, who):
@@ -24,16 +25,13 @@ def ask(number, who):
 def say(word):
     open(os.environ["INTERDOMAIN_REASON_FILE"], "w").write(word)
 def wait():
-    for _ in range(100):
-        if seen:
-            return
-        time.sleep(0.1)
-launcher, me = os.getppid(), os.getpid()
+    while not seen:
+        time.sleep(0.01)
 """
 
 
 def run(program):
-    return torchrun.run([sys.executable, "-c", STAND_IN + program], dict(os.environ))
+    return torchrun.run([sys.executable, "-c", when_listening("SigCgt") + STAND_IN + program], dict(os.environ))
 
 
 THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGTERM", "SIGHUP"))
@@ -52,7 +50,7 @@ THRICE = "".join(f"ask(signal.{name}, launcher); " for name in ("SIGUSR1", "SIGT
         ("ask(signal.SIGUSR1, me); ask(signal.SIGHUP, me); sys.exit(4)", 4, ""),
         # Ctrl-C once is SIGTERM; twice ends the run, whatever it does. A terminal sends it to torchrun as well.
         ("ask(signal.SIGINT, me); ask(signal.SIGINT, launcher); wait(); say('left')", CONTINUE, "Ctrl-C: saving"),
-        ("ask(signal.SIGINT, launcher); ask(signal.SIGINT, launcher); time.sleep(600)", torchrun.INTERRUPTED, ""),
+        ("while True: ask(signal.SIGINT, launcher)", torchrun.INTERRUPTED, ""),
         ("os.kill(me, signal.SIGKILL)", 137, "torchrun was ended by SIGKILL"),
     ],
 )

@@ -23,6 +23,8 @@ from interdomain.data.readers import find_inputs, in_validation, list_spans, rea
 from interdomain.folders import kept_folder
 from interdomain.tools import prepare_data
 
+from ..common import TIMEOUT
+
 KINDS = ("rows.json.zst", "rows.jsonl", "rows.jsonl.gz", "rows.ndjson.bz2", "rows.parquet")
 
 
@@ -170,7 +172,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(sources, tokenizer, 
         assert written.items() <= found.items()  # no part was done again
         written = found
         assert not out.exists()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT
         while any(running(child) for child in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)

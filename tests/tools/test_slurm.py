@@ -13,7 +13,7 @@ from interdomain.tools._start import slurm as _slurm
 from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from .. import slurm_stand_in
-from ..common import REPOSITORY
+from ..common import REPOSITORY, when_listening
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_what_is_set_in_the_shell_wins_over_the_site(slurm, tmp_path, monkeypatc
 )
 def test_what_srun_s_end_means(monkeypatch, signals, status, meaning):
     """A process in srun's place signals the launcher, which waits for it."""
-    asks = "".join(f"os.kill(os.getppid(), signal.{name}); time.sleep(0.2); " for name in signals)
-    code = f"import os, signal, sys, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); {asks}sys.exit({status})"
-    assert _slurm.run([sys.executable, "-c", code], {}) == meaning
+    asks = "".join(f"os.kill(launcher, signal.{name}); " for name in signals)
+    code = f"signal.signal(signal.SIGUSR1, signal.SIG_IGN); {asks}sys.exit({status})"
+    assert _slurm.run([sys.executable, "-c", when_listening("SigIgn") + code], {}) == meaning
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,343 @@
+"""Small runs by name, of which the first word is the number of ranks. None begins before a test asks for what it saw."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
+
+from ..ranks import Ranks
+from . import driver
+
+TINY = Path(__file__).parent / "tiny.toml"
+AXES = {  # as the plan calls them, outermost first: their settings
+    "pipeline": "pipeline_parallel",
+    "replicas": "data_parallel_replicate",
+    "shards": "data_parallel_shard",
+    "context": "context_parallel",
+    "tensor": "tensor_parallel",
+}
+
+
+def flags(corpus, folder, toml=TINY, **settings):
+    """The entry's command line for the tiny run: `training__steps=3` becomes --training.steps 3."""
+    given = {"data.corpus": corpus, "job.dump_folder": folder}
+    given |= {name.replace("__", "."): value for name, value in settings.items()}
+    arguments = ["--job.config_file", str(toml)]
+    for name, value in given.items():
+        section, _, field = name.partition(".")
+        if isinstance(value, bool) and section != "mixer":  # [mixer]'s switches have three values: unset is None
+            arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
+        else:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def parallel(**degrees):
+    """Settings for these degrees and the same steps of 8 sequences; through a pipeline in four micro-batches."""
+    passes = 4 if degrees.get("pipeline", 1) > 1 else 1
+    data = degrees.get("replicas", 1) * degrees.get("shards", 1)
+    each = {"training__local_batch_size": 8 // data // passes, "validation__local_batch_size": 8 // data // passes}
+    return each | {f"parallelism__{name}_degree": degrees.get(axis, 1) for axis, name in AXES.items()}
+
+
+def steps(n):
+    return {"training__steps": n}
+
+
+SAVED, VALIDATED, DRAWN = (
+    {"checkpoint__enable": True},
+    {"validation__enable": True},
+    {"metrics__enable_tensorboard": True},
+)
+COMPILED = {"compile__enable": True, "activation_checkpoint__mode": "selective", "compile__backend": "aot_eager"}
+CONTEXT = {"parallelism__context_parallel_degree": 2}
+TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pipeline_parallel_degree": 2}
+INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
+HYBRID = {"mixer__softmax_every": 2, "mixer__window": 16, "data__reset_state_at_documents": True}
+ANSWERS = {"data": "pairs", "model__vocab_size": 8}
+LAYERS = {**HYBRID, "data": "short", **SAVED, **VALIDATED, "probes": ["gradients", "traffic"]}
+ONE_STEP, LONG = {**steps(1), "probes": ["traffic"]}, {"training__seq_len": 128}
+BFLOAT16 = {"training__precision": "bf16", **steps(2), "probes": ["scan"]}
+
+RUNS = {
+    # One kind of layer, a text's documents as one stream.
+    "1 text": {**SAVED, **VALIDATED, "probes": ["scan", "gradients"]},
+    "2 text": {**SAVED, **VALIDATED, **DRAWN, "probes": ["gradients", "traffic"]},
+    "2 replicas": {
+        **parallel(replicas=2),
+        **SAVED,
+        **VALIDATED,
+        **steps(4),
+        "checkpoint__async_mode": "async",
+        "checkpoint__interval": 1,
+        "probes": ["gradients", "traffic"],
+    },
+    "1 second half": {"of": ("1 text", 3), **SAVED},
+    "1 after two": {"of": ("2 text", 3), **SAVED, **DRAWN},
+    "1 other rate": {"of": ("2 text", 3), **SAVED, **steps(4), "optimizer__lr": 2e-4},
+    # A hybrid with windows, whose states end with the documents.
+    "1 layers": {**LAYERS, **steps(5)},
+    "2 context layers": {**parallel(context=2), **LAYERS, **steps(3)},
+    # A DTensor must not enter what is compiled: softmax layers cannot save its mesh.
+    "2 tensor layers": {**parallel(tensor=2), **LAYERS, **COMPILED, **steps(3)},
+    "2 pipeline layers": {**parallel(pipeline=2), **INTERLEAVED, **LAYERS, **steps(3)},
+    "4 replicas shards layers": {**parallel(replicas=2, shards=2), **LAYERS, **steps(3)},
+    "4 context shards layers": {**parallel(context=2, shards=2), **LAYERS, **steps(2)},
+    "4 context tensor layers": {**parallel(context=2, tensor=2), **LAYERS, **steps(2)},
+    "4 tensor pipeline layers": {**parallel(tensor=2, pipeline=2), **LAYERS, **steps(2)},
+    "4 context tensor after pipeline": {
+        **parallel(context=2, tensor=2),
+        "of": ("2 pipeline layers", 3),
+        **LAYERS,
+        **steps(5),
+    },
+    "4 tensor pipeline after context": {
+        **parallel(tensor=2, pipeline=2),
+        "of": ("2 context layers", 3),
+        **LAYERS,
+        **steps(5),
+    },
+    # Answers, whose loss is of some labels; compiled, with the scan's output saved for the backward pass.
+    "1 answers": {**ANSWERS, **VALIDATED, **steps(3)},
+    "1 answers accumulated": {**ANSWERS, **VALIDATED, **steps(3), "training__local_batch_size": 2},
+    "2 shards answers": {
+        **ANSWERS,
+        **VALIDATED,
+        **COMPILED,
+        **parallel(shards=2),
+        **DRAWN,
+        **steps(3),
+        "probes": ["scan"],
+    },
+    "2 context answers": {**ANSWERS, **VALIDATED, **COMPILED, **parallel(context=2), **steps(3), "probes": ["scan"]},
+    "2 tensor answers": {**ANSWERS, **VALIDATED, **COMPILED, **parallel(tensor=2), **steps(3), "probes": ["scan"]},
+    "2 pipeline answers": {
+        **ANSWERS,
+        **VALIDATED,
+        **COMPILED,
+        **parallel(pipeline=2),
+        **INTERLEAVED,
+        **steps(3),
+        "probes": ["scan"],
+    },
+    # Other layers.
+    "1 softmax": {"mixer__condition": "softmax", **steps(2)},
+    "1 s4d": {"mixer__condition": "s4d", **steps(2), "probes": ["scan", "gradients"]},
+    "1 gated-deltanet": {"mixer__condition": "gated-deltanet", **steps(2)},
+    "1 mamba2": {"mixer__condition": "mamba2", **steps(2)},
+    "2 context softmax": {**parallel(context=2), "mixer__condition": "softmax", **steps(2), "probes": ["traffic"]},
+    "2 context s4d": {**parallel(context=2), "mixer__condition": "s4d", **steps(2)},
+    "2 gated-deltanet": {
+        "mixer__condition": "gated-deltanet",
+        "parallelism__fsdp_reshard_after_forward": "never",
+        **steps(2),
+    },
+    "2 s4d": {"mixer__condition": "s4d", "parallelism__fsdp_reshard_after_forward": "always", **steps(2)},
+    "2 pipeline mamba2": {**parallel(pipeline=2), "mixer__condition": "mamba2", **steps(2)},
+    "2 tensor softmax compiled": {
+        **parallel(tensor=2),
+        "mixer__condition": "softmax",
+        **COMPILED,
+        "activation_checkpoint__mode": "full",
+        **steps(2),
+    },
+    # What the ranks exchange.
+    "2 context full": {**parallel(context=2), "activation_checkpoint__mode": "full", **ONE_STEP},
+    "2 context full long": {**parallel(context=2), "activation_checkpoint__mode": "full", **LONG, **ONE_STEP},
+    "2 context softmax long": {**parallel(context=2), "mixer__condition": "softmax", **LONG, **ONE_STEP},
+    "2 tensor selective": {**parallel(tensor=2), "activation_checkpoint__mode": "selective", **ONE_STEP},
+    "2 tensor bfloat16": {**parallel(tensor=2), "training__precision": "bf16", **ONE_STEP},
+    # Precision and recomputation.
+    "1 bfloat16": BFLOAT16,
+    "2 bfloat16": BFLOAT16,
+    "2 products compiled": {**BFLOAT16, "training__precision": "bf16-products", **COMPILED},
+    # As a GPU runs it, down to generated code; that takes twice as long on two ranks.
+    "1 compiled": {**COMPILED, "compile__backend": "inductor", **steps(2), "probes": ["scan"]},
+    "1 text selective": {"activation_checkpoint__mode": "selective", **steps(2), "probes": ["scan", "gradients"]},
+    "1 text full": {"activation_checkpoint__mode": "full", **steps(2), "probes": ["scan", "gradients"]},
+    "1 s4d selective": {
+        "mixer__condition": "s4d",
+        "activation_checkpoint__mode": "selective",
+        **steps(2),
+        "probes": ["scan", "gradients"],
+    },
+    # Steps that are not finite.
+    "2 spoiled": {
+        **SAVED,
+        "spoil": {"rank": 1, 2: "loss", 3: "gradient", 5: "both", 6: "loss"},
+        "probes": ["states"],
+    },
+    "2 given up": {
+        "training__max_skipped_steps": 2,
+        "optimizer__implementation": "for-loop",
+        "spoil": {"rank": 1, 3: "loss", 4: "loss"},
+        "stops": True,
+        "probes": ["states"],
+    },
+    "2 not finite": {
+        **SAVED,
+        "checkpoint__interval": 1,
+        "optimizer__lr": 1e38,
+        "lr_scheduler__min_lr": 0,
+        "stops": True,
+    },
+}
+
+
+class Runs:
+    """What was seen of runs, on processes that are started by number.
+
+    Args:
+        corpora: folders by name. A run without `data` has "text".
+        context, path: of Ranks.
+    """
+
+    def __init__(self, folder, corpora, context, path=()):
+        self.folder, self.corpora, self.context, self.path = folder, corpora, context, path
+        self.jobs, self.settings, self.sources, self.outcomes, self.started = {}, {}, {}, {}, {}
+
+    def add(
+        self, name, *, data="text", toml=TINY, probes=(), of=None, spoil=None, stops=False, stock=False, **settings
+    ):
+        """of: a run and the step of it from whose checkpoint this one continues. stock: TorchTitan's own trainer."""
+        self.sources[name] = of
+        self.settings[name] = settings = {"training__local_batch_size": 8 // int(name.split()[0])} | settings
+        arguments = flags(self.corpora.get(data, data), self.folder / name, toml, **settings)
+        if stock:
+            arguments += ["--job.custom_config_module", "interdomain.titan"]
+        job = {"output": str(self.folder / name), "args": arguments, "probes": list(probes), "spoil": spoil}
+        self.jobs[name] = job | {"stops": stops, "stock": stock}
+
+    def said(self, name):
+        """The output of a run, which is over. Raises: AssertionError, at each call, if it failed."""
+        if name not in self.outcomes:
+            if of := self.sources[name]:
+                continue_from(self.checkpoint(*of), self.folder / name)
+            try:
+                self.outcomes[name] = self.ranks(int(name.split()[0])).run(self.jobs[name])
+            except AssertionError as failure:
+                self.outcomes[name] = failure
+        if isinstance(self.outcomes[name], AssertionError):
+            raise self.outcomes[name]
+        return self.outcomes[name]
+
+    def ranks(self, n):
+        if n not in self.started or self.started[n].ended:
+            log = self.folder / f"log-{n}-{len(self.outcomes)}.txt"
+            self.started[n] = Ranks(driver.serve, n, log, self.context, self.path)
+        return self.started[n]
+
+    def end(self):
+        for one in self.started.values():
+            one.end()
+
+    def at(self, name):
+        """The folder that a run wrote."""
+        self.said(name)
+        return self.folder / name
+
+    def checkpoint(self, name, step):
+        return self.at(name) / "checkpoint" / f"step-{step}"
+
+    def seen(self, name, rank=0):
+        self.said(name)
+        return torch.load(self.folder / f"{name}.rank{rank}.pt", weights_only=False)
+
+    def every(self, name):
+        """By rank."""
+        return [self.seen(name, rank) for rank in range(int(name.split()[0]))]
+
+    def whole(self, name, what):
+        """Of all parameters, wherever a pipeline has them: "initial" or "gradients"."""
+        return {n: x for seen in self.every(name) for n, x in seen[what].items()}
+
+    def samples(self, name):
+        """Hashes of all samples of a run, by step: sorted, for ranks share a step's samples in their own order. Those that
+        share sequences, heads or layers read the same."""
+
+        def degree(axis):
+            return self.settings[name].get(f"parallelism__{AXES[axis]}_degree", 1)
+
+        every = self.every(name)
+        steps, together, stages = len(every[0]["log"]), degree("context") * degree("tensor"), degree("pipeline")
+        data, ranks = len(every) // together // stages, {}
+        for rank, seen in enumerate(every):
+            assert ranks.setdefault(rank // together % data, seen["samples"]) == seen["samples"]
+        n = len(ranks[0]) // steps
+        return [sorted(h for samples in ranks.values() for h in samples[i * n : (i + 1) * n]) for i in range(steps)]
+
+
+def continue_from(checkpoint, folder):
+    """A folder as if its run, which saved this checkpoint, was killed later: with its TensorBoard events, and no checkpoint
+    after it but the remains of a save."""
+    shutil.copytree(checkpoint, folder / "checkpoint" / checkpoint.name)
+    run = checkpoint.parent.parent
+    for record in run.glob("interdomain.json"):  # under TorchTitan's trainer one for all checkpoints
+        shutil.copy(record, folder)
+    if (run / "tb").exists():
+        shutil.copytree(run / "tb", folder / "tb")
+    (folder / "checkpoint" / "step-5").mkdir()
+
+
+def assert_same_run(runs, name, reference, tolerance=1e-5, others=None):
+    """At every step of a run, on every rank: losses, the gradients' norm, samples and validation are those of the reference.
+    Where it begins at the beginning: the initial bits, and the whole gradients, for losses alone hide a factor.
+
+    tolerance: float32 sums in another order. The largest difference seen of losses and norms is 4e-7.
+    others: where the reference is, if elsewhere.
+    """
+    others = others or runs
+    theirs, every = others.seen(reference), runs.every(name)
+    if stock := runs.jobs[name]["stock"]:
+        every = every[-1:]  # TorchTitan's pipeline has the loss on its last stage alone
+    steps = list(every[0]["log"])
+    assert steps == list(range(steps[0], steps[-1] + 1))
+    for seen in every:
+        for step, scalars in seen["log"].items():
+            for quantity in ("loss", "grad_norm") if stock else ("loss", "grad_norm", "n_tokens_seen"):
+                assert scalars[quantity] == pytest.approx(theirs["log"][step][quantity], rel=tolerance), (
+                    step,
+                    quantity,
+                )
+    samples = dict(zip(theirs["log"], others.samples(reference), strict=True))
+    assert runs.samples(name) == [samples[step] for step in steps]
+    validated = every[-1]["validation"]
+    assert bool(validated) == runs.settings[name].get("validation__enable", False)
+    for step in validated.keys() & theirs["validation"].keys():
+        for tag, expected in theirs["validation"][step].items():
+            if re.match("loss" if stock else "loss|validation_position|validation_metrics/accuracy", tag):
+                near = {"abs": 0.011} if "accuracy" in tag else {"rel": tolerance}  # of few answers
+                assert validated[step][tag] == pytest.approx(expected, **near), (step, tag)
+    if steps[0] == 1:
+        assert runs.whole(name, "initial") == theirs["initial"]
+    if steps[0] == 1 and "gradients" in every[0]:
+        gradients = runs.whole(name, "gradients")
+        assert gradients.keys() == theirs["gradients"].keys()
+        for parameter, gradient in theirs["gradients"].items():
+            difference = (gradients[parameter] - gradient).norm() / gradient.norm()
+            assert difference < 10 * tolerance, (parameter, difference)
+
+
+def tensors_of(*checkpoints):
+    """All tensors of each, by name: weights and the optimizer's state; of the same names."""
+    indices = [tensor_index(folder) for folder in checkpoints]
+    assert "optimizer.state.output.weight.exp_avg" in indices[0]
+    assert all(index.keys() == indices[0].keys() for index in indices)
+    return [read_tensors(folder, list(index), index) for folder, index in zip(checkpoints, indices, strict=True)]
+
+
+def assert_same_tensors(ours, reference):
+    """Of two checkpoints, to the bit."""
+    ours, reference = tensors_of(ours, reference)
+    assert not [name for name in reference if not torch.equal(ours[name], reference[name])]
+
+
+def assert_close_tensors(ours, reference):
+    ours, reference = tensors_of(ours, reference)
+    for name, x in reference.items():
+        difference = torch.linalg.vector_norm((ours[name] - x).float())
+        assert difference <= 1e-4 * torch.linalg.vector_norm(x.float()), name
