@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.files.distributed_checkpoint import read_sidecar
 from interdomain.titan.settings.schema import Optimizer
 from interdomain.titan.step.optimizer import GroupedOptimizers
 
-from ..cuda_stand_in import HOST
+from ..common import NothingReadBack
 
 pytestmark = pytest.mark.e2e
 
@@ -50,12 +49,6 @@ def test_a_run_that_ends_with_skipped_steps_says_so(two):
     assert "the last 1 step(s) up to step 6 were skipped" in two.output
     assert not (two.folder / "not finite" / "checkpoint").exists()
     assert "error: the weights are not finite, so " in two.output
-
-
-class NothingReadBack(TorchDispatchMode):
-    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        assert func._schema.name not in HOST, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_decision_stays_on_the_device(alone):
