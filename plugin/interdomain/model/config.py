@@ -122,11 +122,6 @@ class MixerConfig:
         return found | dict.fromkeys(("normalize", "n_kv_heads", "readout"), why)
 
 
-PRECISIONS = ("bf16", "bf16-products", "float32")
-"""bf16: parameters (the optimizer has float32 ones), residual stream, norms and products. bf16-products: products only, as
-autocast over float32 parameters computes them; the paper's. float32: all. Dynamics, states and loss are float32 in each."""
-
-
 @dataclass(frozen=True)
 class Execution:
     """How the model is computed. No field changes the function or its parameters.
