@@ -27,7 +27,6 @@ LONGEST = (
     "tests/tools/test_launch",
     "tests/scan/test_triton_gpu",
     "tests/ptx/",
-    "tests/model/test_compile",
 )
 
 HOSTS = {"titan": "torchtitan", "docs": "torchtitan", "megatron": "megatron"}

@@ -20,7 +20,7 @@ import torch
 
 from interdomain.tools import check_kernels
 from interdomain.tools._bench.cases import Case, groups
-from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._bench.pages import markdown_rows
 
 from .scan.devices import INTERPRETED, use_kernels
 

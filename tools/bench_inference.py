@@ -15,6 +15,8 @@ import argparse
 import functools
 import itertools
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -118,10 +120,8 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
-def attempt(figures, *args, device: torch.device, deadline: results.Deadline) -> dict:
-    """What figures(*args, device) returns, or a "remark" why there is nothing: out of memory is a result."""
-    if deadline.passed:
-        return {"remark": results.NOT_RUN}
+def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> dict:
+    """figures(*args, device), or a "remark" why there is nothing: out of memory is a result."""
     try:
         row = figures(*args, device)
     except Exception as e:
@@ -131,7 +131,7 @@ def attempt(figures, *args, device: torch.device, deadline: results.Deadline) ->
     return row
 
 
-def decode_batch(models, size: str, batch: int, mode, device, report: results.Report, deadline) -> None:
+def decode_batch(models, size: str, batch: int, mode, device, report: results.Report) -> None:
     """Rows of every prefix and path at one batch."""
     paper = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
     for prefix in mode.prefixes:
@@ -140,7 +140,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: results.Re
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
             how = models[condition], way == "graph", batch, prefix, mode
-            row |= attempt(decode_figures, *how, device=device, deadline=deadline)
+            row |= attempt(decode_figures, *how, device=device)
             if "ms a step" in row and condition == "softmax":
                 softmax.append(row["ms a step"])
             elif softmax:
@@ -148,7 +148,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: results.Re
             report.add(f"decode, {size}", row)
 
 
-def read_prompts(models, mode, device, report: results.Report, deadline) -> None:
+def read_prompts(models, mode, device, report: results.Report) -> None:
     """Every prompt read by both models, in chunks and in one piece; the last by interdomain in chunks alone."""
     report.table("reading a prompt", PROMPTS)
     for batch, length in mode.prompts:
@@ -158,8 +158,8 @@ def read_prompts(models, mode, device, report: results.Report, deadline) -> None
                 continue
             paper = PAPER_MEMORY.get((batch, length), {}).get(way)
             row = {"prompt": f"B={batch}, {length:,} tokens", "read": way, "paper: GB": paper}
-            found = attempt(prefill_figures, models[condition], batch, length, chunk, device=device, deadline=deadline)
-            report.add("reading a prompt", row | found)
+            figures = attempt(prefill_figures, models[condition], batch, length, chunk, device=device)
+            report.add("reading a prompt", row | figures)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -178,23 +178,21 @@ def parse(argv) -> argparse.Namespace:
 @torch.no_grad()
 def main(argv=None) -> int:
     args = parse(argv)
-    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
+    device = results.choose_device(args.device)
     results.fill_in(args, device, steps=(None, None))
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
     report = results.Report("inference", args.output, device, vars(mode))
     for size in sizes:
-        if deadline.passed:
-            break
         models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
         report.table(f"decode, {size}", DECODE)
         for batch in mode.batches if size == sizes[0] else SIZE_BATCHES:
-            decode_batch(models, size, batch, mode, device, report, deadline)
+            decode_batch(models, size, batch, mode, device, report)
         if size == sizes[0]:
-            read_prompts(models, mode, device, report, deadline)
+            read_prompts(models, mode, device, report)
         release(device)
-    report.finish("unfinished" if deadline.passed else "complete")
+    report.finish()
     return 0
 
 

@@ -18,6 +18,7 @@ import itertools
 import os
 import re
 import sys
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,6 @@ from torch.profiler import ProfilerActivity
 
 from interdomain import InterdomainAttention, scan
 from interdomain.tools._bench import results
-from interdomain.tools._bench.apart import Emit
 from interdomain.tools._bench.cases import Case, Shape, make_inputs
 from interdomain.tools._bench.peers import PEERS, peer
 from interdomain.tools._bench.timing import Call, measure, peak_memory, ratio, roofline_ms, run_once
@@ -42,7 +42,7 @@ ATTENTION = {
 ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
-# In the order in which they run: those that a short time limit should not lose come first.
+# In the order in which they run: those that a run which is cut should not lose come first.
 NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *PEERS, *SLOW)
 ON_CPU = ("chunkwise", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
@@ -105,23 +105,22 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     return 2 * tokens * rows * s.d, 2 * tokens * macs
 
 
-def run_case(case: tuple[str, Shape], emit: Emit, device: torch.device, *, rounds: int) -> None:
-    """emit(row of the table)."""
+def run_case(case: tuple[str, Shape], device: torch.device, *, rounds: int) -> dict[str, Any]:
+    """A row of the table."""
     name, shape = case
-    row = {"mixer": name}
+    row: dict[str, Any] = {"mixer": name}
     try:
         call = candidate(name, shape, device)
         times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
         row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
-        emit(row | {"remark": results.reason(e)})
-        return
+        return row | {"remark": results.reason(e)}
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
     row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" and name not in STATEFUL else None
     if name in (*CHUNKWISE, "linear"):
         row["kernels ms"] = kernel_times(call, device)
-    emit(row | {"of roofline": ratio(row["roofline ms"], row["both ms"])})
+    return row | {"of roofline": ratio(row["roofline ms"], row["both ms"])}
 
 
 def parse(argv) -> argparse.Namespace:
@@ -155,7 +154,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     if args.once:  # without PyTorch's pools a sanitizer sees an access beyond a tensor's end
         os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
+    device = results.choose_device(args.device)
     cuda = device.type == "cuda"
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
     names = results.choose("--mixers", args.mixers or default, NAMES)
@@ -175,19 +174,18 @@ def main(argv=None) -> int:
     for shape in shapes:
         report.table(str(shape), COLUMNS)
 
-    def add(case, rows, problem):
+    def add(case: tuple[str, Shape], row: dict | str) -> None:
         name, table = map(str, case)
-        row = {"mixer": name, **(rows[0] if rows else {}), **({"remark": problem} if problem else {})}
+        row = {"mixer": name, "remark": row} if isinstance(row, str) else row
         everything = [*report.rows(table), row]
         best = min((r["both ms"] for r in everything if r["mixer"] in ALL_ATTENTION and "both ms" in r), default=None)
         for r in everything:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)
 
-    handle = functools.partial(run_case, rounds=args.rounds)
-    results.work(device, [cases], add, handle, deadline=deadline)
+    results.work(device, [cases], functools.partial(run_case, rounds=args.rounds), add)
     ran = sum("both ms" in row for shape in shapes for row in report.rows(str(shape)))
-    report.finish("unfinished" if deadline.passed else "complete", f"{ran} timings")
+    report.finish(counts=f"{ran} timings")
     return 0
 
 

@@ -40,13 +40,12 @@ CONFIGS = Path(__file__).resolve().parents[1] / "train_configs"
 SPEED, MFU = "throughput(tps)", "mfu(%)"
 MEMORY, LOSS = "memory/max_reserved(GiB)", "loss_metrics/global_avg_loss"
 COLUMNS = ["case", "tokens/s", "over softmax", "ms a step", "MFU %", "GiB reserved", "loss", "remark"]
-CASE_SECONDS = 75.0  # that a case may take, or 1.5 equal shares of what is left if that is more
 LAST_LINES = 40  # of a failed run's output, on standard error
 TRACED, TRACE_WARMUP = 3, 2  # steps
 TOP_KERNELS = 20
 KERNEL_COLUMNS = ["kernel", "ms a step", "% of GPU time", "calls a step"]
 
-# A short time limit should not lose the first ones. Softmax before what is compared with it.
+# A run that is cut should not lose the first ones. Softmax before what is compared with it.
 CASES = (
     *("softmax:compile:selective", "interdomain:compile:selective", "s4d:compile:selective"),
     *("softmax:compile:none", "interdomain:compile:none", "softmax:eager:selective", "interdomain:eager:selective"),
@@ -90,22 +89,22 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
 
-def run_case(run: argparse.Namespace, data: Path, output: Path, seconds: float) -> dict:
+def run_case(run: argparse.Namespace, data: Path, output: Path) -> dict:
     """One run from start to end: a row of the table."""
     command = torchrun.torchrun_command(str(run.config), flags(run, data, output), 1)
     env, log, problem = torchrun.environment(1) | {"TQDM_DISABLE": "1"}, data / "log.txt", None
     with open(log, "w") as f:
         try:
-            done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=max(1.0, seconds))
+            done = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, timeout=run.case_limit)
             problem = f"exit status {done.returncode}" if done.returncode else None
         except subprocess.TimeoutExpired:  # torchrun was killed, and its ranks die with it
-            problem = f"cut after {seconds:.0f} s by the time limit"
+            problem = f"cut after {run.case_limit:.0f} s"
     events = output / FOLDER
     row = {"case": run.case} | figures(read_curves(events) if any(events.glob(EVENTS)) else {}, run)
     if problem:
-        said = log.read_text(errors="replace")
-        row["remark"] = explain(problem, said)
-        results.say("\n".join(said.splitlines()[-LAST_LINES:]))
+        output_of_run = log.read_text(errors="replace")
+        row["remark"] = explain(problem, output_of_run)
+        results.say("\n".join(output_of_run.splitlines()[-LAST_LINES:]))
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {run.steps} steps"
     return row
@@ -166,6 +165,8 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
     what = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
     p.add_argument("--cases", nargs="+", metavar="CASE", help=what)
+    what = "seconds that a case may take (default: 600)"
+    p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help=what)
     what = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
     p.add_argument("--trace", action="store_true", help=what)
     what = "all that follows are settings of every case, as --train-flags --mixer.backend fft; must come last"
@@ -176,7 +177,7 @@ def parse(argv) -> argparse.Namespace:
 @user_errors
 def main(argv=None) -> int:
     args = parse(argv)
-    device, deadline = results.choose_device(args.device), results.Deadline(args.time_limit)
+    device = results.choose_device(args.device)
     if args.device != "auto":
         raise ValueError(f"--device must be auto here: got {args.device}. Set CUDA_VISIBLE_DEVICES to choose a GPU.")
     defaults = dict(sizes=(["1.3B"], ["debug"]), seq_len=([4096], [64]), tokens=(16_384, 128), steps=(20, 3))
@@ -209,14 +210,11 @@ def main(argv=None) -> int:
         table = f"{size}, {batch} x {length:,} tokens per step"
         if case == args.cases[0]:
             report.table(table, COLUMNS)
-        row = {"case": case, "remark": results.NOT_RUN}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            if not deadline.passed:
-                results.say(f"{table}, {i + 1} of {len(runs)}: {case}")
-                write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
-                limit = min(deadline.left, max(CASE_SECONDS, 1.5 * deadline.left / (len(runs) - i)))
-                row = run_case(run, folder, folder / "run", limit)
+            results.say(f"{table}, {i + 1} of {len(runs)}: {case}")
+            write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
+            row = run_case(run, folder, folder / "run")
             condition, _, settings = case.partition(":")
             if condition == "softmax":
                 softmax[table, settings] = row.get("tokens/s")
@@ -225,7 +223,7 @@ def main(argv=None) -> int:
             measured += "tokens/s" in row
             if trace:
                 add_kernels(report, case, table, folder / "run")
-    report.finish("unfinished" if deadline.passed else "complete", f"{measured} of {len(runs)} cases measured")
+    report.finish(counts=f"{measured} of {len(runs)} cases measured")
     return 0
 
 

@@ -29,6 +29,7 @@ from interdomain.files.pretrained import CONFIG, DTYPES, check_weights, load_che
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
 from interdomain.tools._bench import results
+from interdomain.tools._bench.pages import page
 from interdomain.tools._bench.timing import release
 from interdomain.tools._cli import (
     RESULTS,
@@ -130,7 +131,7 @@ def save(report: results.Report) -> None:
         report.table(name, head)
         report.rows(name).extend(dict(zip(head, row, strict=True)) for row in rows)
     report.write()
-    write_whole(report.folder / MARKDOWN, "\n".join([*results.page(contents), ""]).encode())
+    write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
 
 
 def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> list[list[str]]:

@@ -24,7 +24,7 @@ from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import load_pretrained
 from interdomain.folders import new_folder, require_empty
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
-from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
 from interdomain.tools._inspect.maps import Layer, by_head, read_layers
 from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_timescales

@@ -1,34 +1,28 @@
-"""Decoder on a stand-in for torch.cuda: a step that is captured once and replayed gives what the model gives step by step."""
+"""Steps as a CUDA graph replays them: they read no number of the host's, write in place, and compute as the model."""
 
 import pytest
 import torch
 
 from interdomain.model import ModelState
-from interdomain.model.generation import Decoder, decode, prefill
+from interdomain.model.generation import Decoder, _restored, decode, prefill
 
-from .. import cuda_stand_in
-from ..cuda_stand_in import on_cuda
+from ..common import NothingReadBack
 from .common import random_tokens, variant
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU; there is one")
 VARIANTS = [("interdomain", "all"), ("s4d", "plain"), ("softmax", "kv2")]
 VARIANTS += [("softmax", "window"), ("interdomain", "hybrid"), ("interdomain", "hybrid, window")]
 STEPS = 5
 CLOSE = dict(rtol=0, atol=1e-10)  # float64
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    for name, value in cuda_stand_in.streams().items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    with cuda_stand_in.OnTheCPU():
-        yield
-
-
 def read(model, lengths=(7, 7)):
     """A state after two prompts of these lengths."""
     prompts = [random_tokens(model.config, 1, n, seed=n) for n in lengths]
-    return on_cuda(ModelState.stack([prefill(model, prompt, chunk=4)[1] for prompt in prompts]))
+    return ModelState.stack([prefill(model, prompt.to(model.output.weight.device), chunk=4)[1] for prompt in prompts])
+
+
+def places(state):
+    return [x.data_ptr() for layer in state.layers for x in layer.tensors().values()]
 
 
 def assert_equal(state, other):
@@ -39,33 +33,49 @@ def assert_equal(state, other):
     assert (state.length, state.position.tolist()) == (other.length, other.position.tolist())
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
 @pytest.mark.parametrize("lengths", [(7, 7), (7, 4)])
-def test_replayed_steps_are_the_model_s(condition, option, lengths, cuda, monkeypatch):
+def test_a_step_that_knows_its_place_by_a_tensor(condition, option, lengths):
+    """The host's number of tokens stands still, as in a replay."""
     model = variant(condition, option)
     state, steps = read(model, lengths), random_tokens(model.config, 2, STEPS, seed=2).unbind(1)
-    after = state.clone()
+    after, length = state.clone(), state.length
     wanted = [decode(model, tokens, after) for tokens in steps]
-    before = state.clone()
-    decoder = Decoder(model, state, room=STEPS)
-    assert_equal(state, before)  # warm-up and capture have left nothing
-    places = [x.data_ptr() for layer in state.layers for x in layer.tensors().values()]
-    with monkeypatch.context() as only_the_graph_runs:
-        only_the_graph_runs.setattr(type(model), "forward", None)
-        for tokens, logits in zip(steps, wanted, strict=True):
-            torch.testing.assert_close(decoder.step(tokens), logits, **CLOSE)
-        if (condition, option) == ("softmax", "kv2") or option == "hybrid":
-            with pytest.raises(ValueError, match="the cache is full: 12 tokens"):
-                decoder.step(tokens)
-    assert [x.data_ptr() for layer in state.layers for x in layer.tensors().values()] == places
+    if state.capacity is not None:
+        state.reserve(length + STEPS)
+    state.cursor = torch.full((1,), length)
+    before, addresses = state.clone(), places(state)
+    with _restored(state):
+        for tokens in steps[:3]:
+            model(tokens[:, None], state)
+            state.cursor.fill_(state.length)
+    state.length = length
+    assert_equal(state, before)  # what is run before a capture leaves nothing
+    for tokens, logits in zip(steps, wanted, strict=True):
+        state.length = length
+        with NothingReadBack():
+            got = model(tokens[:, None], state)[:, -1]
+        torch.testing.assert_close(got, logits, **CLOSE)
+    state.length = length + STEPS
+    assert places(state) == addresses
     assert_equal(state, after)
-    torch.testing.assert_close(decode(model, tokens, state.clone()), decode(model, tokens, after), **CLOSE)
 
 
-def test_no_capture_under_autocast(cuda, monkeypatch):
-    """Autocast frees its copies of weights when it ends, and the graph would go on reading them."""
-    model = variant("softmax")
-    state = read(model)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: True)
-    with pytest.raises(ValueError, match="outside of it"):
-        Decoder(model, state, room=1)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("condition", "option"), VARIANTS)
+def test_replayed_steps_are_the_model_s(condition, option):
+    model = variant(condition, option).cuda()
+    state, steps = read(model), random_tokens(model.config, 2, STEPS, seed=2).cuda().unbind(1)
+    after = state.clone()
+    wanted = [decode(model, tokens, after).clone() for tokens in steps]
+    with torch.autocast("cuda"), pytest.raises(ValueError, match="outside of it"):
+        Decoder(model, state.clone(), room=1)
+    decoder = Decoder(model, state, room=STEPS)
+    for tokens, logits in zip(steps, wanted, strict=True):
+        torch.testing.assert_close(decoder.step(tokens), logits, **CLOSE)
+    assert_equal(state, after)
+    if (condition, option) == ("softmax", "kv2"):
+        with pytest.raises(ValueError, match="the cache is full: 12 tokens"):
+            decoder.step(tokens)

@@ -5,13 +5,12 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.files.distributed_checkpoint import read_sidecar
 from interdomain.titan.settings.schema import Optimizer
 from interdomain.titan.step.optimizer import GroupedOptimizers
 
-from ..cuda_stand_in import HOST
+from ..common import NothingReadBack
 
 pytestmark = pytest.mark.e2e
 
@@ -48,12 +47,6 @@ def test_repeated_it_ends_the_run(runs):
 def test_weights_that_are_not_finite_are_never_saved(runs):
     assert "error: the weights are not finite, so " in runs.said("2 not finite")
     assert not (runs.at("2 not finite") / "checkpoint").exists()
-
-
-class NothingReadBack(TorchDispatchMode):
-    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-        assert func._schema.name not in HOST, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_decision_stays_on_the_device(alone):

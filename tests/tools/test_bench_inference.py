@@ -54,13 +54,6 @@ def test_every_path_and_what_does_not_fit(tmp_path, monkeypatch):
     assert read["B=2, 64 tokens", "interdomain whole"]["tokens/s"] > 0
 
 
-def test_a_time_limit_that_has_passed_starts_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(results.Deadline, "passed", True)
-    assert bench_inference.main(["--output", str(tmp_path)]) == 0
-    contents = json.loads((tmp_path / "inference.json").read_text())
-    assert (contents["status"], contents["tables"]) == ("unfinished", {})
-
-
 def test_a_state_is_put_at_its_prefix():
     model = random_model(build_config("debug", "softmax"), CPU, "float32")
     state = model.init_state(2, capacity=20)

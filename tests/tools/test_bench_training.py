@@ -1,10 +1,7 @@
-"""bench_training: a real run of the trainer, what is read from it, and runs that fail; benchmarks/gpu.sh from a bare clone."""
+"""bench_training: a real run of the trainer, what is read from it, and runs that fail."""
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +11,7 @@ import torch
 from interdomain.tools import bench_training, launch
 from interdomain.tools._bench import results as _bench
 
-from ..common import REPOSITORY, TIMEOUT
+from ..common import REPOSITORY
 
 pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode; on a GPU run benchmarks/gpu.sh")
@@ -77,13 +74,11 @@ def test_a_case_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch, 
     )
     monkeypatch.setattr(bench_training.torchrun, "torchrun_command", lambda *a: ["sh", "-c", next(scripts)])
     monkeypatch.setattr(bench_training, "write_data", lambda *a: None)
-    monkeypatch.setattr(bench_training, "CASE_SECONDS", 0.0)
-    monkeypatch.setattr(_bench.Deadline, "left", 2.0)
     cases = [f"{condition}:eager:none" for condition in ("softmax", "interdomain", "s4d", "s4d-rope")]
-    assert bench_training.main(["--output", str(tmp_path), "--cases", *cases]) == 0
+    assert bench_training.main(["--output", str(tmp_path), "--case-limit", "5", "--cases", *cases]) == 0
     said = [row["remark"] for row in results(tmp_path)[1][0]]
     assert said[:2] == ["out of memory", "exit status 1: error: x is unknown"]
-    assert said[2].startswith("cut after 2 s")
+    assert said[2].startswith("cut after 5 s")
     assert said[3] == "no steady step was logged in 3 steps"
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 of 4 cases measured; complete")
 
@@ -140,22 +135,3 @@ def test_refused_in_one_paragraph(argv, said, tmp_path, capsys):
     message = capsys.readouterr().err
     assert (message.startswith("error: "), message.count("\n"), said in message) == (True, 1, True)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.e2e
-def test_gpu_sh_from_a_clone_that_is_not_installed(tmp_path):
-    """The interpreter knows another `interdomain`, if any: what runs is what lies in the clone."""
-    for name in ("plugin", "kernels", "tools", "benchmarks"):
-        ignored = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(REPOSITORY / name, tmp_path / "clone" / name, ignore=ignored)
-    shutil.copyfile(REPOSITORY / "pyproject.toml", tmp_path / "clone/pyproject.toml")
-    shared = tmp_path / "clone/tools/_bench.py"
-    shared.write_text(shared.read_text().replace("CPU tiny mode:", "CPU tiny mode of the clone:"))
-    flags = f"kernels --mixers sdpa-flash --shapes 1x8x2x8 --output {tmp_path / 'out'}".split()
-    env = {"OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_COMMIT": "the commit"}
-    command = ["bash", str(tmp_path / "clone/benchmarks/gpu.sh"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | env)
-    assert done.returncode == 0, done.stderr
-    contents = json.loads((tmp_path / "out/kernels.json").read_text())
-    assert contents["label"].startswith("CPU tiny mode of the clone")
-    assert (contents["environment"]["commit"], contents["status"]) == ("the commit", "complete")

@@ -8,8 +8,7 @@ import torch
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan import chunkwise, ops
 from interdomain.tools import bench_kernels, check_kernels
-from interdomain.tools._bench import apart
-from interdomain.tools._bench import results as _bench
+from interdomain.tools._bench.pages import CHECK_FAILED
 
 from .test_bench_kernels import results
 
@@ -29,13 +28,6 @@ def test_every_backend_passes(tmp_path):
     assert all(errors[f"scan: {backend}"] >= tensors for backend in backends if backend != "fft")
     assert {"scan: fft", "step:", "linear step:", "layer step: torch"} <= errors.keys()
     assert {"out", "dx", "dmixer.wq.weight", "dmixer.k_conv.bias", "dmixer.v_norm.weight"} <= errors["layer: torch"]
-
-
-def test_groups_run_in_processes_of_their_own(tmp_path, monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(apart, "inline", apart.run)
-    assert check_kernels.main(["--output", str(tmp_path), "--groups", "chunkwise-fp16", "chunkwise-M128"]) == 0
-    assert [row["result"] for row in results(tmp_path, "check")["tables"]["cases"]["rows"]] == ["PASS"] * 3
 
 
 def replace_chunkwise(monkeypatch, **functions):
@@ -61,7 +53,7 @@ def test_a_broken_kernel_fails_the_check_and_marks_the_rest(tmp_path, monkeypatc
     assert row["worst"] > 3 * row["bound"] > row["bound"] > row["errors"]["dq"]
     assert bench_kernels.main(["--output", str(tmp_path), "--mixers", "sdpa-flash", "--shapes", "1x8x2x8"]) == 0
     assert results(tmp_path, "kernels")["check"] == "failed"
-    assert _bench.CHECK_FAILED in results(tmp_path, "kernels")["notes"]
+    assert CHECK_FAILED in results(tmp_path, "kernels")["notes"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [("layer", "input_features"), ("layer step", "input_features_step")])

@@ -1,14 +1,22 @@
 """What the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
 
 import argparse
+import contextlib
 import datetime
 import functools
+import itertools
 import json
+import multiprocessing
+import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,27 +24,18 @@ from interdomain.environment import environment
 from interdomain.folders import write_whole
 from interdomain.scan.triton_support import cannot_launch
 from interdomain.tools import _cli
-from interdomain.tools._bench import apart
+from interdomain.tools._bench.pages import CHECK_FAILED, NO_FAILURE, markdown_rows, show
 from interdomain.tools._bench.timing import release
 from interdomain.tools.launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
-CHECK_FAILED = "THE CORRECTNESS CHECK DID NOT PASS ON THIS MACHINE: do not use these figures"
-NO_FAILURE = ("passed", "beyond bounds", "not run")  # of the check in the same folder; one that was cut is 'unfinished'
 RESULTS = Path("benchmarks/results/today")
-NOT_RUN = apart.LATE
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
+CASE_SECONDS = 60.0  # a case that takes longer on a GPU hangs
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str = _cli.DEVICE) -> None:
-    """--output, --time-limit and --device, the same in every part."""
-    add_output(parser)
-    parser.add_argument(
-        "--time-limit", type=float, default=600, metavar="S", help="start nothing after so many seconds"
-    )
+    """--output and --device, the same in every part."""
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help=_cli.RESULTS)
     _cli.add_device(parser, device)
 
 
@@ -69,21 +68,6 @@ def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
-
-
-class Deadline:
-    """Seconds left of a time limit that began when this was made."""
-
-    def __init__(self, seconds: float) -> None:
-        self.ends = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return self.ends - time.monotonic()
-
-    @property
-    def passed(self) -> bool:
-        return self.left <= 0
 
 
 class Report:
@@ -143,45 +127,15 @@ class Report:
         """The rows so far; one that is changed is on the disk after `write`."""
         return self.contents["tables"][name]["rows"]
 
-    def finish(self, status: str = "complete", said: str = "") -> None:
+    def finish(self, status: str = "complete", counts: str = "") -> None:
         """Set the status and print the last line, which says where the results are."""
         self.contents["status"] = status
         self.write()
-        print(f"\n{said + '; ' if said else ''}{status}: wrote {self.json}", flush=True)
+        print(f"\n{counts + '; ' if counts else ''}{status}: wrote {self.json}", flush=True)
 
     def write(self) -> None:
         self.contents["seconds"] = round(time.monotonic() - self.started, 1)
         write_whole(self.json, (json.dumps(self.contents, indent=1) + "\n").encode())
-
-
-def markdown_rows(cells: list[list[str]]) -> list[str]:
-    """Lines of a table; the first row is its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in cells]
-    return [lines[0], "|---" * len(cells[0]) + "|", *lines[1:]]
-
-
-def show(value: object) -> str:
-    """A figure in three or four digits; what does not exist is a dash."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    if isinstance(value, float):
-        size = abs(value)
-        digits = ",.0f" if size >= 100 else ".1f" if size >= 10 else ".3f" if size >= 0.01 or not size else ".1e"
-        return format(value, digits)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return " ".join(map(show, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def page(contents: dict) -> list[str]:
-    """Lines of one tool's results: label, machine, tables, notes."""
-    lines = ["", f"# {contents['part']}", "", f"**{contents['label']}.** Status: {contents['status']}."]
-    facts = contents["environment"] | {f"--{name}": show(value) for name, value in contents["options"].items()}
-    lines += ["", ", ".join(f"{name} {value}" for name, value in facts.items()) + "."]
-    for name, table in contents["tables"].items():
-        cells = [[show(row.get(c)).replace("|", "/") for c in table["columns"]] for row in table["rows"]]
-        lines += ["", f"## {name}", "", *markdown_rows([table["columns"], *cells])]
-    return [*lines, "", *(f"- {note}" for note in contents["notes"])]
 
 
 def reason(e: BaseException) -> str:
@@ -196,19 +150,66 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/])/(?:[^\s/'\",:]+/)+", "", text)
 
 
-def work(device: torch.device, jobs: list[list], add: apart.Add, handle: apart.Handle, **how) -> None:
-    """handle(case, emit, device) for every case of `jobs`, on a GPU in processes of their own. how: as `apart.run` has it."""
-    run = apart.inline if device.type == "cpu" else apart.run
-    run(jobs, add, functools.partial(_on_device, device, handle), **how)
+def work(
+    device: torch.device,
+    groups: list[list],
+    function: Callable[[Any, torch.device], dict],
+    add: Callable[[Any, dict | str], None],
+    workers: int = 1,
+) -> None:
+    """add(case, function(case, device)) for every case; of a case that was lost, add(case, why).
+
+    On a GPU every group has a process of its own, `workers` of them at a time. A case that crashes, hangs or leaves the GPU
+    in an error state loses its row alone: a new process takes the rest of its group.
+    """
+    if device.type == "cpu":  # where nothing is expected to crash
+        for case in itertools.chain.from_iterable(groups):
+            add(case, function(case, device))
+        return
+    lock = threading.Lock()
+
+    def add_locked(case: Any, row: dict | str) -> None:
+        with lock:
+            add(case, row)
+
+    run = functools.partial(run_apart, function=functools.partial(_on_device, device, function), add=add_locked)
+    with ThreadPoolExecutor(workers) as threads:
+        list(threads.map(run, groups))
 
 
-def _on_device(device: torch.device, handle: apart.Handle, case, emit) -> None:
-    """Raises: RuntimeError if the GPU does not survive the case: another process takes the rest."""
+def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, dict | str], None]) -> None:
+    """The cases of one group in a process, and in a new one after each that was lost."""
+    pool, process = None, 0
+    for case in cases:
+        if pool is None:  # a process with a CUDA context cannot be forked
+            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            process = pool.submit(_ready, function).result()
+        try:
+            row = pool.submit(function, case).result(CASE_SECONDS)
+        except Exception as e:
+            row = f"cut after {CASE_SECONDS:.0f} s" if isinstance(e, TimeoutError) else reason(e)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            pool.shutdown(wait=False)
+            pool = None
+        add(case, row)
+    if pool is not None:
+        pool.shutdown()
+
+
+def _ready(function: Callable) -> int:
+    """The process's number, once it has imported what `function` needs."""
+    return os.getpid()
+
+
+def _on_device(device: torch.device, function: Callable[[Any, torch.device], dict], case: Any) -> dict:
+    """Raises: RuntimeError if the GPU does not survive the case: a new process takes the rest."""
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current one
-    handle(case, emit, device)
+    row = function(case, device)
     require_healthy(device, str(case))
     release(device)
+    return row
 
 
 def require_healthy(device: torch.device, after: str) -> None:

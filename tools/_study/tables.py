@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from interdomain.tools._bench.results import markdown_rows
+from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._plots import Curve, Panel
 from interdomain.tools._study.definition import VALIDATION
 

@@ -16,10 +16,6 @@ from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, on
 
 FORMAT_VERSION = 1
 
-PRECISIONS = ("bf16", "bf16-products", "float32")
-"""bf16: parameters (the optimizer has float32 ones), residual stream, norms and products. bf16-products: products only, as
-autocast over float32 parameters computes them; the paper's. float32: all. Dynamics, states and loss are float32 in each."""
-
 
 @dataclass(frozen=True)
 class Execution:

@@ -125,9 +125,7 @@ def _kept_per_token(
     everything += width * 2 * dim
     chosen = (dim * stored + width * (2 * dim + config.n_kv_heads * config.head_dim + ffn)) // tensor + width * dim
     block_input = dim * stored // tensor
-    kept_per_layer = {"none": everything, "selective": chosen, "memory_budget": chosen, "full": block_input}[
-        checkpointing
-    ]
+    kept_per_layer = {"none": everything, "selective": chosen, "full": block_input}[checkpointing]
     if not recompute and checkpointing != "full":
         kept_per_layer += width * kept["scores"] // tensor
     return kept_per_layer, everything

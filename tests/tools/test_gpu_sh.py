@@ -1,0 +1,132 @@
+"""benchmarks/gpu.sh: what is on the disk after a part that crashed, hung or was cut; a clone that is not installed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from interdomain.tools._bench import results
+from interdomain.tools._bench.pages import CHECK_FAILED
+
+from ..common import REPOSITORY, TIMEOUT
+
+# An interpreter whose `-m interdomain.tools.TOOL --output DIR` writes one row, as a tool does after each case. Then the check
+# crashes, training does not end, and the others finish.
+PYTHON = f"""#!/bin/sh
+row() {{
+  echo '{{"part": "'$2'", "label": "", "status": "unfinished", "environment": {{}}, "options": {{}}, "notes": [],
+    "tables": {{"times": {{"columns": ["case"], "rows": [{{"case": "row of '$2'"}}]}}}}}}' >"$1/$2.json"
+}}
+case $2 in
+  *check_kernels) row "$4" check; kill -SEGV $$ ;;
+  *bench_training) row "$4" training; exec sleep 600 ;;
+  *bench_kernels) row "$4" kernels; echo "1 timings; complete: wrote $4/kernels.json" ;;
+  *bench_inference) echo "no row" ;;
+  *) exec '{sys.executable}' "$@" ;;
+esac
+"""
+
+
+def start(tmp_path, *flags):
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    command = ["bash", str(REPOSITORY / "benchmarks/gpu.sh"), "--output", str(tmp_path / "out"), *flags]
+    environment = os.environ | {"INTERDOMAIN_PYTHON": str(tmp_path / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def summary_of(tmp_path):
+    summary = (tmp_path / "out/summary.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in summary.splitlines() if line.startswith("| ")]
+    return summary, {row[0]: row[1] for row in rows if len(row) == 3}
+
+
+@pytest.mark.e2e
+def test_finished_rows_outlive_a_crash_and_a_hang_that_is_cut(tmp_path):
+    run = start(tmp_path, "--time-limit", "6")
+    printed, _ = run.communicate(timeout=TIMEOUT)
+    assert run.returncode == 1, printed
+    summary, statuses = summary_of(tmp_path)
+    assert list(statuses) == ["part", "check", "kernels", "training", "inference"]
+    assert statuses["check"].startswith("exit status 139")
+    assert f"**{CHECK_FAILED}**" in summary
+    assert "| row of check |" in summary
+    wanted = {
+        "kernels": ("complete: 1 timings; complete", "| row of kernels |"),
+        "training": ("cut after", "| row of training |"),
+        "inference": ("not run: no time left", ""),
+    }
+    for part, (status, row) in wanted.items():
+        if not statuses[part].startswith("not run"):  # as on a machine that is too busy to come to it
+            assert statuses[part].startswith(status)
+            assert row in summary
+    again = start(tmp_path)
+    assert "never overwritten" in again.communicate(timeout=TIMEOUT)[0]
+    assert again.returncode == 2
+
+
+@pytest.mark.e2e
+def test_ended_at_any_moment(tmp_path):
+    run = start(tmp_path)
+    while not (tmp_path / "out/training.json").exists():
+        assert run.poll() is None
+        time.sleep(0.05)
+    run.terminate()
+    run.communicate(timeout=TIMEOUT)
+    assert run.returncode == 128 + signal.SIGTERM
+    summary, statuses = summary_of(tmp_path)
+    assert [*statuses] == ["part", "check", "kernels"]
+    assert "| row of training |" in summary
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU tiny mode")
+def test_a_clone_that_is_not_installed(tmp_path):
+    """The interpreter knows another `interdomain`, if any: what runs is what lies in the clone."""
+    clone = tmp_path / "clone"
+    for name in ("plugin", "kernels", "tools", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(REPOSITORY / name, clone / name, symlinks=True, ignore=ignored)
+    shutil.copyfile(REPOSITORY / "pyproject.toml", clone / "pyproject.toml")
+    shared = clone / "tools/_bench/results.py"
+    shared.write_text(shared.read_text().replace("CPU tiny mode:", "CPU tiny mode of the clone:"))
+    flags = f"kernels --mixers sdpa-flash --shapes 1x8x2x8 --output {tmp_path / 'out'}".split()
+    environment = {"OMP_NUM_THREADS": "1", "INTERDOMAIN_PYTHON": sys.executable, "INTERDOMAIN_COMMIT": "the commit"}
+    command = ["bash", str(clone / "benchmarks/gpu.sh"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    contents = json.loads((tmp_path / "out/kernels.json").read_text())
+    assert contents["label"].startswith("CPU tiny mode of the clone")
+    assert (contents["environment"]["commit"], contents["status"]) == ("the commit", "complete")
+
+
+# Cases in processes of their own, as on a GPU.
+
+
+def case(name, device):
+    if name == "raises":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if name == "aborts":
+        os.abort()
+    if name == "hangs":
+        time.sleep(600)
+    return {"process": os.getpid()}
+
+
+def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
+    monkeypatch.setattr(results, "CASE_SECONDS", 10.0)
+    groups, rows = [["first", "raises", "second", "third"], ["aborts", "hangs", "fourth"]], {}
+    results.work(torch.device("meta"), groups, case, rows.__setitem__, workers=2)  # a device that is no CPU
+    assert rows.keys() == {name for group in groups for name in group}
+    assert rows.pop("raises") == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert rows.pop("aborts").startswith("BrokenProcessPool: ")
+    assert rows.pop("hangs") == "cut after 10 s"
+    process = {name: row["process"] for name, row in rows.items()}
+    assert process["second"] == process["third"]
+    assert len({*process.values()}) == 3
