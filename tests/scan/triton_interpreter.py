@@ -1,9 +1,12 @@
-"""What Triton's interpreter lacks: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
+"""Repairs of Triton's interpreter: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
 `repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them;
-associative scans by doubling, where it goes number by number; masks from comparisons of scalars; and in Triton 3.6 `range(T)`,
-which NumPy 2.4 ended. Call it in a process that runs with TRITON_INTERPRET=1.
+associative scans by doubling, where it goes number by number; calls of device functions that patch the language once;
+masks from comparisons of scalars; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it in a process that runs with
+TRITON_INTERPRET=1.
 """
+
+import functools
 
 import numpy as np
 import torch
@@ -50,11 +53,18 @@ def repair(monkeypatch) -> None:
         for shift in (2**i for i in range((length - 1).bit_length())):
             both = [*(np.roll(x, shift, self.axis) for x in data), *data]
             wrapped = (self.to_tensor(x, y.dtype) for x, y in zip(both, inputs * 2, strict=True))
-            found = (x.handle.data for x in self.combine_fn.fn(*wrapped))
-            data = [np.where(at < shift, x, y) for x, y in zip(data, found, strict=True)]
+            combined = (x.handle.data for x in self.combine_fn.fn(*wrapped))
+            data = [np.where(at < shift, x, y) for x, y in zip(data, combined, strict=True)]
         return [self.to_tensor(x, y.dtype) for x, y in zip(data, inputs, strict=True)]
 
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
+    patch_once = functools.cache(interpreter._patch_lang)  # a kernel patches the language; what a function patches stays
+
+    def call(self, *args, **kwargs):
+        patch_once(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     patch = interpreter._patch_lang_tensor
 
     def with_index(tensor, scope):
