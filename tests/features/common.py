@@ -87,9 +87,9 @@ def documents(case, device="cpu"):
     return (at >= starts).int() + 2 * (at > starts).int()
 
 
-def run(case, leaves, rope, dy, door=input_features, **kwargs):
-    """Through the door; the output and every gradient."""
-    y = door(
+def run(case, leaves, rope, dy, function=input_features, **kwargs):
+    """The output of `input_features`, or of a function around it, and every gradient."""
+    y = function(
         leaves["x"],
         case.R,
         conv=(leaves["weight"], leaves["bias"]) if case.W else None,
@@ -149,15 +149,12 @@ def errors(got, expected):
         return x.double().square().mean().sqrt().item()
 
     assert got.keys() == expected.keys()
-    found = {}
-    for name, value in expected.items():
-        assert got[name].shape == value.shape
-        found[name] = rms(got[name].cpu() - value) / max(rms(value), 1e-300)
-    return found
+    assert all(got[name].shape == value.shape for name, value in expected.items())
+    return {n: rms(got[n].cpu() - value) / max(rms(value), 1e-300) for n, value in expected.items()}
 
 
 def assert_agree(got, expected, bound):
-    found = errors(got, expected)
+    relative = errors(got, expected)
     # `not <` instead of `>`: a NaN must fail.
-    wrong = {name: f"{value:.1e}" for name, value in found.items() if not value < bound}
-    assert not wrong, f"beyond {bound:.0e}: {wrong}; all: { {n: f'{e:.1e}' for n, e in found.items()} }"
+    wrong = {name: f"{value:.1e}" for name, value in relative.items() if not value < bound}
+    assert not wrong, f"beyond {bound:.0e}: {wrong}; all: { {n: f'{e:.1e}' for n, e in relative.items()} }"

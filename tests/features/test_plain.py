@@ -1,4 +1,4 @@
-"""The plain form against the paper's equations; the door: what it refuses, how it chooses; the ops where no kernel runs."""
+"""The plain form against the paper's equations; refusals of `input_features`; its choice of a backend; ops without a kernel."""
 
 import logging
 from dataclasses import replace
@@ -34,14 +34,15 @@ def test_the_literal_form_tells_the_stages_apart():
     case = Case(T=6, past=True, **MIXES["k"])
     leaves, rope, dy = make(case)
     whole = literal(case, leaves, rope, dy)["y"]
-    for change in (
+    changes = (
         dict(W=0, past=False),
         dict(past=False),
         dict(documents=True),
         dict(rope=""),
         dict(silu=False),
         dict(norm=False),
-    ):
+    )
+    for change in changes:
         part = replace(case, **change)
         kept = {n: x for n, x in leaves.items() if n in make(part)[0]}
         other = literal(part, kept, rope if part.rope else None, dy)["y"]
@@ -96,7 +97,7 @@ def test_compiles_without_a_graph_break():
     problem = make(case, torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(input_features, fullgraph=True, backend="aot_eager")
-    assert_agree(run(case, *problem, door=compiled), literal(case, *problem), TOLERANCES[torch.float32])
+    assert_agree(run(case, *problem, function=compiled), literal(case, *problem), TOLERANCES[torch.float32])
 
 
 X = torch.zeros(2, 5, 24)

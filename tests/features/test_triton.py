@@ -82,7 +82,7 @@ def test_compiles_without_a_graph_break():
     case = Case(T=6, past=True, **MIXES["k"])
     problem = make(case, torch.bfloat16, device=DEVICE)
     compiled = torch.compile(input_features, fullgraph=True, backend="aot_eager")
-    results = [run(case, *problem, door=door, backend="triton") for door in (compiled, input_features)]
+    results = [run(case, *problem, function=function, backend="triton") for function in (compiled, input_features)]
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[1])
 
 
@@ -96,7 +96,7 @@ def test_under_autocast_and_checkpointing():
     calls = []
     forward = triton_launch.forward
 
-    def door(*args, save, **kwargs):
+    def checkpointed(*args, save, **kwargs):
         def policy(ctx, op, *args, **kwargs):
             saved = save and op is torch.ops.interdomain.features.default
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -113,7 +113,7 @@ def test_under_autocast_and_checkpointing():
         calls.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(triton_launch, "forward", lambda *args: calls.append(1) or forward(*args))
-            got = run(case, *problem, door=door, save=save, backend="triton")
+            got = run(case, *problem, function=checkpointed, save=save, backend="triton")
         assert all(torch.equal(got[n], expected[n]) for n in expected)
         assert len(calls) == (1 if save else 2)
 

@@ -47,6 +47,9 @@ VARIANTS = [
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
     ("gated-deltanet", "hybrid"),
 ]
+# The same without switches that no token's place in time can meet: forms of C, feature maps, gates, widths of heads.
+POINTWISE = ("diagonal", "identity", "real", "hermitian", "rff", "elu", "softplus", "gate", "head96", "kv1")
+IN_TIME = [(condition, option) for condition, option in VARIANTS if option not in POINTWISE]
 
 
 def small_config(condition: str, **overrides) -> ModelConfig:

@@ -131,19 +131,26 @@ RULES = {
 # Condition, settings, and the rules that these change.
 CASES = [
     ("softmax", {}, {}),
-    ("interdomain", dict(output_gate=True), {}),
-    ("s4d", {}, {}),
-    ("interdomain", dict(feature_map="rff"), {}),
-    ("interdomain", dict(c_form="diagonal"), {r"ssm\.C": normal(1 / 8)}),
-    ("interdomain", dict(c_scale=1.0), {r"ssm\.C": normal(math.sqrt(0.5))}),  # S4D's complex N(0, 1)
-    ("interdomain", dict(dt_max=0.5), {r"log_dt": uniform(math.log(1e-3), math.log(0.5))}),
-    ("interdomain", dict(a_init="s4d-lin"), {r"A_imag": equal(*(math.pi * n for n in range(64)))}),
+    ("interdomain", dict(output_gate=True, feature_map="rff"), {}),
+    ("s4d", dict(linear_scale=3.0), {r"ssm\.c": normal(3.0)}),
     (
         "interdomain",
-        dict(a_init="s4d-real"),
-        {r"A_imag": equal(0.0), r"log_A_real": equal(*map(math.log, range(1, 65)))},
+        dict(c_form="diagonal", dt_max=0.5, a_init="s4d-lin"),
+        {
+            r"ssm\.C": normal(1 / 8),
+            r"log_dt": uniform(math.log(1e-3), math.log(0.5)),
+            r"A_imag": equal(*(math.pi * n for n in range(64))),
+        },
     ),
-    ("s4d", dict(linear_scale=3.0), {r"ssm\.c": normal(3.0)}),
+    (
+        "interdomain",
+        dict(c_scale=1.0, a_init="s4d-real"),  # S4D's complex N(0, 1)
+        {
+            r"ssm\.C": normal(math.sqrt(0.5)),
+            r"A_imag": equal(0.0),
+            r"log_A_real": equal(*map(math.log, range(1, 65))),
+        },
+    ),
 ]
 
 
@@ -153,5 +160,5 @@ def test_rules(condition, settings, changed):
     for name, x in initialized(config_of(condition, **settings)).state_dict().items():
         (rule,) = (pattern for pattern in rules if re.search(rf"{pattern}$", name))
         values.setdefault(rule, []).append(x.flatten())
-    for rule, found in values.items():
-        rules[rule](torch.cat(found))
+    for rule, parts in values.items():
+        rules[rule](torch.cat(parts))

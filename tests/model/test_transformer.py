@@ -5,7 +5,7 @@ import torch
 
 from interdomain.model import ModelState
 
-from .common import VARIANTS, lively, positions_of, random_tokens, small_config, variant
+from .common import IN_TIME, VARIANTS, lively, positions_of, random_tokens, small_config, variant
 
 # float64; the state and the piecewise pass sum the same numbers in another order. Logits are O(1) to O(10).
 TOLERANCE = dict(rtol=0, atol=1e-10)
@@ -19,21 +19,23 @@ def read(model, tokens):
 
 
 @pytest.mark.parametrize(("condition", "option"), VARIANTS)
-class TestVariants:
-    def test_every_parameter_learns(self, condition, option):
-        model = variant(condition, option)
-        tokens = random_tokens(model.config, 2, 20)
-        logits = model(tokens)
-        assert logits.shape == (2, 20, model.config.vocab_size)
-        assert logits.dtype == torch.float64
-        weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-        (logits * weights).sum().backward()
-        for name, p in model.named_parameters():
-            assert p.grad is not None, name
-            assert p.grad.isfinite().all(), name
-            grad = p.grad[tokens.unique()] if name == "tok_embeddings.weight" else p.grad
-            assert (grad != 0).all(), name
+def test_every_parameter_learns(condition, option):
+    model = variant(condition, option)
+    tokens = random_tokens(model.config, 2, 20)
+    logits = model(tokens)
+    assert logits.shape == (2, 20, model.config.vocab_size)
+    assert logits.dtype == torch.float64
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (logits * weights).sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.grad.isfinite().all(), name
+        grad = p.grad[tokens.unique()] if name == "tok_embeddings.weight" else p.grad
+        assert (grad != 0).all(), name
 
+
+@pytest.mark.parametrize(("condition", "option"), IN_TIME)
+class TestTime:
     def test_no_token_sees_the_next(self, condition, option):
         model = variant(condition, option)
         tokens = random_tokens(model.config, 1, 70)  # beyond one chunk

@@ -20,65 +20,49 @@ def zeros(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference"),
-        ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
-        ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
-        ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
-        ({"q": zeros(2, 5, 6, 3)}, "q has shape"),
-        ({"log_decay": zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
-        ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
-        ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
-        (
-            {"q": zeros(2, 5, 6, 4, dtype=torch.int32)},
-            "q is torch.int32; allowed .* torch.float16, torch.float32",
-        ),
-        ({"q": zeros(2, 5, 6, 4, dtype=torch.float64)}, "k is torch.float32; allowed .*: torch.float64"),
-        ({"log_decay": zeros(2, 6, 2, dtype=torch.bfloat16)}, "log_decay is torch.bfloat16; allowed .*: torch.float32"),
-        ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
-        (
-            {n: QUERY[n][:, :0] for n in "qkv"},
-            r"k has shape \(2, 0, 2, 4\); there must be at least one of each of B, T, H, R",
-        ),
-    ],
-)
-def test_query_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        scan.interdomain_scan(**{**QUERY, **change})
+QUERY_ERRORS = [
+    ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference"),
+    ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
+    ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
+    ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
+    ({"q": zeros(2, 5, 6, 3)}, "q has shape"),
+    ({"log_decay": zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
+    ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
+    ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
+    ({"q": zeros(2, 5, 6, 4, dtype=torch.int32)}, "q is torch.int32; allowed .* torch.float16, torch.float32"),
+    ({"q": zeros(2, 5, 6, 4, dtype=torch.float64)}, "k is torch.float32; allowed .*: torch.float64"),
+    ({"log_decay": zeros(2, 6, 2, dtype=torch.bfloat16)}, "log_decay is torch.bfloat16; allowed .*: torch.float32"),
+    ({"mixing": zeros(2, 12, 12, device="meta")}, "mixing is on meta; the first input is on cpu"),
+    ({n: QUERY[n][:, :0] for n in "qkv"}, r"k has shape \(2, 0, 2, 4\); there must be at least one of each"),
+]
+LINEAR_ERRORS = [
+    ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
+    ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
+    ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),
+    ({"readout": zeros(2, 12, dtype=torch.float64)}, "readout is torch.float64; allowed .*: torch.float32"),
+]
+STEP_ERRORS = [
+    ({"k": QUERY["k"]}, "a step has no time axis"),
+    ({"state": STEP["state"][:1]}, "state has shape"),
+    ({"state": None}, r"no state to go on from: give one, \[2, 2, 6, 7, 2\]"),
+    ({"state": STEP["state"].double()}, r"state is torch\.float64"),
+    ({"mixing": QUERY["mixing"][:, :5]}, r"mixing has shape \(2, 5, 12\); expected \(2, 12, 12\)"),
+    ({"decay": QUERY["log_decay"][:1]}, r"decay has shape \(1, 6, 2\); expected \(2, 6, 2\)"),
+]
+TABLES = [
+    (scan.interdomain_scan, QUERY, QUERY_ERRORS),
+    (scan.linear_scan, LINEAR, LINEAR_ERRORS),
+    (scan.interdomain_step, STEP, STEP_ERRORS),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
-        ({"z": zeros(2, 5, 2, 0)}, "at least one of each"),
-        ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
-        ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),
-        ({"readout": zeros(2, 12, dtype=torch.float64)}, "readout is torch.float64; allowed .*: torch.float32"),
-    ],
+    ("function", "inputs", "change", "message"),
+    [(function, inputs, *error) for function, inputs, errors in TABLES for error in errors],
 )
-def test_linear_errors(change, message):
+def test_errors(function, inputs, change, message):
     with pytest.raises(ValueError, match=message):
-        scan.linear_scan(**{**LINEAR, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": QUERY["k"]}, "a step has no time axis"),
-        ({"v": QUERY["v"]}, "v has shape"),
-        ({"state": STEP["state"][:1]}, "state has shape"),
-        ({"state": None}, r"no state to go on from: give one, \[2, 2, 6, 7, 2\]"),
-        ({"state": STEP["state"].double()}, r"state is torch\.float64"),
-        ({"mixing": QUERY["mixing"][:, :5]}, r"mixing has shape \(2, 5, 12\); expected \(2, 12, 12\)"),
-        ({"decay": QUERY["log_decay"][:1]}, r"decay has shape \(1, 6, 2\); expected \(2, 6, 2\)"),
-    ],
-)
-def test_step_errors(change, message):
-    with pytest.raises(ValueError, match=message):
-        scan.interdomain_step(**{**STEP, **change})
+        function(**{**inputs, **change})
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -89,8 +73,8 @@ def test_auto_is_chunkwise_and_says_so_once(caplog, compiled):
     with caplog.at_level(logging.INFO, logger="interdomain.scan"):
         results = [run(**QUERY)[0] for _ in range(2)]
         scan.linear_scan(**LINEAR, backend="fft")
-    said = "interdomain.scan: backend 'auto' is chunkwise (plain PyTorch on cpu)"
-    assert [r.getMessage() for r in caplog.records] == [said]
+    line = "interdomain.scan: backend 'auto' is chunkwise (plain PyTorch on cpu)"
+    assert [r.getMessage() for r in caplog.records] == [line]
     assert torch.equal(results[0], scan.interdomain_scan(**QUERY, backend="chunkwise")[0])
 
 

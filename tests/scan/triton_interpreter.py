@@ -58,7 +58,9 @@ def repair(monkeypatch) -> None:
         return [self.to_tensor(x, y.dtype) for x, y in zip(data, inputs, strict=True)]
 
     monkeypatch.setattr(interpreter.ScanOps, "generic_scan", generic_scan)
-    patch_once = functools.cache(interpreter._patch_lang)  # a kernel patches the language; what a function patches stays
+    patch_once = functools.cache(
+        interpreter._patch_lang
+    )  # a kernel patches the language; what a function patches stays
 
     def call(self, *args, **kwargs):
         patch_once(self.fn)
