@@ -32,18 +32,19 @@ class Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _get_help_string(self, action):
-        text, default = action.help, action.default
+        text, default = action.help or "", action.default
         if default is not None and default not in ([], argparse.SUPPRESS) and not isinstance(default, bool):
             text += f" (default: {' '.join(map(str, default)) if isinstance(default, list) else default})"
         return text.replace("%", "%%")
 
 
-def argument_parser(doc: str, usage: str = "") -> argparse.ArgumentParser:
+def argument_parser(doc: str | None, usage: str = "") -> argparse.ArgumentParser:
     """A tool's parser. doc: its module's docstring; usage: what the command needs, before [OPTIONS].
 
     The docstring has a line to paste, a sentence on what the tool does, more paragraphs, then indented lines to paste, and what
     stands below the options.
     """
+    assert doc is not None
     line, *paragraphs = doc.strip().split("\n\n")
     n = next(i for i, paragraph in enumerate(paragraphs) if paragraph.startswith("    "))
     name = " ".join(line.split()[:2])  # interdomain COMMAND

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -44,7 +45,8 @@ def draw(path: Path | str, panels: Sequence[Panel]) -> Path | None:
         axis = figure.add_subplot(rows, columns, i + 1)
         for curve in panel.curves:
             again, i_colour = divmod(labels.index(curve.label), len(COLOURS))
-            look = dict(color=COLOURS[i_colour], marker="os"[again % 2], linestyle=("-", "--")[again % 2], markersize=4)
+            look: dict[str, Any] = dict(color=COLOURS[i_colour], marker="os"[again % 2], markersize=4)
+            look["linestyle"] = ("-", "--")[again % 2]
             y, error = ([math.nan if v is None else v for v in of] for of in (curve.y, curve.error or ()))
             axis.errorbar(curve.x, y, yerr=error or None, label=curve.label, linewidth=1.5, capsize=2, **look)
         axis.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)

@@ -58,11 +58,14 @@ PAPER_DECODE = {
 }
 
 # What is measured where nothing else is asked for, in this order: what tells most comes first.
-GPU = dict(sizes=("1.3B", "125M", "350M", "760M"), batches=(1, 64, 8, 32, 16), prompts=(*PAPER_MEMORY, LONG_PROMPT))
+GPU: dict[str, Any] = dict(sizes=("1.3B", "125M", "350M", "760M"), batches=(1, 64, 8, 32, 16))
+GPU |= dict(prompts=(*PAPER_MEMORY, LONG_PROMPT))
 GPU |= dict(prefixes=(4096, 16_384, 512, 8192, 2048, 1024), chunk=PREFILL_CHUNK, dtype="bfloat16")
 GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and what all of them may take
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-TINY = GPU | dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
+TINY: dict[str, Any] = GPU | dict(
+    sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32
+)
 TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
@@ -133,7 +136,7 @@ def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> d
 
 def decode_batch(models, size: str, batch: int, mode, device, report: results.Report) -> None:
     """Rows of every prefix and path at one batch."""
-    paper = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
+    paper: dict[str, str] = dict(zip(PAPER_PATHS, PAPER_DECODE.get((size, batch), ()), strict=False))
     for prefix in mode.prefixes:
         softmax = []  # ms of its paths
         for path in PATHS:

@@ -68,6 +68,7 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
         x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=torch.bfloat16)
         leaves = [x.requires_grad_(), *layer.parameters()]
         return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
+    inputs: dict[str, Any]
     inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
     if name in ATTENTION:
         inputs = {x: inputs[x] for x in ("q", "k", "v")}
@@ -78,7 +79,9 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
     elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
         forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
     else:
-        how = dict(backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False)
+        how: dict[str, Any] = dict(
+            backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False
+        )
         forward = lambda: scan.interdomain_scan(**inputs, **how)[0]  # noqa: E731
     return forward, lambda out: torch.autograd.grad(out, list(inputs.values()), d_out)
 

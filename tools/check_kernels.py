@@ -21,6 +21,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
         if case.repeat:
             again = with_gradients(given, cotangents, functools.partial(function, False))
             row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-        exact = with_gradients(*convert((given, cotangents), dtype=torch.float64), functools.partial(function, True))
+        given, cotangents = convert((given, cotangents), dtype=torch.float64)
+        exact = with_gradients(given, cotangents, functools.partial(function, True))
         errors = {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
         return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
@@ -84,10 +86,10 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
     documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
-    how = {"backend": case.backend}
+    how: dict[str, Any] = {"backend": case.backend}
     how |= {} if case.linear else {"recompute": case.recompute}
-    judge = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
-    fn = scan.linear_scan if case.linear else scan.interdomain_scan
+    judge: dict[str, Any] = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
+    fn: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
 
     def function(exact: bool, given: dict) -> dict[str, Tensor]:
         found = fn(**given, documents=documents, final_state=case.state, **(judge if exact else how))
@@ -99,9 +101,8 @@ def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
 def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
     given = {name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()}
-    loop, one_step = scan.interdomain_scan, scan.interdomain_step
-    if case.linear:
-        loop, one_step = scan.linear_scan, scan.linear_step
+    loop: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
+    one_step: Callable[..., tuple] = scan.linear_step if case.linear else scan.interdomain_step
 
     @torch.no_grad()
     def function(exact: bool, given: dict) -> dict[str, Tensor]:
@@ -149,6 +150,7 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     torch.manual_seed(seed)
     layer = InterdomainAttention(s.H * s.d, s.H, n_basis=s.M, **LAYERS[case.mode])
     for norm in layer.mixer.k_norm, layer.mixer.v_norm:  # which start as 1 and 0, where losing them would not show
+        assert norm is not None
         norm.weight.data += 0.1 * torch.randn(norm.weight.shape)
         norm.bias.data += 0.1 * torch.randn(norm.bias.shape)
     layer = layer.to(case.dtype)

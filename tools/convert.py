@@ -70,7 +70,7 @@ def to_folder(args) -> str:
     checkpoint, tokenizer = open_checkpoint(args.source, args.tokenizer)
     config, record = checkpoint.config, checkpoint.record
     expected = meta_model(config).state_dict()
-    checkpoint.check_bytes(expected)
+    checkpoint.check_bytes(list(expected))
     with new_folder(args.output) as folder:
         with tqdm(total=len(expected), desc=f"{checkpoint.folder.name}", unit=" tensors", disable=None) as bar:
 
@@ -180,7 +180,9 @@ def to_megatron(args) -> str:
     config, _, tensors, _ = read_folder(args)
     with new_folder(args.output) as folder:
         write_checkpoint(folder, config, tensors)
-        written = MegatronCheckpoint(find_checkpoint(folder))
+        place = find_checkpoint(folder)
+        assert place is not None
+        written = MegatronCheckpoint(place)
         for name, tensor in tensors.items():
             require_same(name, written.read([name])[name], tensor)
     return f"{len(tensors)} tensors; start with Megatron's --load {args.output}"

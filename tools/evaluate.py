@@ -21,9 +21,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from interdomain.data import Tokenizer
 from interdomain.data.readers import find_inputs, list_spans
 from interdomain.files.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 from interdomain.folders import write_whole
@@ -89,7 +91,7 @@ class Folder:
     path: Path
     config: ModelConfig
     record: dict
-    tokenizer: object
+    tokenizer: Tokenizer
 
     def facts(self) -> dict:
         facts = self.record.get("facts", {})
@@ -154,7 +156,7 @@ def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> l
         for length in lengths:
             cells = []
             for name, kind, digits in columns:
-                values = [by.get((name, corpus, length), {}).get(kind) for corpus in group]
+                values: list[Any] = [by.get((name, corpus, length), {}).get(kind) for corpus in group]
                 cells.append("-" if None in values else f"{sum(values) / len(values):{digits}}")
             for condition in theirs:
                 paper = dict(zip(_length.LENGTHS, _length.PAPER[title][condition], strict=True))
@@ -177,12 +179,13 @@ def panels(found: list[dict]) -> list[Panel]:
 
 
 def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> list[dict]:
-    """Rows of one folder: every corpus at every length."""
+    """Rows of one folder: every corpus at every length. Raises: ValueError for a tokenizer without an end-of-text token."""
+    (start,) = folder.tokenizer.encode("", add_eos=True)
     model, rows = load_model(folder.path, device=device, dtype=DTYPES.get(args.dtype), verify=False), []
     for (corpus, tokenizer), used in spans.items():
         for length in sorted(set(args.lengths)) if tokenizer == folder.tokenizer.sha256 else ():
             name = f"{folder.path}, {corpus}"
-            row = perplexity.measure(model, used, length, folder.tokenizer.eos_id, batch=args.batch_size, name=name)
+            row = perplexity.measure(model, used, length, start, batch=args.batch_size, name=name)
             rows.append({"folder": str(folder.path), "corpus": corpus, **row})
     return rows
 
@@ -233,7 +236,7 @@ def main(argv=None) -> int:
     for sha256, tokenizer in tokenizers.items():
         if names:
             tasks[sha256] = harness.load_tasks(args.tasks, args.include_path, tokenizer)
-        how = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
+        how: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
         for corpus, path in corpora.items():
             spans[corpus, sha256] = perplexity.read_spans(path, tokenizer, max(args.lengths), **how)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}

@@ -99,7 +99,7 @@ def run(args) -> int:
     stream = StreamDecoder(tokenizer, after=texts[0]) if len(prompts) == 1 else None
     if stream:
         print(show(prompts[0]), end="", flush=True)
-    status, written, began, first = 0, 0, time.perf_counter(), None
+    status, written, began, first = 0, 0, time.perf_counter(), 0.0
     try:
         for row in steps:
             first = first or time.perf_counter()  # after the prompts are read and the step is captured

@@ -57,7 +57,7 @@ def parse(argv) -> argparse.Namespace:
 def tokens_of(args: argparse.Namespace, tokenizer) -> tuple[list[int], list[str]]:
     """Token ids, after an end-of-text token as in training, and the text that each completes. Raises: ValueError."""
     text = args.text if args.text is not None else args.text_file.read_text(encoding="utf-8")
-    ids = [tokenizer.eos_id, *tokenizer.encode(text)]
+    ids = [*tokenizer.encode("", add_eos=True), *tokenizer.encode(text)]
     if not 1 < len(ids) <= args.max_tokens:
         raise ValueError(
             f"the text has {len(ids):,} tokens, the end-of-text token before it included. Allowed are 2 to {args.max_tokens:,} "
@@ -141,7 +141,8 @@ def main(argv=None) -> int:
         contents |= {"layers": rows, "heads": of_heads}
         (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
         (folder / "inspect.md").write_text("\n".join([*page, "", *table(of_heads or [{}]), ""]))
-        maps = {f"layer-{i:02d}": layer.weights.float().contiguous() for i, layer in layers.items() if heads[i]}
+        weights = {f"layer-{i:02d}": layer.weights for i, layer in layers.items() if layer.weights is not None}
+        maps = {name: x.float().contiguous() for name, x in weights.items()}
         save_file(maps, folder / "maps.safetensors")
         drawn = draw(folder, layers, labels, timescales)
     print("\n".join(page))

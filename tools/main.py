@@ -19,7 +19,7 @@ del TOOLS["main"]
 
 def summary(tool: Path) -> str:
     """Summary of a tool: the first sentence of its docstring's second paragraph. The tool is not imported."""
-    paragraph = ast.get_docstring(ast.parse(tool.read_text())).split("\n\n")[1]
+    paragraph = (ast.get_docstring(ast.parse(tool.read_text())) or "").split("\n\n")[1]
     return re.split(r"\.(?: |$)", " ".join(paragraph.split()))[0]
 
 

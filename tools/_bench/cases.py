@@ -6,6 +6,7 @@ Shapes: B batch, T time, H state heads, G query heads per state head, d head wid
 import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,7 +155,7 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def convert(tree, **to):
+def convert(tree: Any, **to: Any) -> Any:
     """Tensors in dicts and tuples, each by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
     return tree_map_only(Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree)
 

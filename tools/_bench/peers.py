@@ -26,10 +26,10 @@ PEERS = {  # name: (package, module, function); those with the most kernels to t
 def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """(forward, the tensors whose gradients its backward takes). Raises: ImportError if the package is not installed."""
     package, module, function = PEERS[name]
-    if importlib.util.find_spec(package) is None:
+    if (spec := importlib.util.find_spec(package)) is None:
         raise ImportError(f"{package} is not installed")
     if name == "mamba2":  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
-        sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(importlib.util.find_spec("mamba_ssm")))
+        sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(spec))
     run = getattr(importlib.import_module(module), function)
     given = _arguments(name, q, k, v)
     # Early versions of FlashAttention 3 return the logsumexp, too; fla's kernels the state.

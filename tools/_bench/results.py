@@ -49,7 +49,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose(what: str, wanted: list[str] | None, allowed: Collection[str]) -> list[str]:
+def choose(what: str, wanted: Collection[str] | None, allowed: Collection[str]) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
     if unknown := [name for name in wanted or () if name not in allowed]:
         raise ValueError(f"{what}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}.")

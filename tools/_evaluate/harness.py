@@ -15,6 +15,7 @@ What is chosen here and not left to its defaults:
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def require_harness() -> None:
         )
 
 
-def load_tasks(asked: list[str], include: list[Path], tokenizer=None) -> dict:
+def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> dict:
     """Tasks of suites and names with their data, and groups of them, before any model is loaded.
 
     tokenizer: of the texts that are made to a length in tokens; without one, for --fetch, tasks that make theirs are left out.
@@ -88,11 +89,12 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the bootstrap: forks beside a GPU's threads are no help
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models import huggingface
 
     import interdomain.hf  # noqa: F401  (registers the model)
 
     options = dict(batch_size=batch_size, softmax_dtype="float32", prefix_token_id=tokenizer.eos_id)
+    HFLM: Any = huggingface.HFLM  # its decorator hides the type
     lm = HFLM(pretrained=str(folder), max_length=max_length, device=str(device), dtype=dtype or "auto", **options)
     lm.model.config.use_cache = False  # scoring reads no state; `generate` asks for one by itself
     torch.manual_seed(DEFAULT_OTHER_SEED)  # for tasks that sample, as the harness's own command has it
@@ -100,7 +102,7 @@ def evaluate_folder(folder: Path, tasks: dict, tokenizer, device, *, max_length,
     for length, part in by_length(tasks, max_length).items():
         if length > max_length:
             lm = HFLM(pretrained=lm.model, tokenizer=lm.tokenizer, max_length=length, **options)
-        out = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+        out: Any = evaluate(lm, part, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
         collected["results"] |= {task: metrics(values) for task, values in out["results"].items()}
         for kind, key in (("samples", "n-samples"), ("versions", "versions"), ("shots", "n-shot")):
             collected[kind] |= out[key]

@@ -28,19 +28,19 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
     figure = _figure(size * columns + 0.8, size * -(-H // columns) + 0.4)
     axes = figure.subplots(-(-H // columns), columns, squeeze=False)
     shares = (share(weights) * weights.sign()).cpu().numpy()
-    scale, image = SymLogNorm(0.01, vmin=-1, vmax=1, base=10), None
+    scale, images = SymLogNorm(0.01, vmin=-1, vmax=1, base=10), []
     for head, axis in enumerate(axes.flat):
         if head >= H:
             axis.set_axis_off()
             continue
-        image = axis.imshow(shares[head], cmap="RdBu", norm=scale, interpolation="nearest")
+        images.append(axis.imshow(shares[head], cmap="RdBu", norm=scale, interpolation="nearest"))
         axis.set_title(f"head {head}", fontsize="small")
         axis.tick_params(labelsize=6, length=2)
         if T <= FEW:
             axis.set_xticks(range(T), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(T), labels, fontsize=5, parse_math=False)
     figure.suptitle(f"{title}: a row for each token, a column for each token that it reads", fontsize="medium")
-    bar = figure.colorbar(image, ax=axes, shrink=0.6, ticks=[-1, -0.1, -0.01, 0, 0.01, 0.1, 1])
+    bar = figure.colorbar(images[0], ax=axes, shrink=0.6, ticks=[-1, -0.1, -0.01, 0, 0.01, 0.1, 1])
     bar.ax.set_yticklabels(["-1", "-0.1", "-0.01", "0", "0.01", "0.1", "1"], fontsize="x-small")
     bar.set_label("share of the row", fontsize="x-small")
     figure.savefig(path)

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def environment(ranks: int) -> dict[str, str]:
 
 
 @contextmanager
-def handlers(by_signal: dict[int, object]) -> Iterator[None]:
+def handlers(by_signal: Mapping[Any, Callable | signal.Handlers]) -> Iterator[None]:
     """Other signal handlers for a while."""
     before = {number: signal.signal(number, handler) for number, handler in by_signal.items()}
     try:

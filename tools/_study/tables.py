@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -298,6 +298,6 @@ def _perplexity(loss: Value) -> Value:
     return math.exp(mean), None if deviation is None else math.exp(mean) * deviation
 
 
-def _curve(label: str, x: list[float], y: list[Value | None]) -> Curve:
+def _curve(label: str, x: Sequence[float], y: Sequence[Value | None]) -> Curve:
     errors = [value and value[1] for value in y]
     return Curve(label, x, [value and value[0] for value in y], errors if any(errors) else None)
