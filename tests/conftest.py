@@ -110,6 +110,28 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def exported_model(tmp_path_factory, tokenizer):
+    """exported_model(condition, **settings) -> (a small model, its folder as convert writes it, which no test changes)."""
+    from interdomain.tools import convert
+
+    from .tools.checkpoints import small_model, write_checkpoint
+
+    path, made = tmp_path_factory.mktemp("exported"), {}
+
+    def export(condition, **settings):
+        name = f"{condition} {settings}"
+        if name not in made:
+            model = small_model(condition, **settings).eval()
+            checkpoint = write_checkpoint(path / f"run-{len(made)}", model, tokenizer)
+            folder = path / f"folder-{len(made)}"
+            assert convert.main([str(checkpoint), "--output", str(folder)]) == 0
+            made[name] = model, folder
+        return made[name]
+
+    return export
+
+
+@pytest.fixture(scope="session")
 def modules_cache(tmp_path_factory):
     """transformers copies a folder's code here and imports it from here: one place per process, and not the user's."""
     dynamic = pytest.importorskip(

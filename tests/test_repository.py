@@ -88,7 +88,10 @@ ALLOWED = {
         *("torch", "safetensors", "numpy"),
         *("interdomain.model", "interdomain.data", "interdomain.folders"),
     },
-    "hf": {"torch", "transformers", "interdomain.scan", "interdomain.features"},
+    "hf": {
+        *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
+        "interdomain.files",  # what a saved folder holds
+    },
     "titan": {
         "wandb",  # late: where metrics.enable_wandb asks for it
         *("torch", "numpy", "torchtitan", "torchdata", "tensorboard", "tqdm", "tyro", "interdomain"),

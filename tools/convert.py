@@ -13,7 +13,6 @@ Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,11 +26,11 @@ from interdomain.files import pretrained
 from interdomain.files.checkpoint import open_checkpoint
 from interdomain.files.megatron_checkpoint import FLAGS, MegatronCheckpoint, find_checkpoint, write_checkpoint
 from interdomain.files.model_card import write_card
+from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
 from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
 
-CODE = Path(interdomain.__file__).parent / "hf"
 CHECK_TOKENS = 64
 # Relative RMS difference of the logits that a storage dtype may cause. float32 stores every bit, but matrix products may sum in
 # another order where memory is aligned otherwise; the others round each weight by 2^-9 (bfloat16) or 2^-12 (float16), and
@@ -97,9 +96,7 @@ def to_folder(args) -> str:
             ) from e
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
-        # The classes that transformers runs, and the license, as they stand in plugin/interdomain/hf.
-        for file in (*sorted(CODE.glob("*_interdomain.py")), CODE / "LICENSE"):
-            shutil.copyfile(file, folder / file.name)
+        write_code(folder)
         write_card(folder, config, args.dtype, tokenizer, facts)
         difference = check_folder(folder, checkpoint, args)
     return f"{count} tensors, step {record['step']}, {difference}"

@@ -183,7 +183,7 @@ def interdomain_step(
     if mixing.shape != (H, M, 2 * M):
         _check_shape("mixing", mixing, (H, 2 * M, 2 * M))
     tokens, tables = {"q": q, "k": k, "v": v}, {"log_decay": log_decay, "decay": decay, "mixing": mixing}
-    return _step(step.scan_step, step.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace)
+    return _step(step.scan_step, ops.scan_step_, tokens, tables, state, (B, H, M, R + D, 2), inplace)
 
 
 def linear_step(
@@ -209,7 +209,7 @@ def linear_step(
     M = _basis_size(log_decay, H)
     _check_shape("readout", readout, (H, 2 * M))
     tables = {"log_decay": log_decay, "decay": decay, "readout": readout}
-    return _step(step.linear_one_step, step.linear_step_, {"z": z}, tables, state, (B, H, M, P, 2), inplace)
+    return _step(step.linear_one_step, ops.linear_step_, {"z": z}, tables, state, (B, H, M, P, 2), inplace)
 
 
 def _step(

@@ -362,7 +362,7 @@ class _Masks(NamedTuple):
 
 def _segments(T: int) -> list[_Segment]:
     """All full chunks at once, then the ragged tail as one shorter chunk."""
-    full, tail = divmod(T, CHUNK)
+    full, tail = T // CHUNK, T % CHUNK
     return [s for s in (_Segment(0, full, CHUNK), _Segment(T - tail, 1, tail)) if s.chunks * s.length]
 
 

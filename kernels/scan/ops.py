@@ -2,6 +2,7 @@
 
     torch.ops.interdomain.scan.default            torch.ops.interdomain.linear_scan.default
     torch.ops.interdomain.scan_backward.default   torch.ops.interdomain.linear_scan_backward.default
+    torch.ops.interdomain.scan_step_.default      torch.ops.interdomain.linear_step_.default
 
 `backend` says which module runs (`implementation`): what is compiled, listed or checkpointed does not change with it.
 The ops trust their inputs; `interdomain.scan` checks them.
@@ -146,6 +147,34 @@ def linear_scan_backward(
 @linear_scan_backward.register_fake
 def _(d_y, d_final, z, log_decay, readout, initial_state, backend, documents=None, group=""):
     return _fake_gradients(z, log_decay, readout, initial_state)
+
+
+# One token, by the fused kernels of triton_step.py: on CUDA, without gradients. The underscore: an op overwrites the state,
+# which must be contiguous.
+
+
+@torch.library.custom_op("interdomain::scan_step_", mutates_args=("state",))
+def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+    from . import triton_step
+
+    return triton_step.scan_step(q, k, v, decay, mixing, state)
+
+
+@torch.library.custom_op("interdomain::linear_step_", mutates_args=("state",))
+def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+    from . import triton_step
+
+    return triton_step.linear_one_step(z, decay, readout, state)
+
+
+@scan_step_.register_fake
+def _(q, k, v, decay, mixing, state):
+    return v.new_empty(*q.shape[:2], v.shape[2])
+
+
+@linear_step_.register_fake
+def _(z, decay, readout, state):
+    return z.new_empty(z.shape)
 
 
 # Gradients

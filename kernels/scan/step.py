@@ -3,14 +3,12 @@
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
 M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
 
-`scan_step` and `linear_one_step` are plain PyTorch, differentiable: real arithmetic on pairs, which inductor fuses. The two ops
-are the fused kernels of triton_step.py: on CUDA, without gradients, and over the state itself.
+Plain PyTorch, differentiable: real arithmetic on pairs, which inductor fuses. The fused kernels are in triton_step.py.
 """
 
 import torch
 from torch import Tensor
 
-from .library import tag_caches
 from .tables import powers
 
 
@@ -53,34 +51,3 @@ def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     decay_re, decay_im = decay[:, :, None].unbind(-1)  # [H, M, 1]
     X_re, X_im = state.unbind(-1)
     return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
-
-
-# The fused kernels as ops: torch.compile sees one node, and triton is imported where they run. The underscore: they overwrite
-# the state, which must be contiguous.
-
-
-@torch.library.custom_op("interdomain::scan_step_", mutates_args=("state",))
-def scan_step_(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
-    from . import triton_step
-
-    return triton_step.scan_step(q, k, v, decay, mixing, state)
-
-
-@torch.library.custom_op("interdomain::linear_step_", mutates_args=("state",))
-def linear_step_(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
-    from . import triton_step
-
-    return triton_step.linear_one_step(z, decay, readout, state)
-
-
-@scan_step_.register_fake
-def _(q, k, v, decay, mixing, state):
-    return v.new_empty(*q.shape[:2], v.shape[2])
-
-
-@linear_step_.register_fake
-def _(z, decay, readout, state):
-    return z.new_empty(z.shape)
-
-
-tag_caches(__name__)

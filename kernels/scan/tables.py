@@ -85,9 +85,9 @@ def mixing_matrix(gain: Tensor, C: Tensor | None, readout: str = "complex") -> T
     if C is None:
         cb = torch.diag_embed(gain.movedim(-1, 0))  # [2, H, M, M]
     elif C.shape == gain.shape:
-        cb = torch.diag_embed(_multiply(C, gain).movedim(-1, 0))
+        cb = torch.diag_embed(multiply(C, gain).movedim(-1, 0))
     elif C.shape == (*gain.shape[:2], M, 2):
-        cb = _multiply(C, gain[:, None]).movedim(-1, 0)
+        cb = multiply(C, gain[:, None]).movedim(-1, 0)
     else:
         raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=(*gain.shape[:2], M, 2), diagonal=tuple(gain.shape)))
     sign = {"complex": 1.0, "hermitian": -1.0, "real": 0.0}[readout]
@@ -120,7 +120,7 @@ def readout_vector(gain: Tensor, C: Tensor | None, c: Tensor) -> Tensor:
     else:
         full = (*gain.shape[:2], gain.shape[1], 2)
         raise ValueError(_C_SHAPE.format(got=tuple(C.shape), full=full, diagonal=tuple(gain.shape)))
-    return _multiply(gain, projected).movedim(-1, 1).flatten(1)
+    return multiply(gain, projected).movedim(-1, 1).flatten(1)
 
 
 def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
 _C_SHAPE = "C has shape {got}; allowed: {full} (full), {diagonal} (diagonal) or None (identity)"
 
 
-def _multiply(x: Tensor, y: Tensor) -> Tensor:
+def multiply(x: Tensor, y: Tensor) -> Tensor:
     """Product of two complex tensors given as real pairs."""
     (x_re, x_im), (y_re, y_im) = x.unbind(-1), y.unbind(-1)
     return torch.stack((x_re * y_re - x_im * y_im, x_re * y_im + x_im * y_re), dim=-1)

@@ -3,9 +3,6 @@ import os
 
 import pytest
 
-from interdomain.tools import convert
-
-from ..tools.checkpoints import small_model, write_checkpoint
 from .common import CASES, EXPECTED
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -52,20 +49,9 @@ def package():
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory, tokenizer):
+def exported(exported_model):
     """exported(case) -> (the model, its folder as convert writes it), one of CASES."""
-    path, made = tmp_path_factory.mktemp("exported"), {}
-
-    def export(case):
-        if case not in made:
-            condition, overrides = CASES[case]
-            model = small_model(condition, **overrides).eval()
-            checkpoint = write_checkpoint(path / f"{case}-run", model, tokenizer)
-            assert convert.main([str(checkpoint), "--output", str(path / case)]) == 0
-            made[case] = model, path / case
-        return made[case]
-
-    return export
+    return lambda case: exported_model(CASES[case][0], **CASES[case][1])
 
 
 @pytest.fixture(scope="session")

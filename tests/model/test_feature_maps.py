@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from interdomain.model.feature_maps import MAX_GAIN, PositiveRandomFeatures, divided, feature_map
 from interdomain.model.initialize import initial_value
-from interdomain.model.layers import PositiveRandomFeatures, feature_map
-from interdomain.model.mixers.interdomain import MAX_GAIN, divided
 from interdomain.scan import interdomain_scan
 
 from .common import lively, random_tokens, small_config

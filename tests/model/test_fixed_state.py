@@ -12,7 +12,7 @@ from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
 from interdomain.model.costs.flops import forward_flops_per_token, state_size
 from interdomain.model.mixers import fla_kernels
-from interdomain.model.mixers.fixed_state_scan import recurrence
+from interdomain.model.mixers.fixed_state import recurrence
 
 from .common import small_config, variant
 from .test_mixer import short_conv

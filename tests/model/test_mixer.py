@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from interdomain.model import Execution, Transformer
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.layers import feature_map, rope_tables
+from interdomain.model.feature_maps import feature_map, rope_tables
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import loss, meta_model
-from interdomain.model.layers import rope_tables
+from interdomain.model.feature_maps import rope_tables
 from interdomain.model.loss import IGNORE_INDEX
 from interdomain.model.shard import SHARDED, Part, shard_of
 

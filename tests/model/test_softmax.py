@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from interdomain.model.feature_maps import rope_tables
 from interdomain.model.generation import prefill
-from interdomain.model.layers import rope_tables
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
 from .common import Largest, positions_of, random_tokens, small_config, variant

@@ -15,14 +15,14 @@ import torch
 from interdomain.data import load_tokenizer
 from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model import cell_of
-from interdomain.tools import convert, evaluate
+from interdomain.tools import evaluate
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import measure, read_spans
 
 from ..common import small_tokenizer
 from ..model.common import small_config
-from .checkpoints import small_model, write_checkpoint
+from .checkpoints import small_model
 
 CONDITIONS = ("interdomain", "softmax")
 # Different lengths, characters of several bytes, and one that is too short for anything.
@@ -57,12 +57,11 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer):
+def folders(tmp_path_factory, exported_model):
     """One folder per condition, made by convert."""
     path = tmp_path_factory.mktemp("evaluate")
     for condition in CONDITIONS:
-        checkpoint = write_checkpoint(path / f"run-{condition}", small_model(condition), tokenizer)
-        assert convert.main([str(checkpoint), "--output", str(path / condition)]) == 0
+        shutil.copytree(exported_model(condition)[1], path / condition)
         (path / condition / "modeling_interdomain.py").write_text("raise SystemExit('the folder's code ran')")
     return [path / condition for condition in CONDITIONS]
 

@@ -11,19 +11,14 @@ import pytest
 from interdomain.files.pretrained import load_pretrained
 from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
-from interdomain.tools import convert, generate
+from interdomain.tools import generate
 
 from ..common import REPOSITORY
-from .checkpoints import small_model, write_checkpoint
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, tokenizer):
-    """A folder made by convert."""
-    path = tmp_path_factory.mktemp("generate")
-    checkpoint = write_checkpoint(path / "run", small_model(), tokenizer)
-    assert convert.main([str(checkpoint), "--output", str(path / "folder")]) == 0
-    return path / "folder"
+@pytest.fixture
+def source(exported_model):
+    return exported_model("interdomain")[1]
 
 
 def run(folder, *options, expect=0):

@@ -138,18 +138,15 @@ class Unknown(InterdomainMixer):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, tokenizer):
+def folders(tmp_path_factory, tokenizer, exported_model):
     """Exported: an interdomain model whose second layer's modes all last 4 tokens, softmax and s4d."""
-    path = tmp_path_factory.mktemp("inspect")
-    for condition in ("interdomain", "softmax", "s4d"):
-        model = small_model(condition)
-        if condition == "interdomain":
-            ssm = model.layers["1"].attention.ssm
-            ssm.log_A_real.data.copy_((0.25 / ssm.log_dt.exp()).log()[:, None].expand_as(ssm.log_A_real))
-            ssm.C.data.copy_(torch.tensor([3.0, 4.0]).expand_as(ssm.C))
-        checkpoint = write_checkpoint(path / f"run-{condition}", model, tokenizer)
-        assert convert.main([str(checkpoint), "--output", str(path / condition)]) == 0
-    return path
+    path, model = tmp_path_factory.mktemp("inspect"), small_model("interdomain")
+    ssm = model.layers["1"].attention.ssm
+    ssm.log_A_real.data.copy_((0.25 / ssm.log_dt.exp()).log()[:, None].expand_as(ssm.log_A_real))
+    ssm.C.data.copy_(torch.tensor([3.0, 4.0]).expand_as(ssm.C))
+    checkpoint = write_checkpoint(path / "run", model, tokenizer)
+    assert convert.main([str(checkpoint), "--output", str(path / "interdomain")]) == 0
+    return {"interdomain": path / "interdomain", **{name: exported_model(name)[1] for name in ("softmax", "s4d")}}
 
 
 def run(*argv, expect=0):
@@ -158,7 +155,7 @@ def run(*argv, expect=0):
 
 def test_what_is_written(folders, tmp_path, tokenizer, capsys):
     out = tmp_path / "out"
-    run(folders / "interdomain", "--text", TEXT, "--output", out)
+    run(folders["interdomain"], "--text", TEXT, "--output", out)
     printed = capsys.readouterr().out
     pictures = {"map-layer-00.png", "map-layer-01.png", "timescales.png"}
     assert {p.name for p in out.iterdir()} == pictures | {"inspect.json", "inspect.md", "maps.safetensors"}
@@ -173,7 +170,7 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys):
     assert [second[name] for name in which] == pytest.approx([4, 4, 4, 0, 5], rel=1e-5)
     assert first["timescale max"] > 4.1
     assert len(found["heads"]) == 8
-    model = load_model(folders / "interdomain", dtype=torch.float64)
+    model = load_model(folders["interdomain"], dtype=torch.float64)
     layers = _maps.read_layers(model, torch.tensor(ids), [0, 1])
     maps = load_file(out / "maps.safetensors")
     assert list(maps) == ["layer-00", "layer-01"]
@@ -181,17 +178,17 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys):
     assert first["distance"] == pytest.approx(sum(_maps.by_head(layers[0].weights)["distance"]) / 4)
     page = (out / "inspect.md").read_text()
     assert all(line in page for line in printed.splitlines()[:4])
-    run(folders / "interdomain", "--text", TEXT, "--output", out, expect=2)
+    run(folders["interdomain"], "--text", TEXT, "--output", out, expect=2)
     assert "nothing is overwritten" in capsys.readouterr().err
 
 
 def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    run(folders / "s4d", "--text-file", text, "--layers", 1, "--output", tmp_path / "s4d", "--dtype", "float32")
+    run(folders["s4d"], "--text-file", text, "--layers", 1, "--output", tmp_path / "s4d", "--dtype", "float32")
     assert {"kernel-layer-01.png", "timescales.png"} == {p.name for p in (tmp_path / "s4d").glob("*.png")}
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    run(folders / "softmax", "--text-file", text, "--output", tmp_path / "softmax")
+    run(folders["softmax"], "--text-file", text, "--output", tmp_path / "softmax")
     assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
     assert not list((tmp_path / "softmax").glob("*.png"))
 
@@ -201,13 +198,13 @@ def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
         return model, tokenizer
 
     monkeypatch.setattr(inspect, "load_pretrained", load)
-    run(folders / "interdomain", "--text-file", text, "--output", tmp_path / "unknown")
+    run(folders["interdomain"], "--text-file", text, "--output", tmp_path / "unknown")
     assert "layer 0: no map for this mixer (Unknown)" in capsys.readouterr().out
     assert list(load_file(tmp_path / "unknown" / "maps.safetensors")) == ["layer-01"]
 
 
 def test_bad_requests(folders, tmp_path, capsys):
-    model, out = folders / "interdomain", ("--output", tmp_path / "out")
+    model, out = folders["interdomain"], ("--output", tmp_path / "out")
     for argv, part in (
         ((tmp_path, "--text", TEXT), "config.json"),
         ((model, "--text", ""), "Allowed are 2 to 256"),

@@ -1,10 +1,21 @@
 """The model in transformers. Importing this package registers it: the Auto classes then need no trust_remote_code.
 
-The four files `*_interdomain.py` are copied into every standalone folder. They import torch and transformers, and the
-kernels of `interdomain.scan` and `interdomain.features` if these are installed, nothing else of this project.
+The files `*_interdomain.py` are copied into every standalone folder (`files.model_code`), plain_interdomain.py with the text of
+the modules that it imports here. There they import torch and transformers, and the kernels of `interdomain.scan` and
+`interdomain.features` if these are installed, nothing else of this project.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from pathlib import Path
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
+
+from interdomain.files.model_code import write_code
 
 from .configuration_interdomain import InterdomainConfig
 from .modeling_interdomain import (
@@ -19,6 +30,15 @@ CLASSES = {
     AutoModelForCausalLM: InterdomainForCausalLM,
     AutoModelForSequenceClassification: InterdomainForSequenceClassification,
 }
+
+
+def save_pretrained(self, save_directory, **options) -> None:
+    """transformers' own, which copies the files of this folder, and then the code that needs nothing of this project."""
+    PretrainedConfig.save_pretrained(self, save_directory, **options)
+    write_code(Path(save_directory))
+
+
+InterdomainConfig.save_pretrained = save_pretrained  # a model's calls it after its code is copied, before an upload
 AutoConfig.register(InterdomainConfig.model_type, InterdomainConfig, exist_ok=True)
 InterdomainConfig.register_for_auto_class()  # save_pretrained then copies the code
 for auto_class, model_class in CLASSES.items():

@@ -1,8 +1,5 @@
-"""Baselines with a state of fixed size, in plain PyTorch: gated linear attention (Yang et al., 2024), Mamba-2 (Dao & Gu, 2024),
-DeltaNet (Yang et al., 2024) and gated DeltaNet (Yang et al., 2025).
-
-    S_t = A_t S_(t-1) + k_t u_t^T,   o_t = S_t^T q_t,   A_t = diag(exp(decay_t))
-    u_t = v_t, and of the delta rules u_t = beta_t (v_t - (A_t S_(t-1))^T k_t)
+"""Baselines with a state of fixed size: gated linear attention (Yang et al., 2024), Mamba-2 (Dao & Gu, 2024), DeltaNet (Yang
+et al., 2024) and gated DeltaNet (Yang et al., 2025). Their recurrence is in plain_interdomain.py.
 """
 
 import math
@@ -13,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configuration_interdomain import InterdomainConfig
-from .scan_interdomain import InterdomainCache, KeptInFloat32, Padding, ShortConv, features, residual_linear, take, wide
+from .plain_interdomain import KeptInFloat32, plain_recurrence
+from .scan_interdomain import InterdomainCache, Padding, ShortConv, features, residual_linear, take, wide
 
-# Shapes: B batch, T tokens, H heads of state, G heads of queries and keys (H, or 1 for all), K key width, V value width,
-#         L tokens of a chunk, N chunks, D 1 or K.
+# Shapes: B batch, T tokens, H heads of state, K key width, V value width.
 
-CHUNK = 64
 LOW_RANK = 16  # of gated linear attention's gate, and what its logarithm is divided by
 
 
@@ -119,82 +115,28 @@ class FixedStateMixer(nn.Module):
 
     def _core(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, S: Tensor | None, padding: Padding | None) -> Any:
         """(o [B, T, H, V], the state after the last token that is no padding)."""
-        dtype, beta, u, D = wide(x.dtype), None, v, None
-        decay = x.new_zeros(*x.shape[:2], 1, 1, dtype=dtype)
+        dtype, decay, beta, u, D = wide(x.dtype), None, None, v, None
         if self.kind == "gla":
             gate = self.gate_up(self.gate_down(x)).to(dtype) + self.gate_bias
             decay = (F.logsigmoid(gate) / LOW_RANK).unflatten(-1, (-1, k.shape[-1]))
         elif hasattr(self, "ssm"):
             A_log, dt_bias, D = self.ssm()
             dt = F.softplus(self.wa(x).to(dtype) + dt_bias.to(dtype))
-            decay = (-A_log.to(dtype).exp() * dt)[..., None]
+            decay = -A_log.to(dtype).exp() * dt
             u = (v * dt[..., None]).to(v.dtype) if self.kind == "mamba2" else v
         if self.wb is not None:
             q, k = (F.normalize(y.to(dtype), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
-            beta = torch.sigmoid(self.wb(x).to(dtype))[..., None]
+            beta = torch.sigmoid(self.wb(x).to(dtype))
         if self.kind != "mamba2":
             q = q * q.shape[-1] ** -0.5
         if padding is not None:  # adds nothing, and nothing decays
             token = (torch.arange(x.shape[1], device=x.device) < padding.lengths[:, None])[..., None, None]
-            k, decay = k.where(token, 0), decay.where(token, 0)
-        S = x.new_zeros(len(x), *self.shape, dtype=dtype) if S is None else S
-        with torch.autocast(x.device.type, enabled=False):
-            o, S = recurrence(q.to(dtype), k.to(dtype), u.to(dtype), decay, beta, S)
+            k = k.where(token, 0)
+            decay = None if decay is None else decay.where(token.flatten(2) if decay.ndim == 3 else token, 0)
+        o, S = plain_recurrence(q, k, u, decay, beta, initial_state=S)
         if D is not None:
-            o = o.to(v.dtype) + D[:, None] * v
-        return o.to(v.dtype), S
-
-
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-    """q, k [B, T, G, K]; v [B, T, H, V]; decay [B, T, 1 or H, D]; beta [B, T, H, 1]; S [B, H, K, V] -> (o, the last S).
-
-    Chunk by chunk; the corrections of the delta rule in a chunk solve a triangular system. Logs of decays are only ever added:
-    no exponent is above 0.
-    """
-    (B, T, H, V), L = v.shape, min(CHUNK, 1 << (v.shape[1] - 1).bit_length())
-
-    def chunked(x: Tensor) -> Tensor:  # [B, T, H, D] -> [N, B, H, L, D]; padding changes no state
-        return F.pad(x, (0, 0, 0, 0, 0, -T % L)).unflatten(1, (-1, L)).permute(1, 0, 3, 2, 4).contiguous()
-
-    q, k, v, decay = (chunked(x) for x in (q, k, v, decay))
-    from_start = decay.cumsum(-2)
-    to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
-    kept = from_start[..., -1, :, None].exp()
-    seen, written, inside, erased = q * from_start.exp(), (k * to_end.exp()).mT, scores(q, k, decay), None
-    if beta is not None:
-        own = torch.cat((v, (k * from_start.exp()).expand(*v.shape[:-1], -1)), dim=-1)
-        beta = chunked(beta)
-        system = beta * scores(k, k, decay).tril(-1)
-        solved = torch.linalg.solve_triangular(system, beta * own, upper=False, unitriangular=True)
-        v, erased = solved.split((V, k.shape[-1]), dim=-1)
-    outputs = []
-    for n in range(len(v)):
-        u = v[n] if erased is None else v[n] - erased[n] @ S
-        outputs.append(seen[n] @ S + inside[n] @ u)
-        S = kept[n] * S + written[n] @ u
-    return torch.stack(outputs).permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)[:, :T], S
-
-
-def scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """q_i . k_j, each channel decayed over the tokens j + 1 to i, and 0 for j > i: [..., L, L] of [..., L, K].
-
-    With a decay for each channel, blocks are joined in pairs: both sides decay towards the border between them.
-    """
-    if decay.shape[-1] == 1:
-        between = decay.expand(*decay.shape[:-1], decay.shape[-2]).tril(-1).cumsum(-2)
-        return (q @ k.mT) * between.exp().tril()
-    joined, before, after, h = (q * k).sum(-1)[..., None, None], decay, torch.zeros_like(decay), 1
-    while h < q.shape[-2]:
-        (_, later), (earlier, _), (b1, b2), (a1, a2) = (
-            x.unflatten(-2, (-1, 2, h)).unbind(-3) for x in (q, k, before, after)
-        )
-        first, second = joined.unflatten(-3, (-1, 2)).unbind(-3)
-        across = (later * b2.exp()) @ (earlier * a1.exp()).mT
-        above = torch.cat((first, torch.zeros_like(first)), dim=-1)
-        joined = torch.cat((above, torch.cat((across, second), dim=-1)), dim=-2)
-        before = torch.cat((b1, b2 + b1[..., -1:, :]), dim=-2).flatten(-3, -2)
-        after, h = torch.cat((a1 + b2[..., -1:, :], a2), dim=-2).flatten(-3, -2), 2 * h
-    return joined.squeeze(-3)
+            o = (o + D[:, None] * v).to(v.dtype)
+        return o, S
 
 
 def last_inputs(x: Tensor, past: Tensor | None, padding: Padding | None, n: int) -> Tensor:

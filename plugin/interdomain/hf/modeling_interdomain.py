@@ -13,14 +13,13 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
+from .plain_interdomain import RandomFeatures, divided, feature_map, rope_tables
 from .scan_interdomain import (
-    FeatureMap,
     InputNorm,
     InterdomainCache,
     Padding,
     ShortConv,
     SSMDynamics,
-    divided,
     features,
     residual_linear,
     scan,
@@ -49,8 +48,8 @@ class InterdomainMixer(nn.Module):
         self.wv = nn.Linear(dim, kv_dim, bias=False)
         if not config.dual_input:
             self.v_conv = ShortConv(kv_dim, config.conv_width)
-        silu = config.feature_map == "silu"  # the other maps keep scale and sign
-        self.feature_map = None if silu else FeatureMap(config.feature_map, heads, config.head_dim)
+        self.feature_map = feature_map(config.feature_map, heads, config.head_dim)
+        silu = self.feature_map is None  # the other maps keep scale and sign
         self.k_norm = InputNorm(heads, config.head_dim) if silu else None
         self.v_norm = InputNorm(heads, config.head_dim) if silu else None
         self.ssm = SSMDynamics(config)
@@ -113,7 +112,7 @@ class InterdomainMixer(nn.Module):
             norm=None if norm is None else norm(),
             eps=self.config.rms_norm_eps,
         )
-        return self.feature_map(y, name == "q") if mapped and self.feature_map is not None else y
+        return self.feature_map(y, query=name == "q") if mapped and self.feature_map is not None else y
 
 
 class Attended(NamedTuple):
@@ -221,7 +220,7 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, InputNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, FeatureMap) and hasattr(module, "frequencies"):
+        elif isinstance(module, RandomFeatures):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
         elif isinstance(module, SSMDynamics | StepSize):
             module.init_values()
@@ -322,13 +321,9 @@ class InterdomainModel(InterdomainPreTrainedModel):
                 unseen = None if mask is None else Padding.of(mask)
             else:
                 unseen = self._attended(kind, counted, mask, cache)
-            prepared[kind] = self._rope(positions, wide(embeds.dtype)) if self.rotated else None, unseen
+            angles = positions, self.config.head_dim, self.config.rope_theta, wide(embeds.dtype)
+            prepared[kind] = rope_tables(*angles) if self.rotated else None, unseen
         return prepared, start + ones.sum(1)
-
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        pairs = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=positions.device)
-        angles = positions[..., None, None] * self.config.rope_theta ** -(pairs / self.config.head_dim)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
         """For softmax. token: which token of its row is in each place, [B, T]; a cache notes them of its slots."""

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from interdomain.files.megatron_checkpoint import BACKBONE, FLAGS, RECORD, read_record, record_of
 from interdomain.model.config import Execution, MixerConfig, ModelConfig
+from interdomain.model.feature_maps import KeptInFloat32
 from interdomain.model.initialize import initial_value
-from interdomain.model.layers import InputNorm, KeptInFloat32, rope_of
+from interdomain.model.layers import InputNorm, rope_of
 from interdomain.model.transformer import mixer_class
 
 SHARED = ("k_norm.weight", "v_norm.weight")  # by all heads, so by all ranks; every other parameter is per head

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from interdomain.features import input_features
+from interdomain.scan import CHUNK
 
 from ..config import Execution, MixerConfig, ModelConfig, state_shape
+from ..feature_maps import KeptInFloat32, widened
 from ..initialize import initialize
-from ..layers import KeptInFloat32, Linear, RMSNorm, ShortConv, widened
+from ..layers import Linear, RMSNorm, ShortConv
 from ..shard import Part
 from ..state import MixerState, ModelState
+from . import fla_kernels
 from .base import Mixer
-from .fixed_state_scan import CHUNK, recurrence
+from .fixed_state_scan import plain_recurrence
 from .ssm import copied
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
@@ -192,6 +195,30 @@ class FixedStateMixer(Mixer):
     def handed_on(config: ModelConfig) -> dict[str, int]:
         """Nothing: `titan.topology` refuses shards of a sequence."""
         return {"state": 0, "tail": 0, "token": 0}
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    documents: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
+
+    backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
+    """
+    B, T, H, V = v.shape
+    if T == 1 or not fla_kernels.chosen(v.device, v.dtype, backend)[0]:
+        return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
+    if initial_state is None:
+        initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=torch.promote_types(v.dtype, torch.float32))
+    with torch.autocast(v.device.type, enabled=False):
+        return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
 
 
 class GLAMixer(FixedStateMixer):

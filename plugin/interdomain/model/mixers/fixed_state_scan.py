@@ -1,28 +1,24 @@
-"""The recurrence of the fixed-state baselines, chunk by chunk: a matrix state that decays, is corrected, and is added to.
+"""The recurrence of the fixed-state baselines in plain PyTorch: a matrix state that decays, is corrected, and is added to.
 
     S_t = A_t S_{t-1} + k_t u_t^T,   o_t = S_t^T q_t,   A_t = diag(exp(log_decay_t))
     u_t = v_t                                           gated linear attention (Yang et al., 2024, eq. 3), Mamba-2
     u_t = beta_t (v_t - (A_t S_{t-1})^T k_t)            the delta rules (Yang et al., 2024, eq. 5; 2025, eq. 10)
 
-On CUDA by flash-linear-attention's kernels where that package is installed, else in plain PyTorch. Logs of decays are only ever
-added, never subtracted: no exponent is above 0 however strong the gates are, and -inf at a document's first token is an exact
-reset.
+Logs of decays are only ever added, never subtracted: no exponent is above 0 however strong the gates are, and -inf at a
+document's first token is an exact reset.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import fla_kernels
-from .fla_kernels import first_tokens
+from interdomain.scan import CHUNK
 
 # Shapes: B batch, T time, H heads, G heads of queries and keys (H, or 1 for all), K key width, V value width, L chunk length,
 #         N chunks, D 1 or K.
 
-CHUNK = 64
 
-
-def recurrence(
+def plain_recurrence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -31,9 +27,8 @@ def recurrence(
     *,
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
-    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """All tokens of the recurrence above.
+    """All tokens of the recurrence above, chunk by chunk.
 
     Args:
         q, k: [B, T, G, K]; v: [B, T, H, V].
@@ -41,7 +36,6 @@ def recurrence(
         beta: of the delta rule, [B, T, H]; None for u = v.
         initial_state: [B, H, K, V], float32 or float64; None for zeros.
         documents: [B, T] integers, never falling along T: a state stops at the end of its document. 0 continues initial_state.
-        backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
     Returns: (o [B, T, H, V] in v's dtype, S after the last token), computed in float32 (float64). Differentiable.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -49,19 +43,23 @@ def recurrence(
     if initial_state is None:
         initial_state = v.new_zeros(B, H, k.shape[3], V, dtype=dtype)
     with torch.autocast(v.device.type, enabled=False):
-        if T > 1 and fla_kernels.chosen(v.device, v.dtype, backend)[0]:
-            return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
         decay = v.new_zeros(B, T, 1, dtype=dtype) if log_decay is None else log_decay.to(dtype)
         decay = decay[..., None] if decay.ndim == 3 else decay
         if documents is not None:
             decay = decay.masked_fill(first_tokens(documents)[..., None, None], -torch.inf)
         q, k, u = (x.to(dtype) for x in (q, k, v))
         beta = None if beta is None else beta.to(dtype)[..., None]
-        o, state = (_step if T == 1 else _chunkwise)(q, k, u, decay, beta, initial_state)
+        o, state = (_one_token if T == 1 else _by_chunks)(q, k, u, decay, beta, initial_state)
         return o.to(v.dtype), state
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+def first_tokens(documents: Tensor) -> Tensor:
+    """Mask of the tokens that are the first of their document, [B, T] bool; what came before the first token is of
+    document 0."""
+    return documents != F.pad(documents, (1, 0))[:, :-1]
+
+
+def _one_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token: as the recurrence is written."""
     S = decay[:, 0, :, :, None].exp() * S
     u, k = v[:, 0], k[:, 0, :, :, None]
@@ -71,7 +69,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S
     return (q[:, 0, :, None] @ S).transpose(1, 2), S
 
 
-def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+def _by_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence by chunks (Yang et al., 2024, section 4.1; the delta rule in its WY form, Yang et al., 2024, section 3.2).
 
     decay: [B, T, 1 or H, D]; beta: [B, T, H, 1].
@@ -85,12 +83,12 @@ def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     from_start = decay.cumsum(-2)  # of the chunk to each token, which is included
     to_end = F.pad(decay[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)  # from each token, which is not
     kept = from_start[..., -1, :, None].exp()
-    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _scores(q, k, decay), None
+    seen, written, scores, erased = q * from_start.exp(), (k * to_end.exp()).mT, _decayed_scores(q, k, decay), None
     if beta is not None:
         # u_i + beta_i sum_{j<i} (k_i . k_j decayed) u_j = beta_i (v_i - what k_i reads of the chunk's first state)
         beta = chunked(beta)
         right = torch.cat([v, (k * from_start.exp()).expand(*v.shape[:-1], -1)], dim=-1)
-        system = beta * _scores(k, k, decay).tril(-1)
+        system = beta * _decayed_scores(k, k, decay).tril(-1)
         solved = torch.linalg.solve_triangular(system, beta * right, upper=False, unitriangular=True)
         v, erased = solved.split([V, k.shape[-1]], dim=-1)
     outputs = []
@@ -102,7 +100,7 @@ def _chunkwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | No
     return o.permute(1, 0, 3, 2, 4).reshape(B, -1, H, V)[:, :T], S
 
 
-def _scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+def _decayed_scores(q: Tensor, k: Tensor, decay: Tensor) -> Tensor:
     """q_i . k_j, each channel decayed over the tokens j + 1 to i, and 0 for j > i: [..., L, L] of [..., L, K].
 
     One decay for all channels is a factor of the product. With one per channel, blocks of a token are joined in pairs until

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from interdomain.scan.library import log_once, tag_caches
 
+from .fixed_state_scan import first_tokens
+
 # Shapes: B batch, T time, H heads, K key width, V value width.
 
 INSTALLED = importlib.util.find_spec("fla") is not None  # here: torch.compile traces `chosen`
@@ -40,18 +42,12 @@ def chosen(device: torch.device | None, dtype: torch.dtype, backend: str) -> tup
     return False, words
 
 
-def first_tokens(documents: Tensor) -> Tensor:
-    """Mask of the tokens that are the first of their document, [B, T] bool; what came before the first token is of
-    document 0."""
-    return documents != F.pad(documents, (1, 0))[:, :-1]
-
-
 @torch.library.custom_op("interdomain::fla_recurrence", mutates_args=())
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, state: Tensor,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`recurrence.recurrence` with a state."""
+    """`fixed_state_scan.plain_recurrence` with a state."""
     return _run(q, k, v, log_decay, beta, state, documents)
 
 

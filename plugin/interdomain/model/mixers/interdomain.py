@@ -9,8 +9,9 @@ from interdomain.features import input_features, input_features_step
 from interdomain.scan import CHUNK, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from ..config import Execution, MixerConfig, ModelConfig
+from ..feature_maps import divided, feature_map, widened
 from ..initialize import initialize
-from ..layers import InputNorm, Linear, ShortConv, feature_map, widened
+from ..layers import InputNorm, Linear, ShortConv
 from ..shard import Part, before, shard_of
 from ..state import MixerState, ModelState
 from .base import Mixer
@@ -18,8 +19,6 @@ from .ssm import Dynamics, SSMDynamics, fold
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
 #         M basis functions, W convolution width, E channels.
-
-MAX_GAIN = 16.0  # of the normalised readout: how much larger than the token's own value it may be
 
 
 class InterdomainMixer(Mixer):
@@ -286,19 +285,3 @@ class InterdomainMixer(Mixer):
 def _with_ones(v: Tensor) -> Tensor:
     """v with the ones channel: its coefficients are eta of paper eq. 9."""
     return torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-
-
-def divided(o: Tensor, v: Tensor) -> Tensor:
-    """Numerator over the Nadaraya-Watson denominator, the last channel of o [B, T, H, D + 1] -> [B, T, H, D], of o's dtype.
-
-    A kernel average lies between its values, but an estimate of one need not: its denominator can vanish. Where the quotient
-    would be larger than MAX_GAIN times the token's own value v [B, T, G, D + 1], both as means of |x| over D, the denominator
-    is as large as makes it just that, with its sign. The scales of v, of the features and of C cancel; no state is needed.
-    """
-    numerator, denominator = widened(o[..., :-1]), widened(o[..., -1:])
-    allowed = MAX_GAIN * widened(v[..., :-1]).abs().mean(-1, keepdim=True)
-    allowed = allowed.repeat_interleave(o.shape[2] // v.shape[2], dim=2)
-    sign = torch.where(denominator < 0, -1.0, 1.0)
-    # Not with a quotient as the floor: a value of zeros gives an output of zeros.
-    below = torch.maximum(denominator.abs() * allowed, numerator.abs().mean(-1, keepdim=True))
-    return (numerator * (sign * allowed) / below.clamp_min(torch.finfo(below.dtype).tiny)).to(o.dtype)

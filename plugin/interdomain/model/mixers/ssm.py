@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from interdomain.scan import tables
 
-from ..layers import KeptInFloat32
+from ..feature_maps import KeptInFloat32
 
 # Shapes: H heads, M basis functions.
 

@@ -1,0 +1,35 @@
+"""The Python files of a standalone folder: what transformers runs there, without this package."""
+
+import re
+import shutil
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent
+PLAIN = "plain_interdomain.py"
+FORMULAS = (  # torch alone; each needs only what stands before it
+    "scan/tables.py",
+    "scan/chunkwise.py",
+    "scan/step.py",
+    "features/plain.py",
+    "model/feature_maps.py",
+    "model/mixers/fixed_state_scan.py",
+)
+
+
+def write_code(folder: Path) -> None:
+    """Write the files of interdomain/hf and the license to a folder, and FORMULAS as its PLAIN."""
+    for file in (*(PACKAGE / "hf").glob("*_interdomain.py"), PACKAGE / "hf" / "LICENSE"):
+        shutil.copyfile(file, folder / file.name)
+    (folder / PLAIN).write_text(formulas())
+
+
+def formulas() -> str:
+    """FORMULAS as one text, without the lines by which they import from each other."""
+    listed = "\n".join(FORMULAS)
+    parts = [
+        f'"""The formulas in plain PyTorch: these files of the package interdomain, one after the other.\n\n{listed}\n"""\n'
+    ]
+    for file in FORMULAS:
+        text = re.sub(r"^from (\.|interdomain).*\n", "", (PACKAGE / file).read_text(), flags=re.MULTILINE)
+        parts.append(f"# interdomain/{file}\n\n{text}")
+    return "\n\n".join(parts)
