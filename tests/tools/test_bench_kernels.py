@@ -10,7 +10,7 @@ import torch
 from interdomain import environment
 from interdomain.model import build_config
 from interdomain.model.costs.flops import forward_flops_per_token
-from interdomain.tools import bench_kernels, check_kernels, launch
+from interdomain.tools import bench_kernels, bench_training, check_kernels, launch
 from interdomain.tools._bench import peers, timing
 from interdomain.tools._bench import results as _bench
 from interdomain.tools._bench.cases import Shape
@@ -78,6 +78,10 @@ def test_rows_are_on_the_disk_when_they_are_measured(tmp_path, monkeypatch):
         (bench_kernels, ["--shapes", "8x4096"], ["got 8x4096", "BATCHxTOKENSxHEADSxHEAD_DIM"]),
         (bench_kernels, ["--device", "cuda"], ["--device cuda", "no GPU(s)"]),
         (check_kernels, ["--groups", "magic"], ["--groups: there is no magic", "chunkwise-fp32"]),
+        (bench_training, ["--sizes", "8B"], ["--sizes: there is no 8B. Allowed are 1.3B"]),
+        (bench_training, ["--cases", "mamba:compile:none"], ["--cases must be CONDITION:compile|eager"]),
+        (bench_training, ["--steps", "0"], ["--steps must be at least 1"]),
+        (bench_training, ["--device", "cpu"], ["Set CUDA_VISIBLE_DEVICES"]),
     ],
 )
 def test_refused_in_one_paragraph(tool, argv, said, tmp_path, capsys):

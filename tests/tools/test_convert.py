@@ -246,28 +246,24 @@ def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE):
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("decoder.layers.mlp.linear_fc1.bias", "decoder.final_layernorm.bias", "embedding.position_embeddings.weight"),
-        *("decoder.layers.mlp.router.weight", "mtp.layers.0.eh_proj.weight"),
-    ],
-)
-def test_a_tensor_that_the_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused, name):
-    run = megatron_run(tmp_path / "run", [name])
-    refused(run, f"no place, first of all {name}.", "--tokenizer", tokenizer.path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("activation_func", "quick_gelu"), ("glu_linear_offset", 1.0), ("activation_func_clamp_value", 0.1)),
-        *(("normalization", "LayerNorm"), ("a setting of a newer version", True)),
-    ],
-)
-def test_a_megatron_setting_that_a_folder_cannot_have_is_refused(tmp_path, tokenizer, refused, name, value):
-    run = megatron_run(tmp_path / "run", backbone={**megatron.BACKBONE, name: value})
-    refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
+def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused):
+    """Tensors, and settings of Megatron."""
+    for i, name in enumerate(
+        (
+            *("decoder.layers.mlp.linear_fc1.bias", "decoder.final_layernorm.bias", "decoder.layers.mlp.router.weight"),
+            *("embedding.position_embeddings.weight", "mtp.layers.0.eh_proj.weight"),
+        )
+    ):
+        run = megatron_run(tmp_path / f"tensor-{i}", [name])
+        refused(run, f"no place, first of all {name}.", "--tokenizer", tokenizer.path)
+    for i, (name, value) in enumerate(
+        (
+            *(("activation_func", "quick_gelu"), ("glu_linear_offset", 1.0), ("activation_func_clamp_value", 0.1)),
+            *(("normalization", "LayerNorm"), ("a setting of a newer version", True)),
+        )
+    ):
+        run = megatron_run(tmp_path / f"setting-{i}", backbone={**megatron.BACKBONE, name: value})
+        refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
 
 
 @pytest.mark.parametrize("recorded", [True, False])

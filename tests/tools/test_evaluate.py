@@ -327,6 +327,9 @@ def write_task(folder, name, kind, rows, metrics, **more):
     (folder / f"{name}.yaml").write_text(json.dumps({**data, **task, "metadata": {"version": 1.0}, **more}))
 
 
+HARNESS = pytest.mark.slow_group("tools/", "plugin/interdomain/hf/", "plugin/interdomain/model/")
+
+
 @pytest.fixture(scope="module")
 def ran(folders, tmp_path_factory):
     """(results, those of made tasks, what each further command said)."""
@@ -386,6 +389,7 @@ def log_likelihoods(model, tokens, scored):
     return logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])][-scored:]
 
 
+@HARNESS
 @pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
 def test_a_long_text_and_choices(ran, folders, i):
     """A text in pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits. A
@@ -415,6 +419,7 @@ def test_a_long_text_and_choices(ran, folders, i):
     assert {metric: x["value"] for metric, x in found["choice"].items()} == pytest.approx(right)
 
 
+@HARNESS
 def test_tasks_that_cannot_be(ran):
     gone, unknown, made, cached, fetched = ran[2]
     assert [status for status, _ in (gone, unknown, made, cached, fetched)] == [2, 2, 2, 0, 0]
@@ -425,6 +430,7 @@ def test_tasks_that_cannot_be(ran):
     assert "the data of based_nq cannot be read" in made[1]
 
 
+@HARNESS
 def test_what_is_recorded_and_texts_that_are_made_to_a_length(ran):
     """Written, and beyond the length that the model was trained at."""
     results, recalled, _ = ran

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools import launch
+from interdomain.tools import convert, generate, launch
 from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from ..common import REPOSITORY, TIMEOUT
@@ -109,7 +110,7 @@ def test_every_config_names_existing_fields_and_the_plugin(capsys):
 
 
 @pytest.mark.e2e
-def test_first_start_end_to_end(tmp_path):
+def test_first_start_end_to_end(tmp_path, monkeypatch, capsys):
     """The newcomer's run in a folder of its own: corpus, two steps, and then the commands that it prints, pasted."""
     for name in ("train_configs", "launch.sh"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -128,9 +129,15 @@ def test_first_start_end_to_end(tmp_path):
     assert list((tmp_path / "outputs/debug/tb").glob("events*"))
     commands = dict(re.findall(r"^# (\w+).*\n(.+)$", said, re.MULTILINE))
     assert list(commands) == ["watch", "convert", "generate", "train"]
-    paste(commands["convert"])
-    assert paste(commands["generate"]).startswith("def main(")
-    longer = paste(f"{commands['train']} --dry-run")
+    monkeypatch.chdir(tmp_path)
+    for name, tool in (("convert", convert), ("generate", generate)):
+        command, _, argv = commands[name].partition(f"{name} ")
+        assert os.access(command.split()[0], os.X_OK)
+        assert tool.main(shlex.split(argv)) == 0
+    assert "\ndef main(" in capsys.readouterr().out
+    start, *argv = shlex.split(commands["train"])
+    assert start == "./launch.sh"
+    longer = dry(capsys, *argv)
     assert "4 of 1,024 tokens" in longer
     assert "--nproc-per-node 1 --local-ranks" in longer
 
