@@ -218,7 +218,7 @@ def new(runs, tmp_path_factory):
     for name, settings in STOCK_03.items():
         given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
         file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
-        new.add(name, **GRADIENTS | settings, stock=True)
+        new.add(name, **STEPS | GRADIENTS | settings, stock=True)
         args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(folder / name)]
         new.jobs[name]["args"] = [*args, "--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]
     yield new
