@@ -11,7 +11,7 @@ it; only the start of Python and of the process group is shared. What was seen i
     timeouts         (name, seconds) of all process groups at the end
 
 "stock": TorchTitan's own trainer and settings
-"spoil": {"rank", STEP: "loss" | "gradient" | "both"} makes that of one rank not finite; "stops": the run ends itself.
+"spoil": {STEP: "loss" | "gradient" | "both"} makes that of rank 1 not finite; "stops": the run ends itself.
 """
 
 # ruff: noqa: E402 (a stand-in comes before what needs it)
@@ -91,7 +91,7 @@ def watch(trainer, probes, spoil, seen):
 
     def spoiled(model, inputs, loss):
         what = spoil.get(trainer.step)
-        if what is None or not model.training or torch.distributed.get_rank() != spoil["rank"]:
+        if what is None or not model.training or torch.distributed.get_rank() != 1:
             return loss
         if what == "gradient":
             loss.register_hook(lambda gradient: gradient * math.inf)

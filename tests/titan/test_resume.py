@@ -22,8 +22,8 @@ def test_twice_three_steps_are_six_to_the_bit(runs):
     ("name", "reference", "last"),
     [
         ("1 after two", "2 text", 6),
-        ("4 context tensor after pipeline", "1 layers", 5),
-        ("4 tensor pipeline after context", "1 layers", 5),
+        ("4 after pipeline", "1 layers", 5),
+        ("4 after context", "1 layers", 5),
     ],
 )
 def test_a_run_continues_on_other_ranks(runs, name, reference, last):

@@ -21,8 +21,10 @@ from interdomain.tools import convert
 from .conftest import refusal
 from .runs import (
     COMPILED,
+    FULL,
+    GRADIENTS,
+    HYBRID,
     INTERLEAVED,
-    LAYERS,
     SAVED,
     TINY,
     VALIDATED,
@@ -31,6 +33,7 @@ from .runs import (
     continue_from,
     flags,
     parallel,
+    steps,
 )
 
 pytestmark = pytest.mark.e2e
@@ -38,27 +41,19 @@ pytestmark = pytest.mark.e2e
 TITAN03 = "INTERDOMAIN_TITAN03"  # a folder with TorchTitan 0.3.0; `./launch.sh test` makes and names it
 
 TOLERANCE = 1e-6  # float32 sums in another order; the largest difference seen is 3e-7
-MICRO = {
-    "training__local_batch_size": 8,
-    "training__global_batch_size": -1,
-    "parallelism__pipeline_parallel_microbatch_size": 2,
-}
-WINDOWS = {**VALIDATED, "validation__local_batch_size": 4, "validation__tokens": 1024}
-WHOLE = {"checkpoint__last_save_model_only": False}
-GRADIENTS = {"probes": ["gradients"]}
+BATCH = {"training__local_batch_size": 8, "training__global_batch_size": -1}
+MICRO = BATCH | {"parallelism__pipeline_parallel_microbatch_size": 2}
+WINDOWS = VALIDATED | {"validation__local_batch_size": 4, "validation__tokens": 1024}
+WHOLE, IN_HF = {"checkpoint__last_save_model_only": False}, {"checkpoint__last_save_in_hf": True}
 TOKENS = {"training__tokens": 51_200, "lr_scheduler__warmup_tokens": 5_120}  # of a file
 STEPS = {"training__steps": 3, "lr_scheduler__warmup_steps": 2}  # win over them
-UNSAVED = {name: value for name, value in LAYERS.items() if not name.startswith(("checkpoint", "validation"))}
 AXES = {  # runs of TorchTitan's trainer: their settings, and ours that do the same
-    "2 stock shards": ({**WINDOWS, **SAVED, **WHOLE}, "2 text"),
-    "2 stock accumulated": ({"training__local_batch_size": 2, "activation_checkpoint__mode": "full"}, "2 text"),
-    "2 stock replicas": (
-        {**parallel(replicas=2), **SAVED, "checkpoint__last_save_in_hf": True},
-        "2 text",
-    ),
-    "2 stock context": ({**parallel(context=2), **WINDOWS}, "2 text"),
-    "2 stock tensor": ({**UNSAVED, **parallel(tensor=2)}, "1 layers"),
-    "2 stock pipeline": ({**parallel(pipeline=2), **INTERLEAVED, **MICRO}, "2 text"),
+    "2 stock shards": (WINDOWS | SAVED | WHOLE, "2 text"),
+    "2 stock accumulated": ({"training__local_batch_size": 2} | FULL, "2 text"),
+    "2 stock replicas": (parallel(replicas=2) | SAVED | IN_HF, "2 text"),
+    "2 stock context": (parallel(context=2) | WINDOWS, "2 text"),
+    "2 stock tensor": (parallel(tensor=2) | HYBRID, "1 layers"),
+    "2 stock pipeline": (parallel(pipeline=2) | INTERLEAVED | MICRO, "2 text"),
     "2 stock compiled": (COMPILED, "2 text"),
 }
 
@@ -68,10 +63,10 @@ def stock(runs):
     """The same runs, and those under TorchTitan's trainer."""
     tokens = toml_of(runs.folder / "tokens.toml", **TOKENS)
     for name, (settings, _) in AXES.items():
-        runs.add(name, toml=tokens, **{**GRADIENTS, **STEPS, **settings}, stock=True)
+        runs.add(name, toml=tokens, **STEPS | GRADIENTS | settings, stock=True)
     runs.add("2 from stock", of=("2 stock shards", 3), **SAVED, training__steps=4)
-    runs.add("2 stock again", of=("2 from stock", 4), **SAVED, **WHOLE, stock=True)
-    start = {**SAVED, "training__steps": 1}
+    runs.add("2 stock again", of=("2 from stock", 4), **SAVED | WHOLE, stock=True)
+    start = SAVED | steps(1)
     runs.add("1 from weights", **start, checkpoint__initial_load_path=runs.folder / "2 text" / "checkpoint" / "step-6")
     folder = {"checkpoint__initial_load_path": runs.folder / "exported", "checkpoint__initial_load_in_hf": True}
     runs.add("1 stock from weights", **start, **folder, stock=True)
@@ -90,8 +85,8 @@ def test_learning_rates_and_the_mixers_timescales_are_logged(stock):
 
 
 def test_a_run_goes_from_one_trainer_to_the_other_and_back(stock, tmp_path):
-    for name, steps in (("2 from stock", [4]), ("2 stock again", [5, 6])):
-        assert list(stock.seen(name)["log"]) == steps  # the length of the schedule is total_steps in all
+    for name, expected in (("2 from stock", [4]), ("2 stock again", [5, 6])):
+        assert list(stock.seen(name)["log"]) == expected  # the length of the schedule is total_steps in all
         assert_same_run(stock, name, "2 text", TOLERANCE)
     assert convert.main([str(stock.checkpoint("2 stock again", 6)), "--output", str(tmp_path / "folder")]) == 0
     facts = json.loads((tmp_path / "folder" / "config.json").read_text())["facts"]
@@ -204,7 +199,7 @@ def toml_of(path, **settings):
 
 OURS_03 = {"2 context": "1 layers", "2 tensor": "1 layers", "2 pipeline": "1 layers", "2 continued": "2 text"}
 STOCK_03 = {
-    "2 stock shards": {**WINDOWS, **SAVED},
+    "2 stock shards": WINDOWS | SAVED,
     "2 stock replicas": parallel(replicas=2),
     "2 stock compiled": COMPILED,
 }
@@ -218,12 +213,12 @@ def new(runs, tmp_path_factory):
     folder, context = tmp_path_factory.mktemp("titan03"), multiprocessing.get_context("spawn")
     new = Runs(folder, runs.corpora, context, [os.environ[TITAN03]])
     for axis in ("context", "tensor", "pipeline"):
-        new.add(f"2 {axis}", **UNSAVED, **parallel(**{axis: 2}), training__steps=2)
+        new.add(f"2 {axis}", **parallel(**{axis: 2}) | HYBRID | GRADIENTS | steps(2))
     new.add("2 continued", **SAVED, training__steps=5)
     for name, settings in STOCK_03.items():
         given = {"data__corpus": str(runs.corpora["text"]), "training__local_batch_size": 4} | settings
         file = toml_of(folder / f"{name}.toml", job__dump_folder="elsewhere", **given, **TOKENS)
-        new.add(name, **GRADIENTS, **settings, stock=True)
+        new.add(name, **STEPS | GRADIENTS | settings, stock=True)
         args = ["--module", "interdomain.titan", "--config", str(file), "--dump_folder", str(folder / name)]
         new.jobs[name]["args"] = [*args, "--training.steps", "3", "--lr_scheduler.warmup_steps", "2"]
     yield new

@@ -17,7 +17,7 @@ REFERENCES = {
     **dict.fromkeys(
         ("1 answers accumulated", "2 shards answers", *(f"2 {axis} answers" for axis in AXES)), "1 answers"
     ),
-    **dict.fromkeys(("2 context softmax", "2 tensor softmax compiled"), "1 softmax"),
+    **dict.fromkeys(("2 context softmax", "2 tensor softmax"), "1 softmax"),
     **dict.fromkeys(("2 s4d", "2 context s4d"), "1 s4d"),
     "2 gated-deltanet": "1 gated-deltanet",
     "2 pipeline mamba2": "1 mamba2",

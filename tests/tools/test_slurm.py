@@ -1,4 +1,4 @@
-"""SLURM: what the same line does in an allocation. tests/titan/test_nodes.py starts it."""
+"""SLURM: what the same line does in an allocation. tests/titan/test_launch.py starts it."""
 
 import re
 import shlex
