@@ -6,7 +6,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent
 PLAIN = "plain_interdomain.py"
-FORMULAS = (  # torch alone; each needs only what stands before it
+PARTS = (  # Python and torch alone; each needs only what stands before it
+    "model/settings.py",
     "scan/tables.py",
     "scan/chunkwise.py",
     "scan/step.py",
@@ -17,19 +18,19 @@ FORMULAS = (  # torch alone; each needs only what stands before it
 
 
 def write_code(folder: Path) -> None:
-    """Write the files of interdomain/hf and the license to a folder, and FORMULAS as its PLAIN."""
+    """Write the files of interdomain/hf and the license to a folder, and PARTS as its PLAIN."""
     for file in (*(PACKAGE / "hf").glob("*_interdomain.py"), PACKAGE / "hf" / "LICENSE"):
         shutil.copyfile(file, folder / file.name)
-    (folder / PLAIN).write_text(formulas())
+    (folder / PLAIN).write_text(plain())
 
 
-def formulas() -> str:
-    """FORMULAS as one text, without the lines by which they import from each other."""
-    listed = "\n".join(FORMULAS)
-    parts = [
-        f'"""The formulas in plain PyTorch: these files of the package interdomain, one after the other.\n\n{listed}\n"""\n'
+def plain() -> str:
+    """PARTS as one text, without the lines by which they import from each other."""
+    listed = "\n".join(PARTS)
+    texts = [
+        f'"""Settings and formulas: these files of the package interdomain, one after the other.\n\n{listed}\n"""\n'
     ]
-    for file in FORMULAS:
+    for file in PARTS:
         text = re.sub(r"^from (\.|interdomain).*\n", "", (PACKAGE / file).read_text(), flags=re.MULTILINE)
-        parts.append(f"# interdomain/{file}\n\n{text}")
-    return "\n\n".join(parts)
+        texts.append(f"# interdomain/{file}\n\n{text}")
+    return "\n\n".join(texts)

@@ -38,7 +38,8 @@ def save_pretrained(self, save_directory, **options) -> None:
     write_code(Path(save_directory))
 
 
-InterdomainConfig.save_pretrained = save_pretrained  # a model's calls it after its code is copied, before an upload
+# A model's own calls it after its code is copied and before an upload.
+InterdomainConfig.save_pretrained = save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
 AutoConfig.register(InterdomainConfig.model_type, InterdomainConfig, exist_ok=True)
 InterdomainConfig.register_for_auto_class()  # save_pretrained then copies the code
 for auto_class, model_class in CLASSES.items():

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from transformers import PretrainedConfig
 
-from .settings_interdomain import KINDS, LARGEST, MixerConfig
+from .plain_interdomain import KINDS, LARGEST, MixerConfig
 
 MIXER = {f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")}
 DEFAULTS = dict(
