@@ -23,7 +23,7 @@ def recalled(text, p):
 
 
 def copied(text, p):
-    """As many tokens have been copied as stand behind `copy`."""
+    """The number of tokens behind `copy` is the number of those that have been copied."""
     begin = text.index("copy")
     return [word for word in text[:begin] if word != "."][p - begin - 1]
 

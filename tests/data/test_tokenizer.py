@@ -110,7 +110,7 @@ def test_one_file_carries_everything_into_folders_and_corpora(any_kind, tmp_path
 
 
 def test_eos_of_a_json_file(files, tmp_path):
-    """What the configuration beside it says."""
+    """EOS is the token that the configuration beside the file names."""
     alone = tmp_path / "tokenizer.json"
     alone.write_bytes(files["json"].read_bytes())
     with pytest.raises(ValueError, match=r"no EOS.*tokenizer_config\.json"):

@@ -75,7 +75,7 @@ def commands(block: Block) -> Iterator[tuple[int, str]]:
 
 
 def words(text: str) -> list[str]:
-    """As a shell splits it, without comments; operators are words of their own."""
+    """Words as a shell splits them, without comments; operators are words of their own."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     return list(lexer)

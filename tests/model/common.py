@@ -85,7 +85,7 @@ def random_tokens(config: ModelConfig, batch: int, length: int, seed: int = 1) -
 
 
 def positions_of(lengths) -> torch.Tensor:
-    """Of documents of these lengths, packed row by row."""
+    """Positions in documents of these lengths, packed row by row."""
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
 
 

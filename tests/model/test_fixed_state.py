@@ -178,7 +178,7 @@ def test_state_is_as_large_as_interdomain_attentions(size):
 
 @pytest.mark.parametrize("condition", FIXED_STATE)
 def test_products(condition):
-    """As torch counts them, in whole chunks; the triangular system, which it does not see, is half of a product."""
+    """Torch's count of products, in whole chunks; the triangular system, which torch does not see, is half of a product."""
     config, T = small_config(condition), 128
 
     def counted(T):

@@ -106,7 +106,7 @@ def test_a_window_s_scores_and_values(T):
 
 
 def names(layers):
-    """Of a stage's modules."""
+    """Names of a stage's modules."""
     return [f"layers.{i}" for i in range(layers)]
 
 

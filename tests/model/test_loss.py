@@ -18,7 +18,7 @@ def small_pieces(monkeypatch):
 
 
 def plain(hidden, weight, labels):
-    """As TorchTitan computes it."""
+    """The loss that TorchTitan computes."""
     logits = F.linear(hidden, weight).flatten(0, -2)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)

@@ -179,7 +179,7 @@ def test_a_damaged_folder_is_refused(folder, name):
 
 
 def test_without_checksums(folder):
-    """As `tools.evaluate` loads what it has verified, and as transformers saves a folder."""
+    """`tools.evaluate` loads a folder that it has verified so, and transformers saves one so."""
     flip_a_bit(folder / WEIGHTS)
     load_model(folder, verify=False)
     edit_json(folder / CONFIG, weights=None)

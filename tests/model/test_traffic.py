@@ -1,4 +1,4 @@
-"""What a rank holds, and what it receives in a step, against numbers written out: one configuration for each axis."""
+"""The tensors of a rank and the bytes that it receives in a step against numbers written out: a configuration for each axis."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_shards_and_replicas():
 
 
 def test_context():
-    """Of each of three other ranks, forward and backward: a state in float32, whether it goes on, and convolutions' inputs."""
+    """From each of three other ranks, both ways: a state in float32, a number that says if it goes on, convolutions' inputs."""
     state, tail = 4 * 4 * 32 * 64 * 2 + 4, 2 * 3 * 2 * DIM
     fsdp = received("interdomain", shards=4, precision="bf16")
     got = received("interdomain", context=4, precision="bf16")

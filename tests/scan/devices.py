@@ -47,7 +47,7 @@ def use_kernels(monkeypatch):
 
 
 def in_process(*command, **environment):
-    """What a Python process prints, started in the repository with these variables; it must succeed."""
+    """The output of a Python process, started in the repository with these variables; the process must succeed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
     done = subprocess.run([sys.executable, *command], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]

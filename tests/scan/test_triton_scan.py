@@ -114,7 +114,7 @@ def test_segments(segments, T, dtype, linear, kernels, small_chunks, monkeypatch
 
 
 def test_a_state_is_summed_in_fp32(small_chunks):
-    """What four chunks add to a state of a thousand times their size, which bf16 would round away."""
+    """Four chunks add to a state of a thousand times their size; bf16 would round their sum away."""
     inputs, _ = op_inputs(Case(T=64, H=1, R=16, D=16, decay="weak"), FP32, BF16)
     inputs = {n: x.detach() * (1000 if n == "initial_state" else 1) for n, x in inputs.items()}
     _, got = scan.interdomain_scan(**on_device(inputs)[0], backend="chunkwise")

@@ -1,4 +1,4 @@
-"""What is decided about the Triton kernels without running one: refusals, the choice of `auto`, fake shapes, segments.
+"""Decisions about the Triton kernels that need no run: refusals, the choice of `auto`, fake shapes, segments.
 
 Needs neither a GPU nor Triton's interpreter.
 """

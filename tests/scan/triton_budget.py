@@ -32,7 +32,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def described(kernel, *args, num_warps, num_stages=3, maxnreg=None, enable_fp_fusion=True, **constants):
-    """What determines the code of a launch, as Triton's specialization sees it."""
+    """The arguments that determine the code of a launch, as Triton's specialization sees them."""
     signature, divisible = {}, []
     for parameter, value in zip(kernel.params, args, strict=False):
         if isinstance(value, torch.Tensor):
@@ -70,14 +70,14 @@ class Recorder:
 
 
 def recorded(module, run):
-    """What `run()` launches of the kernels that stand in this module."""
-    found, kernels = [], {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
+    """The launches of this module's kernels by `run()`."""
+    launched, kernels = [], {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
     for name, kernel in kernels.items():
-        setattr(module, name, Recorder(kernel, found))
+        setattr(module, name, Recorder(kernel, launched))
     run()
     for name, kernel in kernels.items():
         setattr(module, name, kernel)
-    return found
+    return launched
 
 
 def scan_launches(dtype, R, D, M, kinds, G):
@@ -86,7 +86,7 @@ def scan_launches(dtype, R, D, M, kinds, G):
     T = (64 if shards or "training" in kinds else 1024) - 4 * ("ragged" in kinds)
     kw = {"documents": torch.zeros(B, T, dtype=torch.int32)} if "documents" in kinds else {}
     state = None if "training" in kinds else torch.zeros(B, H, M, R + D, 2)
-    d_final, exchange = (None, lambda own: lambda: state) if shards else (state, None)
+    d_final, exchange = (None, lambda local: lambda: state) if shards else (state, None)
     theta, forward = torch.zeros(H, M, 2), {"need_final": d_final is not None, "enter": exchange, **kw}
     if "linear" in kinds:
         z = torch.zeros(B, T, H, R + D, dtype=dtype)
@@ -143,20 +143,20 @@ def launches(capability, dtype, shape):
         "features": (features_launch, lambda: features_launches(dtype, R, kinds)),
         "features_step": (features_step, lambda: features_step_launches(dtype, R)),
     }[family]
-    found = recorded(module, run)
+    launched = recorded(module, run)
     if "sweeps" in kinds:
-        found = [x for x in found if any(x[3].get(out, "") is None for out in ("p_o", "p_dv"))]
-    return most(found) if "most" in kinds else found
+        launched = [x for x in launched if any(x[3].get(out, "") is None for out in ("p_o", "p_dv"))]
+    return most(launched) if "most" in kinds else launched
 
 
 def most(launches):
-    """Of each kernel, the launch with the most of what it can do; the first of several."""
-    found = {}
+    """The launch of each kernel that uses the most of its options; the first of several."""
+    best = {}
     for launch in launches:
         does = sum(value is True for value in launch[3].values()) - sum(value is None for value in launch[3].values())
-        if does > found.get(launch[0].__name__, (-99,))[0]:
-            found[launch[0].__name__] = does, launch
-    return [launch for _, launch in found.values()]
+        if does > best.get(launch[0].__name__, (-99,))[0]:
+            best[launch[0].__name__] = does, launch
+    return [launch for _, launch in best.values()]
 
 
 def compile_launch(launch, capability):
@@ -205,8 +205,8 @@ def main(argv=None) -> int:
             dtype = argument
         else:
             for launch in launches(capability, DTYPES[dtype], argument):
-                what = {"capability": capability, "dtype": dtype, "shape": argument}
-                print(json.dumps(what | report(launch, capability)), flush=True)
+                case = {"capability": capability, "dtype": dtype, "shape": argument}
+                print(json.dumps(case | report(launch, capability)), flush=True)
     return 0
 
 
