@@ -117,11 +117,6 @@ class SoftmaxMixer(Mixer):
             o = _in_blocks(q, k, v, mask, blocks, self.window)
         return self.wo(o.transpose(1, 2).flatten(2))
 
-    @staticmethod
-    def dynamics(mixers: "list[SoftmaxMixer]") -> list[tuple[()]]:
-        """Nothing: softmax has no recurrence."""
-        return [()] * len(mixers)
-
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
     ) -> KVCache | WindowCache:
@@ -166,10 +161,9 @@ class SoftmaxMixer(Mixer):
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
         """Scores and values over the causal half of the context, or a window: full-matrix conventions would double them."""
-        linear = config.dim * (2 * config.dim + 2 * config.n_kv_heads * config.head_dim)
         window = min(config.mixer.window or seq_len, seq_len)
         attended = window * (window + 1) // 2 + (seq_len - window) * window  # by all tokens of a sequence
-        return {"linear": linear, "conv": 0, "mixer": config.dim * 2 * attended // seq_len}
+        return {"mixer": config.dim * 2 * attended // seq_len}
 
     @staticmethod
     def state_size(config: ModelConfig) -> int:
