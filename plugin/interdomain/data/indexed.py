@@ -226,3 +226,31 @@ class IndexedDatasetWriter:
             "idx_bytes": len(index),
             "idx_sha256": hashlib.sha256(index).hexdigest(),
         }
+
+
+class ShardWriter:
+    """Streams documents into the shards `prefix-00000`, `prefix-00001`, ... A shard is full with the document that brings it to
+    `shard_tokens`. Further arguments and errors as in `IndexedDatasetWriter`."""
+
+    def __init__(self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None) -> None:
+        self.prefix, self.shard_tokens, self.options = prefix, shard_tokens, (vocab_size, code)
+        self.records: list[dict] = []
+        self.writer: IndexedDatasetWriter | None = None
+
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Append documents that lie back to back in `tokens`, `lengths` tokens each."""
+        while len(lengths):
+            self.writer = self.writer or IndexedDatasetWriter(f"{self.prefix}-{len(self.records):05d}", *self.options)
+            ends = np.cumsum(lengths, dtype=np.int64)
+            n = min(int(np.searchsorted(ends, self.shard_tokens - self.writer.num_tokens)) + 1, len(lengths))
+            self.writer.add_documents(tokens[: ends[n - 1]], lengths[:n])
+            tokens, lengths = tokens[ends[n - 1] :], lengths[n:]
+            if self.writer.num_tokens >= self.shard_tokens:
+                self.close()
+
+    def close(self) -> list[dict]:
+        """Complete the last shard. Returns: a manifest's record of each shard."""
+        if self.writer is not None:
+            self.records.append(self.writer.finalize())
+            self.writer = None
+        return self.records
