@@ -151,6 +151,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     """A BPE model file in Llama 2's style, trained on the documents: a function of these and of vocab_size alone.
 
     Bytes stand in for what the vocabulary lacks, digits stand alone, text is not normalised, whitespace survives exactly.
+    The trainer puts a space before each line; in running text only a document's first line has one. Without one space of its
+    indentation a line comes out as it stands in running text.
 
     Raises: ValueError if the text does not fit the vocabulary size; what `documents` raises.
     """
@@ -158,7 +160,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
 
     def lines() -> Iterator[str]:
         try:
-            yield from _lines(documents)
+            yield from (line.removeprefix(" ") for text in documents for line in text.splitlines())
         except BaseException as e:  # the library makes a RuntimeError of it
             raised.append(e)
             raise
@@ -186,19 +188,9 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     except RuntimeError as e:
         if raised:
             raise raised[0] from None
-        why = str(e).rsplit("] ", 1)[
-            -1
-        ]  # "Vocabulary size too high (5000). Please set it to a value <= 1234." and the like
+        why = str(e).rpartition("] ")[2]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
         raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why}") from e
     return model.getvalue()
-
-
-def _lines(documents: Iterable[str]) -> Iterator[str]:
-    """Lines for the trainer, which puts a space before each; in running text only a document's first has one."""
-    for text in documents:
-        for line in text.splitlines():
-            # Without one space of its indentation a line comes out as it stands in running text.
-            yield line.removeprefix(" ")
 
 
 class JsonTokenizer(Tokenizer):
