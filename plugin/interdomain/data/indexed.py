@@ -123,11 +123,7 @@ class IndexedDataset:
         return self.num_tokens if sequence >= len(self.offsets) else int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Read all of the index.
-
-        Raises:
-            ValueError: sequences do not lie back to back, or documents do not follow one another.
-        """
+        """Read all of the index. Raises ValueError if sequences do not lie back to back, or documents in another order."""
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         back_to_back = len(ends) == 0 or (self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:]))
         if not back_to_back or (self.lengths < 0).any() or (np.diff(self.doc_idx) < 0).any():
@@ -172,11 +168,8 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size).
-
-        Raises:
-            ValueError: other ids.
-        """
+        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size). Raises ValueError for
+        other ids."""
         tokens = np.asarray(tokens)
         self.add_documents(tokens, [tokens.size])
 
@@ -199,11 +192,7 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finalize(self) -> dict:
-        """Bring both files to the disk, the index last.
-
-        Returns:
-            The shard's record for a manifest.
-        """
+        """Bring both files to the disk, the index last. Returns: the shard's record for a manifest."""
         lengths = np.array(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(

@@ -32,7 +32,7 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Encoding:
-    """Everything that decides how a part becomes ids. skip_bad: how many bad documents the part may have."""
+    """Settings that decide how a part becomes ids. skip_bad: how many bad documents the part may have."""
 
     folder: Path  # of the parts
     tokenizer: Path

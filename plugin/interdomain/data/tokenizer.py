@@ -63,11 +63,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str, add_eos: bool = False) -> list[int]:
-        """Ids of a text.
-
-        Raises:
-            ValueError: `add_eos` where the tokenizer has no such token.
-        """
+        """Ids of a text. Raises ValueError for `add_eos` where the tokenizer has no such token."""
         ids = self._encode(text)
         if not add_eos:
             return ids
@@ -79,13 +75,10 @@ class Tokenizer:
         return [*ids, self.eos_id]
 
     def write(self, folder: Path | str) -> Path:
-        """Write the tokenizer's one file into a folder, completely or not at all.
-
-        Returns:
-            The path of the file.
-        """
-        write_whole(Path(folder) / self.file, self.data)
-        return Path(folder) / self.file
+        """Write the tokenizer's one file into a folder, completely or not at all. Returns: the path of the file."""
+        path = Path(folder) / self.file
+        write_whole(path, self.data)
+        return path
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -372,11 +365,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def check_vocab(tokenizer_vocab: int, model_vocab: int) -> None:
-    """Check that every id of the tokenizer has a row in the model, which may have spare rows.
-
-    Raises:
-        ValueError: the model has fewer rows.
-    """
+    """Raises ValueError unless every id of the tokenizer has a row in the model, which may have spare rows."""
     if tokenizer_vocab > model_vocab:
         raise ValueError(
             f"The tokenizer has {tokenizer_vocab:,} ids, the model's vocab_size is {model_vocab:,}. Set that to "
