@@ -121,12 +121,7 @@ def input_features_step(
         norm: (scale, shift), each [N, R], of the last N heads.
         eps: of the norm.
         backend: as there.
-
-    Returns:
-        [B, H, R] in x's dtype.
-
-    Raises:
-        ValueError: as there, and where a gradient would be recorded.
+    Returns: [B, H, R] in x's dtype. Raises: ValueError as there, and where a gradient would be recorded.
     """
     tensors = x, past, *(conv or ()), *(norm or ()), *(rope or ())
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):

@@ -126,13 +126,8 @@ def linear_scan(
         log_decay: as there, [H, M, 2].
         readout: w, [H, 2M] as (Re w | Im w), from `readout_vector`.
         initial_state: [B, H, M, P, 2]. None: zeros. All further arguments are as there.
-
-    Returns:
-        y: outputs, [B, T, H, P] in z's dtype.
-        state: X after the last token, as initial_state. None without `final_state`.
-
-    Raises:
-        ValueError: as in `interdomain_scan`.
+    Returns: (y [B, T, H, P] in z's dtype, X after the last token as initial_state, None without `final_state`).
+    Raises: ValueError as in `interdomain_scan`.
     """
     B, _, H, P = _sizes("z", z, "B", "T", "H", "P")
     M = _basis_size(log_decay, H)
@@ -168,13 +163,8 @@ def interdomain_step(
         state: X before the token, [B, H, M, R + D, 2], from the scan, or zeros at the start of a sequence.
         decay: `decay_factor(log_decay)`, to compute it once for many steps. None: computed here.
         inplace: write the new state over `state`, which must be contiguous; for CUDA graphs.
-
-    Returns:
-        o: outputs, [B, Hq, D] in v's dtype.
-        state: the new state. Without `inplace` the one passed in is left as it was.
-
-    Raises:
-        ValueError: shapes, dtypes or devices are not as above, or there is no state.
+    Returns: (o [B, Hq, D] in v's dtype, the new state). Without `inplace` the one passed in is left as it was.
+    Raises: ValueError if shapes, dtypes or devices are not as above, or there is no state.
     """
     B, H, R = _sizes("k", k, "B", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -197,13 +187,7 @@ def linear_step(
         readout: w, [H, 2M].
         state: X before the token, [B, H, M, P, 2].
         decay: as in `interdomain_step`, and so is `inplace`.
-
-    Returns:
-        y: outputs, [B, H, P] in z's dtype.
-        state: the new state.
-
-    Raises:
-        ValueError: as there.
+    Returns: (y [B, H, P] in z's dtype, the new state). Raises: ValueError as there.
     """
     B, H, P = _sizes("z", z, "B", "H", "P")
     M = _basis_size(log_decay, H)

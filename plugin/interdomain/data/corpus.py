@@ -172,11 +172,7 @@ class TokenCorpus:
             start, i = max(start, end), i + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream, int64, a copy.
-
-        Raises:
-            ValueError: an id outside the vocabulary.
-        """
+        """Tokens [start, stop) of the stream, int64, a copy. Raises ValueError for an id outside the vocabulary."""
         out = np.empty(stop - start, np.int64)
         for shard, base, a, b in self._parts(start, stop):
             out[base + a - start : base + b - start] = shard.tokens(a, b)

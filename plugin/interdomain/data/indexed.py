@@ -123,11 +123,7 @@ class IndexedDataset:
         return self.num_tokens if sequence >= len(self.offsets) else int(self.offsets[sequence]) // self.dtype.itemsize
 
     def verify(self) -> None:
-        """Read all of the index.
-
-        Raises:
-            ValueError: sequences do not lie back to back, or documents do not follow one another.
-        """
+        """Read all of the index. Raises ValueError if sequences do not lie back to back, or documents in another order."""
         ends = self.offsets + self.lengths.astype(np.int64) * self.dtype.itemsize
         back_to_back = len(ends) == 0 or (self.offsets[0] == 0 and np.array_equal(ends[:-1], self.offsets[1:]))
         if not back_to_back or (self.lengths < 0).any() or (np.diff(self.doc_idx) < 0).any():
@@ -172,11 +168,8 @@ class IndexedDatasetWriter:
             self.finalize()
 
     def add_document(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size).
-
-        Raises:
-            ValueError: other ids.
-        """
+        """Append one document (one Megatron sequence): at least one id, integers in [0, vocab_size). Raises ValueError for
+        other ids."""
         tokens = np.asarray(tokens)
         self.add_documents(tokens, [tokens.size])
 
@@ -199,11 +192,7 @@ class IndexedDatasetWriter:
         self.num_tokens += tokens.size
 
     def finalize(self) -> dict:
-        """Bring both files to the disk, the index last.
-
-        Returns:
-            The shard's record for a manifest.
-        """
+        """Bring both files to the disk, the index last. Returns: the shard's record for a manifest."""
         lengths = np.array(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self._dtype.itemsize
         index = b"".join(
@@ -226,3 +215,31 @@ class IndexedDatasetWriter:
             "idx_bytes": len(index),
             "idx_sha256": hashlib.sha256(index).hexdigest(),
         }
+
+
+class ShardWriter:
+    """Streams documents into the shards `prefix-00000`, `prefix-00001`, ... A shard is full with the document that brings it to
+    `shard_tokens`. Further arguments and errors as in `IndexedDatasetWriter`."""
+
+    def __init__(self, prefix: Path, vocab_size: int, shard_tokens: int, code: int | None = None) -> None:
+        self.prefix, self.shard_tokens, self.options = prefix, shard_tokens, (vocab_size, code)
+        self.records: list[dict] = []
+        self.writer: IndexedDatasetWriter | None = None
+
+    def add_documents(self, tokens: np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
+        """Append documents that lie back to back in `tokens`, `lengths` tokens each."""
+        while len(lengths):
+            self.writer = self.writer or IndexedDatasetWriter(f"{self.prefix}-{len(self.records):05d}", *self.options)
+            ends = np.cumsum(lengths, dtype=np.int64)
+            n = min(int(np.searchsorted(ends, self.shard_tokens - self.writer.num_tokens)) + 1, len(lengths))
+            self.writer.add_documents(tokens[: ends[n - 1]], lengths[:n])
+            tokens, lengths = tokens[ends[n - 1] :], lengths[n:]
+            if self.writer.num_tokens >= self.shard_tokens:
+                self.close()
+
+    def close(self) -> list[dict]:
+        """Complete the last shard. Returns: a manifest's record of each shard."""
+        if self.writer is not None:
+            self.records.append(self.writer.finalize())
+            self.writer = None
+        return self.records

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from interdomain.data.corpus import ANSWERS
-from interdomain.data.indexed import IndexedDatasetWriter
+from interdomain.data.indexed import ShardWriter
 from interdomain.data.tokenize_parallel import SPLITS
 from interdomain.data.tokenizer import SPECIALS_KEY
 
@@ -123,10 +123,7 @@ class MQAR(Task):
         for i, lists in enumerate(possible):
             rows = np.flatnonzero(number == i)
             at, size, each = np.arange(slots), slots // lists, P // lists
-            first, place = (
-                at // size * each,
-                at % size,
-            )  # of each slot: its list's first pair, and where in the list it is
+            first, place = at // size * each, at % size  # the list's first pair, and the slot's place in it
             asked = first + np.where(place < each, place, draw.below(each, len(rows), slots))
             ids[rows] = pairs[rows[:, None], asked].reshape(len(rows), self.length)[:, :-1]
             marks[np.ix_(rows, 2 * at[:-1][(place >= each)[:-1]] + 1)] = 1
@@ -219,50 +216,25 @@ def tokenizer_json(words: list[str]) -> bytes:
     return json.dumps(described, indent=1).encode()
 
 
-class _Shards:
-    """The shards of one split. full: examples of each but the last."""
-
-    def __init__(self, prefix: Path, vocab_size: int, full: int, code: int | None = None) -> None:
-        self.prefix, self.options, self.full = prefix, (vocab_size, code), full
-        self.done: list[dict] = []
-        self.writer: IndexedDatasetWriter | None = None
-
-    def add(self, rows: np.ndarray) -> None:
-        while len(rows):
-            if self.writer is None:
-                self.writer = IndexedDatasetWriter(f"{self.prefix}-{len(self.done):05d}", *self.options)
-            T = rows.shape[1]
-            now, rows = np.split(rows, [min(len(rows), self.full - self.writer.num_tokens // T)])
-            self.writer.add_documents(now.ravel(), [T] * len(now))
-            if self.writer.num_tokens == self.full * T:
-                self.close()
-
-    def close(self) -> list[dict]:
-        """Returns: a manifest's record of each shard."""
-        if self.writer is not None:
-            self.done.append(self.writer.finalize())
-            self.writer = None
-        return self.done
-
-
 def write_examples(
     task: Task, folder: Path, counts: dict[str, int], shard_tokens: int, report: Callable[[int], object]
 ) -> dict[str, list[dict]]:
-    """So many examples of each split in `folder`, with their marks. A training example that is one of validation is left out.
+    """Write so many examples of each split into `folder`, with their marks. A training example that is also one of validation
+    is left out.
 
     Calls `report` with the number of examples that are done. Returns: {split: [a manifest's record of each shard]}.
     """
-    splits, held_out, full = {}, set(), -(-shard_tokens // task.length)
+    splits, held_out = {}, set()
     for split in ("validation", "train"):
-        tokens = _Shards(folder / split, len(task.words()) + len(SPECIALS), full)
-        answers = _Shards(folder / f"{split}{ANSWERS}", 2, full, BYTES)
+        tokens = ShardWriter(folder / split, len(task.words()) + len(SPECIALS), shard_tokens)
+        answers = ShardWriter(folder / f"{split}{ANSWERS}", 2, shard_tokens, BYTES)
         for first in range(0, counts[split], BLOCK):
             ids, marks = (rows[: counts[split] - first] for rows in task.examples(split, first // BLOCK))
             new = [row.tobytes() not in held_out for row in ids]
             if split == "validation":
                 held_out.update(row.tobytes() for row in ids)
-            tokens.add(ids[new])
-            answers.add(marks[new])
+            for shards, rows in ((tokens, ids), (answers, marks)):
+                shards.add_documents(rows[new].ravel(), [task.length] * sum(new))
             report(len(ids))
         splits |= {split: tokens.close(), split + ANSWERS: answers.close()}
     return {split: shards for split, shards in splits.items() if shards}

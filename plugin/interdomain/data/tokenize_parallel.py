@@ -14,13 +14,13 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter
+from interdomain.data.indexed import IndexedDataset, IndexedDatasetWriter, ShardWriter
 from interdomain.data.readers import BadDocument, Span, documents_of, in_validation, skip_bad
 from interdomain.data.tokenizer import Tokenizer, load_tokenizer
 from interdomain.folders import write_whole
@@ -32,7 +32,7 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Encoding:
-    """Everything that decides how a part becomes ids. skip_bad: how many bad documents the part may have."""
+    """Settings that decide how a part becomes ids. skip_bad: how many bad documents the part may have."""
 
     folder: Path  # of the parts
     tokenizer: Path
@@ -99,7 +99,7 @@ def encode_part(tokenizer: Tokenizer, encoding: Encoding, part: Part) -> None:
             rows = [tokenizer.encode(text, add_eos=True) for text in batch]
             splits = [in_validation(text, encoding.validation_fraction) for text in batch]
             for split, writer in enumerate(writers):
-                mine = list(itertools.compress(rows, (split == own for own in splits)))
+                mine = list(itertools.compress(rows, (split == i for i in splits)))
                 writer.add_documents(np.array(list(itertools.chain(*mine)), np.int32), [len(ids) for ids in mine])
         if skipped:
             write_whole(part.skipped_file(encoding.folder), json.dumps(skipped).encode())
@@ -153,27 +153,13 @@ def merge_parts(source: Path, parts: list[Part], folder: Path, vocab_size: int, 
     """
     splits = {}
     for i, split in enumerate(SPLITS):
-        encoded = (IndexedDataset(part.prefixes(source)[i]) for part in parts)
-        splits[split] = _write_shards(encoded, folder / split, vocab_size, shard_tokens)
+        shards = ShardWriter(folder / split, vocab_size, shard_tokens)
+        for part in parts:
+            encoded, at = IndexedDataset(part.prefixes(source)[i]), 0
+            for first in range(0, len(encoded), 4096):
+                lengths = encoded.lengths[first : first + 4096]
+                stop = at + int(lengths.sum(dtype=np.int64))
+                shards.add_documents(encoded.tokens(at, stop), lengths)
+                at = stop
+        splits[split] = shards.close()
     return {split: shards for split, shards in splits.items() if shards}
-
-
-def _write_shards(parts: Iterable[IndexedDataset], prefix: Path, vocab_size: int, shard_tokens: int) -> list[dict]:
-    shards, writer = [], None
-    for part in parts:
-        at = 0
-        for first in range(0, len(part), 4096):
-            lengths = part.lengths[first : first + 4096]
-            while len(lengths):
-                writer = writer or IndexedDatasetWriter(f"{prefix}-{len(shards):05d}", vocab_size)
-                ends = np.cumsum(lengths, dtype=np.int64)
-                # A shard is full with the document that brings it to shard_tokens.
-                n = min(int(np.searchsorted(ends, shard_tokens - writer.num_tokens)) + 1, len(lengths))
-                writer.add_documents(part.tokens(at, at + int(ends[n - 1])), lengths[:n])
-                at, lengths = at + int(ends[n - 1]), lengths[n:]
-                if writer.num_tokens >= shard_tokens:
-                    shards.append(writer.finalize())
-                    writer = None
-    if writer is not None:
-        shards.append(writer.finalize())
-    return shards

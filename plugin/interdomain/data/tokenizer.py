@@ -63,11 +63,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str, add_eos: bool = False) -> list[int]:
-        """Ids of a text.
-
-        Raises:
-            ValueError: `add_eos` where the tokenizer has no such token.
-        """
+        """Ids of a text. Raises ValueError for `add_eos` where the tokenizer has no such token."""
         ids = self._encode(text)
         if not add_eos:
             return ids
@@ -79,13 +75,10 @@ class Tokenizer:
         return [*ids, self.eos_id]
 
     def write(self, folder: Path | str) -> Path:
-        """Write the tokenizer's one file into a folder, completely or not at all.
-
-        Returns:
-            The path of the file.
-        """
-        write_whole(Path(folder) / self.file, self.data)
-        return Path(folder) / self.file
+        """Write the tokenizer's one file into a folder, completely or not at all. Returns: the path of the file."""
+        path = Path(folder) / self.file
+        write_whole(path, self.data)
+        return path
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -151,6 +144,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     """A BPE model file in Llama 2's style, trained on the documents: a function of these and of vocab_size alone.
 
     Bytes stand in for what the vocabulary lacks, digits stand alone, text is not normalised, whitespace survives exactly.
+    The trainer puts a space before each line; in running text only a document's first line has one. Without one space of its
+    indentation a line comes out as it stands in running text.
 
     Raises: ValueError if the text does not fit the vocabulary size; what `documents` raises.
     """
@@ -158,7 +153,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
 
     def lines() -> Iterator[str]:
         try:
-            yield from _lines(documents)
+            yield from (line.removeprefix(" ") for text in documents for line in text.splitlines())
         except BaseException as e:  # the library makes a RuntimeError of it
             raised.append(e)
             raise
@@ -186,19 +181,9 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     except RuntimeError as e:
         if raised:
             raise raised[0] from None
-        why = str(e).rsplit("] ", 1)[
-            -1
-        ]  # "Vocabulary size too high (5000). Please set it to a value <= 1234." and the like
+        why = str(e).rpartition("] ")[2]  # "Vocabulary size too high (5000). Please set it to a value <= 1234."
         raise ValueError(f"A vocabulary of {vocab_size} cannot be trained on this text: {why}") from e
     return model.getvalue()
-
-
-def _lines(documents: Iterable[str]) -> Iterator[str]:
-    """Lines for the trainer, which puts a space before each; in running text only a document's first has one."""
-    for text in documents:
-        for line in text.splitlines():
-            # Without one space of its indentation a line comes out as it stands in running text.
-            yield line.removeprefix(" ")
 
 
 class JsonTokenizer(Tokenizer):
@@ -380,11 +365,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 
 
 def check_vocab(tokenizer_vocab: int, model_vocab: int) -> None:
-    """Check that every id of the tokenizer has a row in the model, which may have spare rows.
-
-    Raises:
-        ValueError: the model has fewer rows.
-    """
+    """Raises ValueError unless every id of the tokenizer has a row in the model, which may have spare rows."""
     if tokenizer_vocab > model_vocab:
         raise ValueError(
             f"The tokenizer has {tokenizer_vocab:,} ids, the model's vocab_size is {model_vocab:,}. Set that to "

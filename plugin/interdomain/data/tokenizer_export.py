@@ -1,4 +1,4 @@
-"""Any of our tokenizers as the files that transformers' AutoTokenizer loads: tokenizer.json and tokenizer_config.json.
+"""Tokenizers as the files that transformers' AutoTokenizer loads: tokenizer.json and tokenizer_config.json.
 
 The class is named PreTrainedTokenizerFast, which takes the file as it is; LlamaTokenizer would build another from it.
 Text that names control tokens stays text (split_special_tokens), and no BOS is added: the model was trained so.
@@ -73,6 +73,6 @@ def _compare(tokenizer: Tokenizer, made: Any, added: list[dict]) -> None:
     texts += [" ".join(pair) for pair in itertools.pairwise(PROBES)]
     ours = [tokenizer.encode(text) for text in texts]
     theirs = made.encode_batch_fast(texts, add_special_tokens=False)
-    for text, wanted, found, again in zip(texts, ours, theirs, made.decode_batch(ours), strict=True):
-        if wanted != found.ids or again != tokenizer.decode(wanted):
+    for text, ids, encoding, decoded in zip(texts, ours, theirs, made.decode_batch(ours), strict=True):
+        if ids != encoding.ids or decoded != tokenizer.decode(ids):
             raise NotImplementedError(f"the conversion differs from the original, for one in the text {text[:40]!r}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -85,8 +85,6 @@ def parse_index(data: bytes, checkpoint: Path) -> Metadata:
     except Exception as e:  # damaged bytes can fail in any constructor that the index calls, and in any way
         why = f"{checkpoint / METADATA} is damaged, or of a newer PyTorch than {torch.__version__} ({e})."
         raise ValueError(f"{why} Take another step.") from e
-    if getattr(metadata, "storage_meta", None) is None:
-        metadata.storage_meta = StorageMeta()
     return metadata
 
 
@@ -106,8 +104,6 @@ class SafeReader(FileSystemReader):
             if not path.is_file():
                 raise FileNotFoundError(f"{self.path} is not a complete checkpoint (no {METADATA}). Take another step.")
             self.index = parse_index(path.read_bytes(), Path(self.path))
-        if self.index.storage_meta is not None:
-            self.index.storage_meta.load_id = self.load_id
         return self.index
 
 

@@ -25,10 +25,9 @@ from interdomain.data.tokenizer_export import padding_id
 from interdomain.model.config import MIXER_SETTINGS, MODEL_SETTINGS, Execution, ModelConfig
 from interdomain.model.transformer import Transformer, meta_model
 
-from .distributed_checkpoint import check_types
+from .distributed_checkpoint import TOKENIZER, check_types
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO_MAP = {
     "AutoConfig": "configuration_interdomain.InterdomainConfig",
@@ -59,9 +58,9 @@ def to_transformers(config: ModelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = config.to_dict()
     del settings["mixer"]
     mixers = []
-    for own in config.layers[: len(config.mixers)]:
-        mixer = {SETTINGS.get(name, name): value for name, value in asdict(own.mixer).items() if name != "n_kv_heads"}
-        mixers.append(mixer | {"num_key_value_heads": own.n_kv_heads})
+    for layer in config.layers[: len(config.mixers)]:
+        mixer = {SETTINGS.get(name, name): value for name, value in asdict(layer.mixer).items() if name != "n_kv_heads"}
+        mixers.append(mixer | {"num_key_value_heads": layer.n_kv_heads})
     return {
         **{SETTINGS.get(name, name): value for name, value in settings.items()},
         **(mixers[0] if len(mixers) == 1 else {"mixer": HYBRID, "layer_settings": mixers}),
@@ -73,16 +72,16 @@ def from_transformers(record: dict[str, Any]) -> ModelConfig:
     """The model of a config.json. Raises: KeyError, TypeError, ValueError."""
     settings = {name: record[SETTINGS.get(name, name)] for name in ("format_version", *MODEL_SETTINGS)}
     mixers = []
-    for own in record["layer_settings"] if record["mixer"] == HYBRID else [record]:
+    for layer in record["layer_settings"] if record["mixer"] == HYBRID else [record]:
         # What a folder from before a setting lacks has the setting's default.
-        mixer = {name: own[key] for name in MIXER_SETTINGS if (key := SETTINGS.get(name, name)) in own}
-        shared = own["num_key_value_heads"]
+        mixer = {name: layer[key] for name in MIXER_SETTINGS if (key := SETTINGS.get(name, name)) in layer}
+        shared = layer["num_key_value_heads"]
         mixers.append(mixer | {"n_kv_heads": None if shared == settings["n_heads"] else shared})
     return ModelConfig.from_dict({**settings, "mixer": mixers})
 
 
 def storage_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a tensor in a model of this dtype: the dynamics and random frequencies are never less than float32."""
+    """The dtype of a tensor in a model of this one: the dynamics and random frequencies are never less than float32."""
     spared = ".attention.ssm." in name or name.endswith(".feature_map.frequencies")
     return torch.promote_types(dtype, torch.float32) if spared else dtype
 
@@ -157,18 +156,9 @@ def write_config(folder: Path, config: ModelConfig, dtype: str, tokenizer: Any, 
 
 
 def read_config(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
-    """The configuration of a standalone folder.
+    """The model's configuration in a standalone folder, and all of config.json, with checksums and facts about the run.
 
-    Args:
-        folder: that tools.convert wrote.
-
-    Returns:
-        config: of the model.
-        record: all of config.json, with checksums and facts about the run.
-
-    Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: it is damaged, or of another project or version.
+    Raises: FileNotFoundError; ValueError for a config.json that is damaged, or of another project or version.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -209,12 +199,10 @@ def read_tensors(folder: Path | str) -> dict[str, Tensor]:
     return tensors
 
 
-def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tensor]) -> None:
-    """Names and shapes must be exactly the model's, and the values floating point. Raises ValueError."""
+def check_tensors(folder: Path | str, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Check that names and shapes are exactly the model's, and the values floating point. Raises ValueError."""
     expected = {name: list(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
-    stored = {
-        name: list(tensor.shape) if tensor.dtype in DTYPES.values() else tensor.dtype for name, tensor in found.items()
-    }
+    stored = {name: list(x.shape) if x.dtype in DTYPES.values() else x.dtype for name, x in tensors.items()}
     wrong = [
         f"{name} is {stored.get(name, 'missing')}, the configuration says {expected.get(name, 'nothing of it')}"
         for name in sorted(expected.keys() | stored.keys())
@@ -227,8 +215,7 @@ def check_tensors(folder: Path | str, config: ModelConfig, found: dict[str, Tens
 
 def check_weights(folder: Path | str, record: dict[str, Any]) -> None:
     """Raises ValueError unless every weight file is the one of `record`, byte for byte. transformers records no checksums."""
-    recorded = record.get("weights")
-    if recorded is None:
+    if (recorded := record.get("weights")) is None:
         return
     for file, checksum in checksums(weight_files(folder)).items():
         if recorded.get(file) != checksum:
@@ -246,15 +233,10 @@ def load_model(
     """The model of a standalone folder, in eval mode, without gradients.
 
     Args:
-        folder: that tools.convert wrote.
-        device: where to put it.
         dtype: of the weights. None: as stored. The dynamics are float32, or float64 in a model of that.
         backend: of the scan, one of `interdomain.scan.BACKENDS`.
         verify: compare the checksums of the weights, which reads them once more.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, or does not belong to the others.
+    Raises: FileNotFoundError; ValueError for a file that is damaged, or does not belong to the others.
     """
     config, record = read_config(folder)
     tensors = read_tensors(folder)
@@ -269,15 +251,10 @@ def load_model(
 
 
 def load_pretrained(folder: Path | str, **options: Any) -> tuple[Transformer, Any]:
-    """The model and the tokenizer of a standalone folder.
+    """The model, in eval mode, and the tokenizer (`interdomain.data.Tokenizer`) of a folder that tools.convert wrote.
 
     Args:
-        folder: that tools.convert wrote.
-        options: of `load_model`, whose errors may arise.
-
-    Returns:
-        model: in eval mode.
-        tokenizer: an `interdomain.data.Tokenizer`.
+        options: device, dtype, backend and verify, as in `load_model`. Its errors may arise.
     """
     config, record = read_config(folder)
     tokenizer = load_checked_tokenizer(folder, config, record)

@@ -100,7 +100,7 @@ class ModelConfig:
 
     @cached_property
     def layers(self) -> "tuple[ModelConfig, ...]":
-        """For each layer, the configuration of a model whose layers are all like it."""
+        """Configuration of each layer: that of a model whose layers are all like it."""
         alike = [self] if len(self.mixers) == 1 else [replace(self, mixers=(mixer,)) for mixer in self.mixers]
         return tuple(alike * (self.n_layers // len(alike)))
 
@@ -140,7 +140,7 @@ class ModelConfig:
 
 
 class StateShape(NamedTuple):
-    """Of a baseline in FIXED_STATE: heads of the state, each a matrix of key_width x value_width numbers."""
+    """State of a baseline in FIXED_STATE: each head is a matrix of key_width x value_width numbers."""
 
     heads: int
     key_width: int
@@ -148,7 +148,7 @@ class StateShape(NamedTuple):
 
 
 def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
-    """By default of 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
+    """Shape with, by default, 4 n_basis dim numbers per layer, as interdomain attention's state: n_basis x 2 dim complex ones.
 
     Heads of 4 n_basis x 4 n_basis; of Mamba-2, whose inner width is 2 dim, of 2 n_basis x 64 (less, where 64 does not divide
     2 dim). With `state_heads` the heads are square and share dim. Mamba-2's share its inner width: its state stays as large.
@@ -159,16 +159,16 @@ def state_shape(mixer: MixerConfig, dim: int) -> StateShape:
     if mixer.state_heads is not None:
         if width % mixer.state_heads:
             raise ValueError(f"mixer.state_heads must divide {name} = {width}: got {mixer.state_heads}.")
-        own = width // mixer.state_heads
+        head = width // mixer.state_heads
     else:
-        own = math.gcd(width, 64) if wide else 4 * mixer.n_basis
-        if width % own:
+        head = math.gcd(width, 64) if wide else 4 * mixer.n_basis
+        if width % head:
             allowed = ", ".join(str(n // 4) for n in range(4, dim + 1, 4) if dim % n == 0)
             raise ValueError(
-                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {own} wide, which "
-                f"must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
+                f"mixer.n_basis = {mixer.n_basis} with kind {mixer.kind}: a head of the state is 4 n_basis = {head} wide, "
+                f"which must divide dim = {dim}. Set one of {allowed}, or mixer.state_heads for a state of another size."
             )
-    return StateShape(width // own, 2 * mixer.n_basis if wide else own, own)
+    return StateShape(width // head, 2 * mixer.n_basis if wide else head, head)
 
 
 MODEL_SETTINGS = tuple(f.name for f in fields(ModelConfig) if f.name != "mixers")
@@ -232,11 +232,12 @@ def build_config(
     model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
     pattern = layers or _with_softmax(condition, softmax_every, model["n_layers"])
     rows = [MixerConfig(n_basis=SIZES[size]["n_basis"], **CONDITIONS[name]) for name in pattern]
-    own = {name: value for name, value in overrides.items() if name in MIXER_SETTINGS}
+    of_mixers = {name: value for name, value in overrides.items() if name in MIXER_SETTINGS}
     # What no layer has is given to all, and so refused.
-    nowhere = {name for name in own if all(name in row.without_meaning() for row in rows)}
+    nowhere = {name for name in of_mixers if all(name in row.without_meaning() for row in rows)}
     mixers = [
-        replace(row, **{n: x for n, x in own.items() if n in nowhere or n not in row.without_meaning()}) for row in rows
+        replace(row, **{n: x for n, x in of_mixers.items() if n in nowhere or n not in row.without_meaning()})
+        for row in rows
     ]
     return ModelConfig(**model, mixers=tuple(mixers))
 

@@ -71,17 +71,11 @@ def prefill(
     """Read prompts of one length in pieces: memory for activations does not grow with T.
 
     Args:
-        model: on any device.
         tokens: [B, T], T >= 1.
         state: where to go on from, one row for each of tokens, advanced in place. None: a new one.
         chunk: tokens of a piece.
-
-    Returns:
-        logits: after the last token, [B, V].
-        state: after the last token.
-
-    Raises:
-        ValueError: tokens outside the vocabulary; those on a GPU are not checked.
+    Returns: (logits [B, V], the state), both after the last token.
+    Raises: ValueError for tokens outside the vocabulary; those on a GPU are not checked.
     """
     B, T = tokens.shape
     if tokens.device.type == "cpu" and not 0 <= tokens.min() <= tokens.max() < model.config.vocab_size:
@@ -150,11 +144,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens [B] -> logits [B, V], which the next step overwrites.
-
-        Raises:
-            ValueError: softmax's cache is full.
-        """
+        """tokens [B] -> logits [B, V], which the next step overwrites. Raises: ValueError where softmax's cache is full."""
         _one_token_each(tokens, self.state)
         if self.graph is None:
             return self.model(tokens[:, None], self.state)[:, -1]
@@ -181,8 +171,8 @@ def _restored(state: ModelState) -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all Decoders of a device: libraries keep memory for every stream. torch.cuda.graph's own is for one device only,
-    that of the first capture in the process: steps of another would not be captured."""
+    """Stream of all Decoders of a device: libraries keep memory for every stream. torch.cuda.graph's own is for one device
+    only, that of the first capture in the process: steps of another would not be captured."""
     return torch.cuda.Stream(device)
 
 
@@ -204,7 +194,6 @@ def generate(
     the prompts beside it, up to the rounding of batched matrix products.
 
     Args:
-        model: on any device.
         prompts: token ids; each prompt has at least one, all below the vocabulary size.
         max_tokens: new tokens per prompt at most.
         sampling: how tokens are chosen. None: temperature 1, all tokens.

@@ -77,9 +77,9 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "q_conv" | "k_conv" | "v_conv" | "conv", _:  # PyTorch's default for Conv1d: fan-in is the width
             bound = 1 / math.sqrt(mixer.conv_width)
             return uniform(-bound, bound)
-        case "norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight":
+        case ("norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight") | ("ssm", "D"):
             return torch.ones(shape, **cpu)
-        case "k_norm" | "v_norm", "bias":
+        case ("k_norm" | "v_norm", "bias") | (_, "gate_bias"):
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":
             return uniform(math.log(mixer.dt_min), math.log(mixer.dt_max))
@@ -88,10 +88,6 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "ssm", "dt_bias":  # what softplus makes Delta of, log-uniform
             dt = uniform(math.log(mixer.dt_min), math.log(mixer.dt_max)).exp()
             return dt + (-torch.expm1(-dt)).log()
-        case "ssm", "D":
-            return torch.ones(shape, **cpu)
-        case _, "gate_bias":
-            return torch.zeros(shape, **cpu)
         case "ssm", "log_A_real" | "A_imag":
             return initial_A(mixer.a_init, n_basis)[leaf == "A_imag"].expand(shape).clone()
         case "ssm", "C":

@@ -42,7 +42,7 @@ class LocalParameters(nn.Module):
         self.register_buffer("local_bias", None, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Nothing: the module that holds it draws its values (`initialize`)."""
+        """Do nothing: the module that holds this one draws its values (`initialize`)."""
 
     def local(self, name: str = "weight") -> Any:
         local = getattr(self, f"local_{name}")
@@ -65,7 +65,7 @@ class Embedding(LocalParameters, nn.Embedding):
 
 
 class Linear(LocalParameters, nn.Linear):
-    """Without a bias."""
+    """Linear layer without a bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)

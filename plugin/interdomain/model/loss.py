@@ -47,7 +47,7 @@ class Head(Linear):
         return summed_cross_entropy(hidden, self.local(), labels, self.piece_loss, self.heads, self.scores)
 
     def compile_loss(self, backend: str) -> None:
-        """Everything between the matrix products as one compiled function."""
+        """Compile all between the matrix products as one function."""
         self.piece_loss = torch.compile(piece_loss, backend=backend)
 
 

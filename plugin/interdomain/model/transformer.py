@@ -59,8 +59,8 @@ class TransformerBlock(nn.Module):
         x = x + self._of_all_tokens(self.attention, self.attention_norm(x), rope, dynamics, state, packing)
         return x + self._of_all_tokens(self.feed_forward, self.ffn_norm(x))
 
-    def _of_all_tokens(self, module: nn.Module, x: Tensor, *given: Any) -> Tensor:
-        return scatter_tokens(module(gather_tokens(x, self.heads), *given), self.heads)
+    def _of_all_tokens(self, module: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        return scatter_tokens(module(gather_tokens(x, self.heads), *others), self.heads)
 
 
 class Transformer(nn.Module):
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         self.config = config
         self.bf16_products = execution is not None and execution.bf16_products
         self.tok_embeddings = Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(own, execution) for i, own in enumerate(config.layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(c, execution) for i, c in enumerate(config.layers)})
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = Head(config.dim, config.vocab_size)
         for name in ("tok_embeddings", "output"):  # the blocks have their values
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         weight, dynamics = self.tok_embeddings.weight, self.dynamics()
         place = capacity, torch.bfloat16 if self.bf16_products else weight.dtype, weight.device
         return ModelState(
-            [mixer.init_state(batch, *place, own) for mixer, own in zip(self._mixers, dynamics, strict=True)],
+            [mixer.init_state(batch, *place, tensors) for mixer, tensors in zip(self._mixers, dynamics, strict=True)],
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
             dynamics,
         )

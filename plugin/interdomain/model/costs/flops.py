@@ -1,11 +1,18 @@
 """FLOPs per token and memory per device, by condition. A multiply-add counts as two FLOPs.
 
-Each mixer counts its own (`interface.Mixer`); here they are summed with what all conditions share.
+Each mixer counts its core, its state and what it keeps (`mixers.base.Mixer`); here they are summed with what all conditions
+share.
 """
 
+import functools
+from collections import Counter
+
+import torch
+
 from ..config import ModelConfig
+from ..layers import Linear, ShortConv
 from ..loss import piece_tokens
-from ..transformer import mixer_class
+from ..transformer import TransformerBlock, mixer_class
 from .traffic import Held
 
 
@@ -14,13 +21,19 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int) -> dict[str, int]
 
     Embedding look-ups, norms and activations are not counted (memory-bound, below 1 %).
     """
-    macs = [mixer_class(layer.mixer).macs(layer, seq_len) for layer in config.layers]
-    return {
-        "linear": 2 * sum(layer["linear"] + 3 * config.dim * config.ffn_hidden for layer in macs),
-        "head": 2 * config.dim * config.vocab_size,
-        "conv": 2 * sum(layer["conv"] for layer in macs),
-        "mixer": 2 * sum(layer["mixer"] for layer in macs),
-    }
+    blocks = [_block_macs(layer, seq_len) for layer in config.layers]
+    linear, conv, mixer = (2 * sum(block[part] for block in blocks) for part in ("linear", "conv", "mixer"))
+    return {"linear": linear, "head": 2 * config.dim * config.vocab_size, "conv": conv, "mixer": mixer}
+
+
+@functools.cache
+def _block_macs(layer: ModelConfig, seq_len: int) -> Counter[str]:
+    """Multiply-adds per token of a block: a weight makes one."""
+    with torch.device("meta"):
+        modules = [*TransformerBlock(layer, None).modules()]
+    linear = sum(module.weight.numel() for module in modules if isinstance(module, Linear))
+    conv = sum(module.weight.numel() for module in modules if isinstance(module, ShortConv))
+    return Counter(linear=linear, conv=conv) + Counter(mixer_class(layer.mixer).macs(layer, seq_len))
 
 
 def train_flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -36,7 +49,7 @@ def state_size(layer: ModelConfig) -> int:
 
 def memory_estimate(
     config: ModelConfig,
-    own: Held,
+    local: Held,
     *,
     shards: int,
     local_batch: int,
@@ -53,7 +66,7 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Bytes per device, by part, of a training step under FSDP2: an estimate to choose a batch size by.
 
-    own: what the device has of the model, before FSDP2 shards it.
+    local: what the device has of the model, before FSDP2 shards it.
     context: ranks that share the tokens of a sequence; tensor: ranks that share heads, feed-forward, vocabulary, and between
         the mixers the tokens.
     in_flight: of each of the device's stages, micro-batches whose activations it holds at once.
@@ -65,19 +78,19 @@ def memory_estimate(
     loss: the head's input before and after its norm, the gradients that the loss has computed (`summed_cross_entropy`), and the
         logits of a piece: as the product gives them, in float32, and their softmax; the head's weight as the products read it.
     """
-    dim, V, n_params = config.dim, config.vocab_size // tensor, own.parameters
+    dim, V, n_params = config.dim, config.vocab_size // tensor, local.parameters
     tokens = local_batch * seq_len // context
-    block = (n_params - (own.embedding + own.head) * V * dim) // max(1, sum(map(len, own.layers)))
+    block = (n_params - (local.embedding + local.head) * V * dim) // max(1, sum(map(len, local.layers)))
     stored, width = (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
     rounded = 2 if precision == "bf16-products" else 0  # bytes of a weight's copy
 
     options = tensor, checkpointing, precision, compiled, recompute
     # Of each layer, as often as its activations are held.
-    held = [config.layers[i] for n, stage in zip(in_flight, own.layers, strict=True) for i in stage * n]
+    held = [config.layers[i] for n, stage in zip(in_flight, local.layers, strict=True) for i in stage * n]
     blocks, per_token = len(held), {layer: _kept_per_token(layer, *options) for layer in dict.fromkeys(held)}
-    kept, handed = ([getattr(mixer_class(x.mixer), f)(x) for x in held] for f in ("kept", "handed_on"))
+    kept = [mixer_class(layer.mixer).kept(layer) for layer in held]
     activations = tokens * sum(per_token[layer][0] for layer in held)
-    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * own.head
+    piece = min(tokens, piece_tokens(V)) * V * (8 if width == 4 else 2 + 4 + 4) * local.head
     if checkpointing == "full":  # at the head's end and in the first block's backward, not at once
         again = max((everything - per_layer for per_layer, everything in per_token.values()), default=0)
         activations += max(0, tokens * again - piece)
@@ -85,15 +98,14 @@ def memory_estimate(
     if checkpointing == "none":
         activations += rounded * blocks * block
     if context > 1:
+        handed = [mixer_class(layer.mixer).handed_on(layer) for layer in held]
         activations += 4 * local_batch * sum(layer["state"] for layer in handed) // tensor
-        alive = (sum if checkpointing == "none" else max)(
-            layer["token"] for layer in handed
-        )  # keys and values of all shards
-        activations += alive * (context - 1) * tokens * width // tensor
-    passed_on = sum(in_flight) - own.head * in_flight[-1]  # outputs of stages that are not the last
+        gathers = (sum if checkpointing == "none" else max)(layer["token"] for layer in handed)  # keys and values
+        activations += gathers * (context - 1) * tokens * width // tensor
+    passed_on = sum(in_flight) - local.head * in_flight[-1]  # outputs of stages that are not the last
     activations += passed_on * tokens * dim * stored // tensor
-    sharded = 4 * ((n_params - own.dynamics) // shards + own.dynamics)
-    gathered = n_params if stay_gathered else (own.embedding or own.head) * V * dim + 2 * block
+    sharded = 4 * ((n_params - local.dynamics) // shards + local.dynamics)
+    gathered = n_params if stay_gathered else (local.embedding or local.head) * V * dim + 2 * block
     head = tokens * dim * stored // tensor + tokens * dim * 2 * width + 4 * V * dim
     return {
         "parameters": sharded,
@@ -101,7 +113,7 @@ def memory_estimate(
         "optimizer": 2 * sharded,
         "gathered": stored * (gathered + block) + 4 * block,
         "activations": activations,
-        "loss": own.head * (in_flight[-1] * head + rounded * V * dim + piece),
+        "loss": local.head * (in_flight[-1] * head + rounded * V * dim + piece),
     }
 
 

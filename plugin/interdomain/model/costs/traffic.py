@@ -59,7 +59,7 @@ def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -
 
 def traffic(
     config: ModelConfig,
-    own: Held,
+    local: Held,
     *,
     replicas: int,
     shards: int,
@@ -85,18 +85,20 @@ def traffic(
         gathers: how often parameters are gathered in a step; head_gathers: those of the head.
     """
     parts, stored, width = shards * context, (2 if precision == "bf16" else 4), (4 if precision == "float32" else 2)
-    tokens, layers = local_batch * seq_len // context, [i for stage in own.layers for i in stage]
+    tokens, layers = local_batch * seq_len // context, [i for stage in local.layers for i in stage]
 
     def summed(numbers: int, ranks: int) -> int:
         return 2 * 4 * numbers * (ranks - 1) // ranks
 
-    per_group = [sum(math.ceil(rows / parts) * numbers for rows, numbers, _ in group) for group in own.groups]
-    times = [head_gathers if own.head and i == len(per_group) - 1 else gathers for i in range(len(per_group))]
+    per_group = [sum(math.ceil(rows / parts) * numbers for rows, numbers, _ in group) for group in local.groups]
+    times = [head_gathers if local.head and i == len(per_group) - 1 else gathers for i in range(len(per_group))]
     gathered = sum(n * stored * k for n, k in zip(per_group, times, strict=True))
-    whole = sum(math.ceil(rows / parts) * numbers for group in own.groups for rows, numbers, part in group if not part)
+    whole = sum(
+        math.ceil(rows / parts) * numbers for group in local.groups for rows, numbers, part in group if not part
+    )
 
     by_context = 0
-    for layer in (config.layers[i] for i in layers):
+    for layer in (config.layers[i] for i in layers if context > 1):
         handed = mixer_class(layer.mixer).handed_on(layer)
         per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
         if handed["state"]:
@@ -109,13 +111,13 @@ def traffic(
     # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
     # gathers.
     hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
-    by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * own.embedding)
-    by_tensor += micro_batches * own.head * (2 * hidden * width + 4 * tokens)
+    by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * local.embedding)
+    by_tensor += micro_batches * local.head * (2 * hidden * width + 4 * tokens)
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
         "replicas": sum(summed(n, replicas) for n in per_group),
         "context": (context - 1) * micro_batches * by_context,
         "tensor": (tensor - 1) * by_tensor + summed(whole, tensor),
-        "pipeline": micro_batches * hidden * stored * (2 * len(own.layers) - own.embedding - own.head),
-        "dynamics": summed(own.dynamics, replicas * parts * tensor),
+        "pipeline": micro_batches * hidden * stored * (2 * len(local.layers) - local.embedding - local.head),
+        "dynamics": summed(local.dynamics, replicas * parts * tensor),
     }

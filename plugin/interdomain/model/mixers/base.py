@@ -29,8 +29,9 @@ class Mixer(nn.Module):
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
-        """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward."""
-        raise NotImplementedError("this mixer does not say what is constant over the sequence")
+        """Tensors that are constant over the sequence, of mixers with the same settings: computed once per forward. By default
+        there are none."""
+        return [()] * len(mixers)
 
     @staticmethod
     def packing(
@@ -44,8 +45,7 @@ class Mixer(nn.Module):
 
     @staticmethod
     def continuing(mixer: MixerConfig, state: Any, tokens: int, dtype: torch.dtype) -> Any:
-        """The same for a piece that continues from a `ModelState`."""
-        raise NotImplementedError("this mixer cannot continue from a state")
+        """The same for a piece that continues from a `ModelState`. By default nothing: a state is all that the piece needs."""
 
     def init_state(self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any) -> Any:
         """The layer's state before the first token; `capacity` tokens of room where it grows."""
@@ -58,7 +58,8 @@ class Mixer(nn.Module):
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
-        """Multiply-adds of one layer's mixer per token: its "linear" layers, its convolutions "conv", its core "mixer"."""
+        """Multiply-adds of one layer's mixer per token: its core as "mixer", and as "linear" products with matrices that are no
+        `Linear`, if it has such. `costs.flops` counts the modules `Linear` and `ShortConv`."""
         raise NotImplementedError("this mixer does not count its FLOPs")
 
     @staticmethod

@@ -19,7 +19,7 @@ from ..feature_maps import KeptInFloat32, widened
 from ..initialize import initialize
 from ..layers import Linear, RMSNorm, ShortConv
 from ..shard import Part
-from ..state import MixerState, ModelState
+from ..state import MixerState
 from . import fla_kernels
 from .base import Mixer
 from .fixed_state_scan import plain_recurrence
@@ -56,14 +56,14 @@ class FixedStateMixer(Mixer):
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
         self.config, self.execution = config.mixer, execution or Execution()
-        self.shape = H, K, V = state_shape(config.mixer, config.dim)
-        dim, keys, values = config.dim, (1 if self.shared_keys else H) * K, H * V
+        self.shape, dim = state_shape(config.mixer, config.dim), config.dim
+        keys, values = self._widths(config)
         self.widths = keys, keys, values
         self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
         self.conv = ShortConv(sum(self.widths), config.mixer.conv_width, self.conv_bias) if self.convolved else None
         self.ssm: StepSize | None = None
         self._make_gates(dim)
-        self.wb = Linear(dim, H) if self.delta else None
+        self.wb = Linear(dim, self.shape.heads) if self.delta else None
         self.wg = Linear(dim, values) if self.gated else None
         self.norm = RMSNorm(self.norm_width, eps=config.norm_eps)
         self.wo = Linear(values, dim)
@@ -82,9 +82,8 @@ class FixedStateMixer(Mixer):
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """The norm of each head's output [B, T, H, V], times SiLU of the gate [B, T, H V]: [B, T, H V]."""
-        o = self.norm(o.to(self.norm.weight.dtype)).flatten(
-            2
-        )  # PyTorch's norm is one kernel where both are of one dtype
+        # PyTorch's norm is one kernel where both are of one dtype.
+        o = self.norm(o.to(self.norm.weight.dtype)).flatten(2)
         return o if gate is None else o * F.silu(gate)
 
     def forward(
@@ -138,10 +137,6 @@ class FixedStateMixer(Mixer):
     ) -> Tensor | None:
         return None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
 
-    @staticmethod
-    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
-        """Nothing: a state is all that a piece continues from."""
-
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
     ) -> MixerState:
@@ -155,27 +150,20 @@ class FixedStateMixer(Mixer):
     # Costs
 
     @classmethod
-    def _widths(cls, config: ModelConfig) -> tuple[int, int, int]:
-        """Widths of the queries (and keys) and of the values, and numbers of the gates' matrices per input channel."""
+    def _widths(cls, config: ModelConfig) -> tuple[int, int]:
+        """Widths of the queries, which keys have too, and of the values."""
         H, K, V = state_shape(config.mixer, config.dim)
-        return (1 if cls.shared_keys else H) * K, H * V, cls._gate_rows(H, K) + cls.delta * H
-
-    @staticmethod
-    def _gate_rows(H: int, K: int) -> int:
-        return 0
+        return (1 if cls.shared_keys else H) * K, H * V
 
     @classmethod
     def macs(cls, config: ModelConfig, seq_len: int) -> dict[str, int]:
         """The core as `recurrence` has it by chunks; a triangular system takes half a product."""
         H, K, V = state_shape(config.mixer, config.dim)
-        keys, values, gates = cls._widths(config)
-        L = min(CHUNK, seq_len)
-        linear = config.dim * (2 * keys + (2 + cls.gated) * values + gates)
-        conv = cls.convolved * config.mixer.conv_width * (2 * keys + values)
+        (keys, _), L = cls._widths(config), min(CHUNK, seq_len)
         core = L * keys + H * (L * V + 2 * K * V)  # scores; within the chunk; reading the state and adding to it
         if cls.delta:
             core += L * keys + H * (L * (K + V) // 2 + K * V)  # scores of keys; the system; its part of the state
-        return {"linear": linear, "conv": conv, "mixer": core}
+        return {"mixer": core}
 
     @staticmethod
     def state_size(config: ModelConfig) -> int:
@@ -183,18 +171,13 @@ class FixedStateMixer(Mixer):
 
     @classmethod
     def kept(cls, config: ModelConfig) -> dict[str, int]:
-        """With flash-linear-attention's kernels: what convolution, SiLU and recurrence are given; what the norm, the gate (its
-        SiLU, the product) and the last matrix are; float32 copies of normalised queries and keys, and of a gate per channel. In
-        plain PyTorch more, mostly the states between chunks."""
-        keys, values, _ = cls._widths(config)
+        """The numbers with flash-linear-attention's kernels: inputs of convolution, SiLU and recurrence; of the norm, the gate
+        (its SiLU, the product) and the last matrix; float32 copies of normalised queries and keys, and of a gate per channel.
+        In plain PyTorch autograd keeps more, mostly the states between chunks."""
+        keys, values = cls._widths(config)
         token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 3 * cls.gated) * values
         token += 8 * keys * cls.delta + 6 * keys * (not cls.convolved)
         return {"token": token, "scores": 0, "tables": 0}
-
-    @staticmethod
-    def handed_on(config: ModelConfig) -> dict[str, int]:
-        """Nothing: `titan.topology` refuses shards of a sequence."""
-        return {"state": 0, "tail": 0, "token": 0}
 
 
 def recurrence(
@@ -236,10 +219,6 @@ class GLAMixer(FixedStateMixer):
         decay = F.logsigmoid(gate) / LOW_RANK
         return recurrence(q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options)
 
-    @staticmethod
-    def _gate_rows(H: int, K: int) -> int:
-        return 2 * LOW_RANK  # as many rows in as out: H K is dim
-
 
 class DeltaNetMixer(FixedStateMixer):
     """The delta rule: l2-normalised queries and keys, beta = sigmoid(Wb x) (Yang et al., 2024, eq. 5 and section 3.4:
@@ -270,10 +249,6 @@ class GatedDeltaNetMixer(DeltaNetMixer):
         A_log, dt_bias = dynamics
         return -A_log.exp() * F.softplus(widened(self.wa(x)) + dt_bias)
 
-    @staticmethod
-    def _gate_rows(H: int, K: int) -> int:
-        return H
-
 
 class Mamba2Mixer(FixedStateMixer):
     """Mamba-2 by its duality with attention: q is C, k is B (one head for all), v is dt x, log_decay = A dt,
@@ -298,10 +273,6 @@ class Mamba2Mixer(FixedStateMixer):
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
         return self.norm((o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype))
-
-    @staticmethod
-    def _gate_rows(H: int, K: int) -> int:
-        return H
 
 
 MIXERS: dict[str, type[FixedStateMixer]] = {

@@ -13,7 +13,7 @@ from ..feature_maps import divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, ShortConv
 from ..shard import Part, before, shard_of
-from ..state import MixerState, ModelState
+from ..state import MixerState
 from .base import Mixer
 from .ssm import Dynamics, SSMDynamics, fold
 
@@ -138,10 +138,8 @@ class InterdomainMixer(Mixer):
     @staticmethod
     def dynamics(mixers: "list[InterdomainMixer]") -> list[tuple[Tensor, Tensor]]:
         """(log_decay, mixing or readout) of each mixer, float32."""
-        return fold([mixer._own_dynamics() for mixer in mixers], mixers[0].config.readout)
-
-    def _own_dynamics(self) -> Dynamics:
-        return Dynamics(*(None if p is None else shard_of(p, self.heads) for p in self.ssm()))
+        parts = [Dynamics(*(p if p is None else shard_of(p, mixer.heads) for p in mixer.ssm())) for mixer in mixers]
+        return fold(parts, mixers[0].config.readout)
 
     @staticmethod
     def packing(
@@ -151,10 +149,6 @@ class InterdomainMixer(Mixer):
             return None
         documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
         return documents if shard is None else (documents, positions[:, 0])
-
-    @staticmethod
-    def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> None:
-        """Nothing: a state is all that a piece continues from."""
 
     # Decoding
 
@@ -248,19 +242,15 @@ class InterdomainMixer(Mixer):
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
         """The core by the chunkwise passes of docs/kernels.md."""
-        m, dim = config.mixer, config.dim
-        H, G, R = config.n_heads, config.n_kv_heads, config.head_dim
+        m, H, G, R = config.mixer, config.n_heads, config.n_kv_heads, config.head_dim
         D, M2, L = R + m.normalize, 2 * m.n_basis, min(CHUNK, seq_len)
-        out_dim = dim if m.query_readout else 2 * dim
-        linear = dim * (m.query_readout * dim + 2 * G * R + out_dim * (1 + m.output_gate))
         vectors = {"rff": R // 2, "favor": R}.get(m.feature_map, 0)  # of width R, per head of query and key features
-        linear += (H * m.query_readout + G * m.dual_input) * R * vectors
-        conv = m.conv_width * (m.query_readout * dim + G * R * (1 if m.dual_input else 2))
+        linear = (H * m.query_readout + G * m.dual_input) * R * vectors
         if not m.query_readout:  # a Toeplitz product within the chunk; state update and readout across chunks
-            return {"linear": linear, "conv": conv, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
+            return {"linear": linear, "mixer": H * (L * 2 * R + 2 * M2 * 2 * R)}
         pass1 = H * (L * R + L * M2 + R * M2) + G * R * M2  # scores, times the table; state read; state update
         pass2 = H * (L * M2 + L * D + D * M2) + G * D * M2
-        return {"linear": linear, "conv": conv, "mixer": pass1 + H * M2 * M2 + pass2}
+        return {"linear": linear, "mixer": pass1 + H * M2 * M2 + pass2}
 
     @staticmethod
     def state_size(config: ModelConfig) -> int:
@@ -269,7 +259,8 @@ class InterdomainMixer(Mixer):
 
     @staticmethod
     def kept(config: ModelConfig) -> dict[str, int]:
-        """Without recomputation also a, 2M numbers per query head; tables: W, and what it was made of."""
+        """Inputs of features and scan. Without recomputation also a, 2M numbers per query head; tables: W, and what it was made
+        of."""
         query, M = config.mixer.query_readout, config.mixer.n_basis
         token = (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim
         scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2

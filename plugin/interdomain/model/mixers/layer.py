@@ -52,25 +52,19 @@ class InterdomainAttention(nn.Module):
         self.mixer = InterdomainMixer(self.config, Execution(backend))
 
     def forward(self, x: Tensor, state: ModelState | None = None, positions: Tensor | None = None) -> Tensor:
-        """Whole sequences; with a state, a piece of any length that continues from it.
+        """x [B, T, dim] -> [B, T, dim]: whole sequences; with a state, a piece of any length that continues from it.
 
         Args:
-            x: [B, T, dim].
             state: from `init_state`; advanced in place. Make a new one after the weights have changed.
             positions: [B, T] integers, if sequences hold several packed documents: how many tokens of its document come
                 before each token. Nothing is carried from one document into another.
-
-        Returns:
-            [B, T, dim].
-
-        Raises:
-            ValueError: a state and positions.
+        Raises: ValueError for a state and positions.
         """
         if state is not None and positions is not None:
             raise ValueError("positions are for whole sequences; a state counts its own: leave one of the two out.")
         order = torch.arange(x.shape[1], device=x.device)
         if state is None:
-            documents = None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
+            documents = self.mixer.packing(self.config.mixer, order, positions, x.dtype, None)
             rope = rope_of(self.config, order if positions is None else positions, x.dtype)
             return self.mixer(x, rope, packing=documents)
         rope = rope_of(self.config, state.position[:, None] + order, x.dtype)

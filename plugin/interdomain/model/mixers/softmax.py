@@ -35,10 +35,6 @@ class Attended(NamedTuple):
     blocks: Tensor | None = None
 
     @classmethod
-    def of(cls, attended: Tensor, dtype: torch.dtype, begin: int | Tensor = 0) -> "Attended":
-        return cls(_added(attended, dtype), begin)
-
-    @classmethod
     def after(cls, begin: int, tokens: int, device: torch.device, dtype: torch.dtype) -> "Attended":
         """Attention of queries after `begin` keys: to those keys, and to the queries' own keys up to each query."""
         if not begin or tokens == 1:
@@ -48,7 +44,7 @@ class Attended(NamedTuple):
 
             return cls(causal_lower_right(tokens, begin + tokens), begin)
         keys = torch.arange(begin + tokens, device=device)
-        return cls.of(keys <= keys[begin:, None], dtype, begin)
+        return cls(_mask(keys[begin:], keys, dtype), begin)
 
     @classmethod
     def within(
@@ -61,20 +57,15 @@ class Attended(NamedTuple):
         """
         T, W, mask, blocks = len(order), window, None, None
         if before or first is not None:
-            query, key = before + order[:W, None], torch.arange(before + min(T, W), device=order.device)
-            mask = (key <= query) & (key > query - W)
-            mask = mask if first is None else (mask & (key >= first[:, :W, None]))[:, None]
+            key = torch.arange(before + min(T, W), device=order.device)
+            mask = _mask(before + order[:W], key, dtype, None if first is None else first[:, :W], W)
         if T > W:
-            n = math.ceil(T / W) - 1
-            query, key = order[:W, None], torch.arange(2 * W, device=order.device) - W
-            blocks = (key <= query) & (key > query - W)
             if first is not None:
+                n = math.ceil(T / W) - 1
                 first = F.pad(first[:, W:] - before, (0, (n + 1) * W - T)).unflatten(1, (n, W))
                 first = first - W * (1 + order[:n, None])
-                blocks = (blocks & (key >= first[..., None])).flatten(0, 1)[:, None]
-        return cls(
-            mask if mask is None else _added(mask, dtype), begin, blocks if blocks is None else _added(blocks, dtype)
-        )
+            blocks = _mask(order[:W], torch.arange(2 * W, device=order.device) - W, dtype, first, W)
+        return cls(mask, begin, blocks)
 
 
 class SoftmaxMixer(Mixer):
@@ -117,11 +108,6 @@ class SoftmaxMixer(Mixer):
             o = _in_blocks(q, k, v, mask, blocks, self.window)
         return self.wo(o.transpose(1, 2).flatten(2))
 
-    @staticmethod
-    def dynamics(mixers: "list[SoftmaxMixer]") -> list[tuple[()]]:
-        """Nothing: softmax has no recurrence."""
-        return [()] * len(mixers)
-
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: tuple[()] = ()
     ) -> KVCache | WindowCache:
@@ -142,9 +128,7 @@ class SoftmaxMixer(Mixer):
             return Attended.within(mixer.window, near, first, order - before, dtype)
         if first is None:
             return Attended.after(before, T, device, dtype) if before else None
-        keys = torch.arange(before + T, device=device)
-        attended = (keys <= order[:, None]) & (keys >= first[..., None])
-        return Attended.of(attended[:, None], dtype)
+        return Attended(_mask(order, torch.arange(before + T, device=device), dtype, first))
 
     @staticmethod
     def continuing(mixer: MixerConfig, state: ModelState, tokens: int, dtype: torch.dtype) -> Attended:
@@ -156,20 +140,15 @@ class SoftmaxMixer(Mixer):
         if isinstance(begin, int) and not state.padded:
             return Attended.after(begin, tokens, device, dtype)
         slots = torch.arange(begin + tokens if isinstance(begin, int) else state.capacity or 0, device=device)
-        query_slots = begin + torch.arange(tokens, device=device)[:, None]  # each query's slot
-        mask = slots <= query_slots
-        if state.padded:
-            start = begin - state.position  # a row's tokens end where all rows end
-            mask = (mask & (slots >= start[:, None, None]))[:, None]
-        return Attended.of(mask, dtype, begin)
+        start = (begin - state.position)[:, None] if state.padded else None  # a row's tokens end where all rows end
+        return Attended(_mask(begin + torch.arange(tokens, device=device), slots, dtype, start), begin)
 
     @staticmethod
     def macs(config: ModelConfig, seq_len: int) -> dict[str, int]:
         """Scores and values over the causal half of the context, or a window: full-matrix conventions would double them."""
-        linear = config.dim * (2 * config.dim + 2 * config.n_kv_heads * config.head_dim)
         window = min(config.mixer.window or seq_len, seq_len)
         attended = window * (window + 1) // 2 + (seq_len - window) * window  # by all tokens of a sequence
-        return {"linear": linear, "conv": 0, "mixer": config.dim * 2 * attended // seq_len}
+        return {"mixer": config.dim * 2 * attended // seq_len}
 
     @staticmethod
     def state_size(config: ModelConfig) -> int:
@@ -189,6 +168,19 @@ class SoftmaxMixer(Mixer):
     @staticmethod
     def handed_on(config: ModelConfig) -> dict[str, int]:
         return {"state": 0, "tail": 0, "token": 2 * config.n_kv_heads * config.head_dim}
+
+
+def _mask(
+    query: Tensor, key: Tensor, dtype: torch.dtype, first: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Mask of queries [T] and keys [S] by their places, [T, S]. first: [B, T] or [B, N, T], the place where each query's
+    document begins; then the mask is [B, 1, T, S] or [B * N, 1, T, S]."""
+    attended = key <= query[:, None]
+    if window is not None:
+        attended = attended & (key > query[:, None] - window)
+    if first is not None:
+        attended = (attended & (key >= first[..., None])).flatten(0, -3)[:, None]
+    return _added(attended, dtype)
 
 
 def _added(attended: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,7 +230,7 @@ def _continuing_within(
     slots = torch.arange(window, device=state.position.device)
     token = begin - (begin - slots) % window  # in each slot, this one's among them; negative: none yet
     attended = (token >= 0)[None] if start is None else (token >= start[:, None])[:, None, None]
-    return Attended.of(attended, dtype, begin)
+    return Attended(_added(attended, dtype), begin)
 
 
 def _up_to_here(k: Tensor, v: Tensor, shard: Part, window: int | None) -> tuple[Tensor, ...]:
