@@ -63,9 +63,7 @@ GPU |= dict(prompts=(*PAPER_MEMORY, LONG_PROMPT))
 GPU |= dict(prefixes=(4096, 16_384, 512, 8192, 2048, 1024), chunk=PREFILL_CHUNK, dtype="bfloat16")
 GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and what all of them may take
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-TINY: dict[str, Any] = GPU | dict(
-    sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32
-)
+TINY: dict[str, Any] = dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
 TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
@@ -116,11 +114,11 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
     read = functools.partial(prefill, model, tokens, chunk=chunk)
     read()
-    run, ms, found = timer(device, lead_ms=0), [], {}
+    run, ms, row = timer(device, lead_ms=0), [], {}
     if (peak := peak_memory(lambda: ms.extend(run(read)), device)) is not None:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        found["GiB"] = peak / 2**10 + weights / 2**30
-    return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
+        row["GiB"] = peak / 2**10 + weights / 2**30
+    return row | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
 def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> dict:
@@ -142,8 +140,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: results.Re
         for path in PATHS:
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            how = models[condition], way == "graph", batch, prefix, mode
-            row |= attempt(decode_figures, *how, device=device)
+            row |= attempt(decode_figures, models[condition], way == "graph", batch, prefix, mode, device=device)
             if "ms a step" in row and condition == "softmax":
                 softmax.append(row["ms a step"])
             elif softmax:
@@ -168,11 +165,10 @@ def read_prompts(models, mode, device, report: results.Report) -> None:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p)
-    what = f"model sizes: {', '.join(SIZES)} (default: {' '.join(GPU['sizes'])}; on a CPU {' '.join(TINY['sizes'])}). "
-    what += "The first is measured at all batch sizes and with prompts"
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
-    what = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
-    p.add_argument("--steps", type=int, metavar="N", help=what)
+    text = f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU['sizes'])})"
+    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=text)
+    text = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
+    p.add_argument("--steps", type=int, metavar="N", help=text)
     p.add_argument("--quick", action="store_true", help="on a GPU: fewer prefixes and rounds, about two minutes")
     return p.parse_args(argv)
 
