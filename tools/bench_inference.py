@@ -24,7 +24,7 @@ from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import measure, peak_memory, ratio, release, timer
-from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._cli import argument_parser, require_at_least, user_errors
 
 PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
 SIZE_BATCHES = (1, 8)  # of all sizes but the first
@@ -178,7 +178,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     device = results.choose_device(args.device)
-    results.fill_in(args, device, steps=(None, None))
+    require_at_least(args, steps=1)
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))

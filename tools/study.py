@@ -26,7 +26,7 @@ import torch
 
 from interdomain.folders import require_empty
 from interdomain.tools._bench.pages import markdown_rows
-from interdomain.tools._cli import OUTPUT, Help, argument_parser, user_errors
+from interdomain.tools._cli import OUTPUT, Help, argument_parser, require_at_least, user_errors
 from interdomain.tools._plots import draw
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
@@ -60,8 +60,8 @@ def parse(argv) -> argparse.Namespace:
     text = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
     show.add_argument("--output", type=Path, metavar="DIR", help=text)
     args = p.parse_args(argv)
-    if args.command == "run" and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
+    if args.command == "run":
+        require_at_least(args, jobs=1)
     return args
 
 

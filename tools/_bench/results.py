@@ -60,10 +60,7 @@ def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -
     for name, values in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, values[device.type == "cpu"])
-        option = getattr(args, name)
-        for value in option if isinstance(option, list) else [option]:
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
+    _cli.require_at_least(args, **dict.fromkeys(defaults, 1))
 
 
 class Report:
