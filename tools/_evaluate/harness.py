@@ -1,15 +1,6 @@
 """lm-evaluation-harness on exported folders, for `evaluate`: its own Hugging Face model class, its tasks, our model.
 
-Tasks of the paper that it lacks are made by tools/_evaluate/recall.py.
-
-What is chosen here and not left to its defaults:
-
-- max_length: it cuts longer contexts from the left, and WikiText's documents into pieces of this length, so that figures
-  depend on it. The same for all folders; by default the shortest sequence length that one of them was trained at.
-- The token before a text that has none before it: end-of-text, which stood there in training. No BOS is added, which the
-  models never saw.
-- The model's code is this project's own: a folder's is not run.
-- The softmax over the vocabulary is float32, also of bfloat16 models.
+docs/evaluation.md lists the choices that change a figure. recall.py makes the tasks of the paper that the harness lacks.
 """
 
 import importlib.util

@@ -1,29 +1,5 @@
 """The definition of a study: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record
-kept of each.
-
-    config = "train_configs/debug.toml"    # settings that all runs share
-    output = "outputs/studies/small"       # of the runs' folders
-    results = "benchmarks/studies/small"   # of the records; without it output/records
-    ranks = 1                              # processes of a run; without it as ./launch.sh chooses
-
-    [all]                                  # over the settings of `config`
-    training.tokens = 2_000_000
-    [sizes.debug]                          # each a name and its settings, over those above; may have a `config` of its own
-    [conditions.softmax]
-    mixer.condition = "softmax"
-    [settings.text]                        # optional: a third axis, such as corpora or learning rates
-    data.corpus = "data/stdlib"
-
-    [corpora]                              # optional: of a corpus that runs read, the options of prepare-data that make it
-    "data/mqar" = "--synthetic mqar"
-
-    [[runs]]                               # a product of names; what is left out means all
-    conditions = ["softmax"]
-    seeds = [1, 2, 3]
-
-The n_basis of a table that conditions share is not for a condition that does not read it, such as softmax.
-A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
-A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
+kept of each. docs/study.md describes the file and the records.
 """
 
 import itertools
