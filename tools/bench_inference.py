@@ -71,7 +71,7 @@ PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Transformer:
-    """As a folder is loaded, with normal numbers for weights."""
+    """A model like one from a folder, with normal numbers for weights."""
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)

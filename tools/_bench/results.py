@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
+"""Parts that the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
 
 import argparse
 import contextlib

@@ -20,9 +20,8 @@ def require_harness() -> None:
     """Raises ValueError where something is not installed."""
     missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"--tasks needs {', '.join(missing)}, not installed here. The extra `eval` has it: {install_command('eval')}"
-        )
+        advice = f"The extra `eval` has it: {install_command('eval')}"
+        raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here. {advice}")
 
 
 def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> dict:
@@ -64,9 +63,7 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> d
                 f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:
-            raise ValueError(
-                f"{name} needs a package that is not installed ({e}). Install it: {install_command('eval')}"
-            ) from e
+            raise ValueError(f"{name} needs a package that is missing ({e}). Install: {install_command('eval')}") from e
         known = {kind: known[kind] | loaded.get(kind, {}) for kind in known}
     for task in known["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:
@@ -117,8 +114,6 @@ def metrics(values: dict) -> dict:
         if comma and not metric.endswith("_stderr"):
             stderr = values.get(f"{metric}_stderr,{kind}")
             name = metric if kind == "none" else f"{metric} ({kind})"
-            by_metric[name] = {
-                "value": float(value),
-                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-            }
+            stderr = float(stderr) if isinstance(stderr, int | float) else None
+            by_metric[name] = {"value": float(value), "stderr": stderr}
     return by_metric

@@ -271,7 +271,7 @@ def panels(runs: list[Run]) -> list[Panel]:
 
 
 def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value] = lambda value: value) -> list[Curve]:
-    """Without the first validation, of the untrained model, where there are others."""
+    """Curves of a tag, without the first validation (of the untrained model) where there are others."""
     curves = []
     for cell in cells:
         points = [*cell.curve(tag).items()]
