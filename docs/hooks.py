@@ -24,7 +24,7 @@ def on_files(files, config):
 
 
 def as_markdown(notebook):
-    """Its cells, each with its output: text, or a picture."""
+    """A notebook's cells, each with its output: text, or a picture."""
     out = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
@@ -51,15 +51,8 @@ def settings():
     out = []
     for section in sections.pop("JobConfig").body[1:-1]:
         fields = sections[section.annotation.id]
-        title, _, words = ast.get_docstring(fields).partition(": ")
-        out += [
-            f"### {title}",
-            "",
-            words[0].upper() + words[1:],
-            "",
-            "| setting | type | default | |",
-            "|---|---|---|---|",
-        ]
+        title, _, text = ast.get_docstring(fields).partition(": ")
+        out += [f"### {title}\n\n{text[0].upper()}{text[1:]}\n", "| setting | type | default | |", "|---|---|---|---|"]
         for field in fields.body[1:]:
             above = first = field.lineno - 1
             while lines[above - 1].startswith("    #: "):

@@ -7,8 +7,7 @@ study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib import rc_context
@@ -25,15 +24,8 @@ BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
 GROUNDS = "figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"
-
-
-@contextmanager
-def themed(theme: str) -> Iterator[None]:
-    """matplotlib in a theme's colours, without a background, and with the same bytes each time."""
-    os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in an SVG
-    colours = dict.fromkeys(INK, THEMES[theme]) | dict.fromkeys(GROUNDS, "none") | {"grid.color": GREY}
-    with rc_context({**colours, "svg.hashsalt": "interdomain", "font.size": 9}):
-        yield
+LOOK = {"svg.hashsalt": "interdomain", "font.size": 9, "grid.color": GREY, "grid.alpha": 0.3, "grid.linewidth": 0.5}
+LOOK |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 FAMILIES = {  # colour and line of a condition
@@ -77,8 +69,7 @@ def _dots(axis, cells: list, value: Callable, label: str) -> None:
     axis.set_yticks(range(len(cells)), [f"{cell.label} ({len(cell.runs)})" for cell in cells])
     axis.set(xlabel=label, ylim=(-0.6, len(cells) - 0.2))
     axis.margins(x=0.12)
-    axis.grid(axis="x", alpha=0.3, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="x")
 
 
 def _curves(axis, cells: list, tag: str) -> None:
@@ -94,15 +85,15 @@ def _curves(axis, cells: list, tag: str) -> None:
         axis.set_yticks(ticks, map(str, ticks))
         axis.minorticks_off()
     axis.set(xlabel="tokens (millions)", ylabel="validation perplexity" if tag == VALIDATION else "accuracy")
-    axis.grid(alpha=0.3, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid()
     axis.legend(fontsize=7.5, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def main() -> int:
-    for theme in THEMES:
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in an SVG: the same bytes each time
+    for theme, ink in THEMES.items():
         path = OUTPUT / f"study-{theme}.svg"
-        with themed(theme):
+        with rc_context(LOOK | dict.fromkeys(INK, ink) | dict.fromkeys(GROUNDS, "none")):
             study(path)
         path.write_text(" ".join(path.read_text().split()) + "\n")  # matplotlib writes a line for every point
         print(f"wrote {path.relative_to(ROOT)} ({path.stat().st_size / 1e3:,.0f} kB)")

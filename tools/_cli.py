@@ -41,8 +41,7 @@ class Help(argparse.HelpFormatter):
 def argument_parser(doc: str | None, usage: str = "") -> argparse.ArgumentParser:
     """A tool's parser. doc: its module's docstring; usage: what the command needs, before [OPTIONS].
 
-    The docstring has a line to paste, a sentence on what the tool does, more paragraphs, then indented lines to paste, and what
-    stands below the options.
+    The docstring has a line to paste, then paragraphs above the options, more lines to paste (indented), and paragraphs below.
     """
     assert doc is not None
     line, *paragraphs = doc.strip().split("\n\n")
@@ -58,14 +57,23 @@ def argument_parser(doc: str | None, usage: str = "") -> argparse.ArgumentParser
     )
 
 
-def add_device(parser, words: str = DEVICE) -> None:
-    parser.add_argument("--device", default="auto", metavar="NAME", help=words)
+def add_device(parser, text: str = DEVICE) -> None:
+    parser.add_argument("--device", default="auto", metavar="NAME", help=text)
 
 
 def add_dtype(parser, dtypes) -> None:
     """--dtype of a tool that reads a standalone folder."""
     text = "data type of the weights; the recurrence's parameters stay float32 (default: as stored)"
     parser.add_argument("--dtype", choices=dtypes, help=text)
+
+
+def require_at_least(args: argparse.Namespace, **least: int) -> None:
+    """Raises: ValueError for a number, or one of a list, below the least that its option allows."""
+    for name, low in least.items():
+        option = getattr(args, name)
+        for value in option if isinstance(option, list) else [option]:
+            if isinstance(value, int) and value < low:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {low}: got {value}.")
 
 
 def choose_device(name: str):
@@ -101,8 +109,8 @@ def install_command(extra: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Text for a terminal: names out of files, and what a model writes, may hold what a terminal obeys."""
-    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Text without the control characters that a terminal would obey: file names and a model's text may hold some."""
+    return re.sub(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def user_errors(main):
@@ -123,17 +131,14 @@ def user_errors(main):
             extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
             if extra is None:
                 raise
-            print(
-                f"error: this needs {module}, which is not installed. The extra `{extra}` has it: {install_command(extra)}",
-                file=sys.stderr,
-            )
+            missing = f"error: this needs {module}, which is not installed. The extra `{extra}` has it"
+            print(f"{missing}: {install_command(extra)}", file=sys.stderr)
             return 2
         except (ValueError, OSError) as e:
             message = str(e)
-            if isinstance(e, OSError) and e.strerror:  # Python's own: the file stands apart from the words
-                message = f"{e.strerror}."  # an OSError that we raised says it all there
-                if e.filename is not None:
-                    message = f"{e.filename}: {e.strerror}. Check this path, its permissions and the space on its disk."
+            if isinstance(e, OSError) and e.strerror:  # Python's own
+                check = ". Check this path, its permissions and the space on its disk"
+                message = f"{e.strerror}." if e.filename is None else f"{e.filename}: {e.strerror}{check}."
             print(f"error: {visible(message)}", file=sys.stderr)
             return 2
 

@@ -16,7 +16,7 @@ def events_folder(run: Path) -> Path:
         if any(folder.glob(EVENTS)):
             return folder
     raise FileNotFoundError(
-        f"{run} holds no TensorBoard events. Give a run's folder (with metrics.enable_tensorboard = true)."
+        f"{run} holds no TensorBoard events. Give a run's folder (metrics.enable_tensorboard = true)."
     )
 
 
@@ -38,22 +38,8 @@ def read_curves(folder: Path) -> Curves:
     return curves_of(read_events(folder))
 
 
-def configuration_of(events) -> dict:
-    """The configuration of a run's last start, by section; empty if it was not written."""
-    return _text(events, "configuration")
-
-
-def hyperparameters_of(events) -> dict:
-    """Facts that a run's last start recorded: model, condition, parameters, ...; empty if it was not written."""
-    return _text(events, "hyperparameters")
-
-
-def environment_of(events) -> dict:
-    """Machine, versions and commit of a run's last start; empty if they were not written."""
-    return _text(events, "environment")
-
-
-def _text(events, name: str) -> dict:
+def facts_of(events, name: str) -> dict:
+    """Facts of a run's last start: its configuration, hyperparameters or environment. Empty if they were not written."""
     tag = f"run/{name}/text_summary"
     if tag not in events.Tags()["tensors"]:
         return {}

@@ -24,7 +24,7 @@ from interdomain.model import SIZES, ModelConfig, ModelState, Transformer, build
 from interdomain.model.generation import PREFILL_CHUNK, Decoder, prefill
 from interdomain.tools._bench import results
 from interdomain.tools._bench.timing import measure, peak_memory, ratio, release, timer
-from interdomain.tools._cli import argument_parser, user_errors
+from interdomain.tools._cli import argument_parser, require_at_least, user_errors
 
 PATHS = ("softmax, eager", "softmax, graph", "interdomain, eager", "interdomain, graph")
 SIZE_BATCHES = (1, 8)  # of all sizes but the first
@@ -63,9 +63,7 @@ GPU |= dict(prompts=(*PAPER_MEMORY, LONG_PROMPT))
 GPU |= dict(prefixes=(4096, 16_384, 512, 8192, 2048, 1024), chunk=PREFILL_CHUNK, dtype="bfloat16")
 GPU |= dict(steps=32, rounds=20, seconds=0.5)  # of a timed call; how often, and what all of them may take
 QUICK = GPU | dict(prefixes=(4096, 16_384, 512), steps=16, rounds=8)
-TINY: dict[str, Any] = GPU | dict(
-    sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32
-)
+TINY: dict[str, Any] = dict(sizes=("debug",), batches=(1, 2), prefixes=(32, 64), prompts=((2, 64), (1, 128)), chunk=32)
 TINY |= dict(dtype="float32", steps=2, rounds=3, seconds=0.05)
 DECODE = ["path", "B", "prefix", "ms a step", "paper: ms", "tokens/s", "speedup", "remark"]
 PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
@@ -73,7 +71,7 @@ PROMPTS = ["prompt", "read", "GiB", "paper: GB", "tokens/s", "remark"]
 
 @torch.no_grad()
 def random_model(config: ModelConfig, device: torch.device, dtype: str) -> Transformer:
-    """As a folder is loaded, with normal numbers for weights."""
+    """A model like one from a folder, with normal numbers for weights."""
     with torch.device("meta"):
         model = Transformer(config)
     model.to_empty(device=device)
@@ -116,11 +114,11 @@ def prefill_figures(model: Transformer, batch: int, length: int, chunk: int, dev
     tokens = torch.randint(model.config.vocab_size, (batch, length), device=device)
     read = functools.partial(prefill, model, tokens, chunk=chunk)
     read()
-    run, ms, found = timer(device, lead_ms=0), [], {}
+    run, ms, row = timer(device, lead_ms=0), [], {}
     if (peak := peak_memory(lambda: ms.extend(run(read)), device)) is not None:
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-        found["GiB"] = peak / 2**10 + weights / 2**30
-    return found | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
+        row["GiB"] = peak / 2**10 + weights / 2**30
+    return row | {"tokens/s": 1e3 * batch * length / sum(ms or run(read))}
 
 
 def attempt(figures: Callable[..., dict], *args: Any, device: torch.device) -> dict:
@@ -142,8 +140,7 @@ def decode_batch(models, size: str, batch: int, mode, device, report: results.Re
         for path in PATHS:
             condition, way = path.split(", ")
             row = {"path": path, "B": batch, "prefix": prefix, "paper: ms": paper.get(path)}
-            how = models[condition], way == "graph", batch, prefix, mode
-            row |= attempt(decode_figures, *how, device=device)
+            row |= attempt(decode_figures, models[condition], way == "graph", batch, prefix, mode, device=device)
             if "ms a step" in row and condition == "softmax":
                 softmax.append(row["ms a step"])
             elif softmax:
@@ -168,11 +165,10 @@ def read_prompts(models, mode, device, report: results.Report) -> None:
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p)
-    what = f"model sizes: {', '.join(SIZES)} (default: {' '.join(GPU['sizes'])}; on a CPU {' '.join(TINY['sizes'])}). "
-    what += "The first is measured at all batch sizes and with prompts"
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
-    what = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
-    p.add_argument("--steps", type=int, metavar="N", help=what)
+    text = f"{', '.join(SIZES)}; the first at all batch sizes and with prompts (default: {' '.join(GPU['sizes'])})"
+    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=text)
+    text = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
+    p.add_argument("--steps", type=int, metavar="N", help=text)
     p.add_argument("--quick", action="store_true", help="on a GPU: fewer prefixes and rounds, about two minutes")
     return p.parse_args(argv)
 
@@ -182,7 +178,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     device = results.choose_device(args.device)
-    results.fill_in(args, device, steps=(None, None))
+    require_at_least(args, steps=1)
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))

@@ -48,10 +48,8 @@ ON_CPU = ("chunkwise", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")
-COLUMNS = [
-    *("mixer", "forward ms", "backward ms", "both ms", "of best attention", "roofline ms", "of roofline"),
-    *("peak MiB", "remark"),
-]
+COLUMNS = ["mixer", *(f"{phase} ms" for phase in PHASES), "of best attention", "roofline ms", "of roofline"]
+COLUMNS += ["peak MiB", "remark"]
 
 
 def parse_shape(text: str) -> Shape:
@@ -70,20 +68,18 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
         return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
     inputs: dict[str, Any]
     inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
+    leaves = list(inputs.values())
     if name in ATTENTION:
-        inputs = {x: inputs[x] for x in ("q", "k", "v")}
-        forward = functools.partial(attention, **inputs, backend=ATTENTION[name])
+        leaves = [inputs[x] for x in ("q", "k", "v")]
+        forward = functools.partial(attention, *leaves, backend=ATTENTION[name])
     elif name in PEERS:
-        forward, leaves = peer(name, *(inputs[x] for x in ("q", "k", "v")))
-        return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
+        forward, leaves = peer(name, inputs["q"], inputs["k"], inputs["v"])
     elif name == "linear":  # the core of the s4d conditions: 2d channels in, 2d out
         forward = lambda: scan.linear_scan(**inputs, final_state=False, backend="chunkwise")[0]  # noqa: E731
     else:
-        how: dict[str, Any] = dict(
-            backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False
-        )
-        forward = lambda: scan.interdomain_scan(**inputs, **how)[0]  # noqa: E731
-    return forward, lambda out: torch.autograd.grad(out, list(inputs.values()), d_out)
+        inputs |= dict(backend=name.removesuffix("-kept"), recompute=name != "chunkwise-kept", final_state=False)
+        forward = lambda: scan.interdomain_scan(**inputs)[0]  # noqa: E731
+    return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
@@ -129,14 +125,12 @@ def run_case(case: tuple[str, Shape], device: torch.device, *, rounds: int) -> d
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p)
-    what = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
-    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=what)
-    what = f"what to time: {', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
-    p.add_argument("--mixers", nargs="+", metavar="NAME", help=what)
-    what = "timed calls of each mixer, at least 1 (default: 20; on a CPU 3)"
-    p.add_argument("--rounds", type=int, metavar="N", help=what)
-    what = "run every call once and time nothing, for a profiler or a sanitizer"
-    p.add_argument("--once", action="store_true", help=what)
+    text = f"batch x tokens x heads x head width (default: {' '.join(SHAPES)}; on a CPU {' '.join(TINY)})"
+    p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=text)
+    text = f"{', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
+    p.add_argument("--mixers", nargs="+", metavar="NAME", help=text)
+    p.add_argument("--rounds", type=int, metavar="N", help="timed calls, at least 1 (default: 20; on a CPU 3)")
+    p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
 
 
@@ -171,18 +165,16 @@ def main(argv=None) -> int:
         return 0
 
     report = results.Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds})
-    report.note(
-        "Roofline: inputs read and outputs written once, and the algebra's FLOPs, at the datasheet's rates. bf16."
-    )
+    report.note("Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates. bf16.")
     for shape in shapes:
         report.table(str(shape), COLUMNS)
 
     def add(case: tuple[str, Shape], row: dict | str) -> None:
         name, table = map(str, case)
         row = {"mixer": name, "remark": row} if isinstance(row, str) else row
-        everything = [*report.rows(table), row]
-        best = min((r["both ms"] for r in everything if r["mixer"] in ALL_ATTENTION and "both ms" in r), default=None)
-        for r in everything:
+        rows = [*report.rows(table), row]
+        best = min((r["both ms"] for r in rows if r["mixer"] in ALL_ATTENTION and "both ms" in r), default=None)
+        for r in rows:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)
 

@@ -71,8 +71,8 @@ def flags(run: argparse.Namespace, data: Path, output: Path) -> list[str]:
         switches += ["profiling.enable_profiling"]
         values |= {"profiling.save_traces_folder": "traces", "profiling.profile_freq": run.steps}
         values |= {"profiling.profiler_active": TRACED, "profiling.profiler_warmup": TRACE_WARMUP}
-    given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    return [*(f"--{name}" for name in switches), *given, *run.train_flags]
+    pairs = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    return [*(f"--{name}" for name in switches), *pairs, *run.train_flags]
 
 
 def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
@@ -82,9 +82,8 @@ def write_data(folder: Path, vocabulary: int, tokens: int) -> None:
     from interdomain.data.indexed import IndexedDatasetWriter
     from interdomain.data.tokenizer import train_sentencepiece
 
-    (folder / "tokenizer.model").write_bytes(
-        train_sentencepiece([Path(__file__).read_text()], 512)
-    )  # every model's is larger
+    # Every model's vocabulary is larger.
+    (folder / "tokenizer.model").write_bytes(train_sentencepiece([Path(__file__).read_text()], 512))
     with IndexedDatasetWriter(folder / "random", vocabulary) as writer:
         writer.add_document(np.random.default_rng(0).integers(0, vocabulary, tokens))
 
@@ -104,7 +103,7 @@ def run_case(run: argparse.Namespace, data: Path, output: Path) -> dict:
     if problem:
         output_of_run = log.read_text(errors="replace")
         row["remark"] = explain(problem, output_of_run)
-        results.say("\n".join(output_of_run.splitlines()[-LAST_LINES:]))
+        print(*output_of_run.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr, flush=True)
     elif "tokens/s" not in row:
         row["remark"] = f"no steady step was logged in {run.steps} steps"
     return row
@@ -120,20 +119,21 @@ def explain(problem: str, log: str) -> str:
     return results.without_paths(f"{problem}: {(errors or lines or ['no word'])[-1]}")[:300]
 
 
-def figures(seen: Curves, run: argparse.Namespace) -> dict:
+def figures(curves: Curves, run: argparse.Namespace) -> dict:
     """Medians over the steady windows between two logs; the highest memory; the last loss.
 
     A run logs after its first step and then every `log_freq`; what comes before the second of these is compilation,
     autotuning and growing memory pools, and is left out.
     """
     last = run.steps - TRACED - TRACE_WARMUP if run.trace else run.steps
-    speed, loss = ({step: x for step, x in seen.get(tag, {}).items() if step <= last} for tag in (SPEED, LOSS))
-    row = {"GiB reserved": max(seen.get(MEMORY, {}).values(), default=None), "loss": loss[max(loss)] if loss else None}
+    speed, loss = ({step: x for step, x in curves.get(tag, {}).items() if step <= last} for tag in (SPEED, LOSS))
+    memory = max(curves.get(MEMORY, {}).values(), default=None)
+    row = {"GiB reserved": memory, "loss": loss[max(loss)] if loss else None}
     if steady := [step for step in speed if step > run.log_freq]:
         row["tokens/s"] = statistics.median(speed[step] for step in steady)
         row["ms a step"] = 1e3 * run.batch_size * run.seq_len / row["tokens/s"]
-        if torch.cuda.is_available() and MFU in seen:  # there is none of a CPU
-            row["MFU %"] = statistics.median(seen[MFU][step] for step in steady)
+        if torch.cuda.is_available() and MFU in curves:  # there is none of a CPU
+            row["MFU %"] = statistics.median(curves[MFU][step] for step in steady)
     return row
 
 
@@ -156,21 +156,17 @@ def add_kernels(report: results.Report, case: str, table: str, output: Path) -> 
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     results.add_arguments(p, "auto; to choose a GPU, set CUDA_VISIBLE_DEVICES")
-    what = "model sizes: names of files in train_configs (default: 1.3B; on a CPU debug)"
-    p.add_argument("--sizes", nargs="+", metavar="SIZE", help=what)
-    what = "sequence lengths in tokens, each at least 1 (default: 4096; on a CPU 64)"
-    p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help=what)
-    what = "tokens per step, in one sequence or more (default: 16384; on a CPU 128)"
-    p.add_argument("--tokens", type=int, metavar="N", help=what)
+    p.add_argument("--sizes", nargs="+", metavar="SIZE", help="files in train_configs (default: 1.3B; on a CPU debug)")
+    p.add_argument("--seq-len", type=int, nargs="+", metavar="N", help="in tokens (default: 4096; on a CPU 64)")
+    p.add_argument("--tokens", type=int, metavar="N", help="tokens per step (default: 16384; on a CPU 128)")
     p.add_argument("--steps", type=int, metavar="N", help="steps of a case, at least 1 (default: 20; on a CPU 3)")
-    what = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
-    p.add_argument("--cases", nargs="+", metavar="CASE", help=what)
-    what = "seconds that a case may take (default: 600)"
-    p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help=what)
-    what = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
-    p.add_argument("--trace", action="store_true", help=what)
-    what = "all that follows are settings of every case, as --train-flags --mixer.backend fft; must come last"
-    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=what)
+    text = f"{CASE}: condition, torch.compile, activation checkpointing (default: {' '.join(CASES)}; on a CPU two)"
+    p.add_argument("--cases", nargs="+", metavar="CASE", help=text)
+    p.add_argument("--case-limit", type=float, default=600.0, metavar="S", help="seconds that a case may take")
+    text = f"on a GPU, for the first size and length: record {TRACED} steps and list the {TOP_KERNELS} slowest kernels"
+    p.add_argument("--trace", action="store_true", help=text)
+    text = "settings of every case, as --train-flags --mixer.backend fft; must come last"
+    p.add_argument("--train-flags", nargs=argparse.REMAINDER, default=[], help=text)
     return p.parse_args(argv)
 
 
@@ -191,7 +187,7 @@ def main(argv=None) -> int:
     shown = ("sizes", "seq_len", "tokens", "steps", "train_flags")
     report = results.Report("training", args.output, device, {k: getattr(args, k) for k in shown})
     try:
-        for name in ("tensorboard", "sentencepiece", "torchdata"):
+        for name in ("tensorboard", "torchdata"):
             importlib.import_module(name)
         # Imports TorchTitan and what it imports, some of it only to read a configuration.
         from interdomain.titan.plan.run_plan import model_config
@@ -201,7 +197,7 @@ def main(argv=None) -> int:
         report.note(f"Skipped: {e.name or e} cannot be imported; the extra `train` installs what training needs.")
         report.finish("skipped")
         return 0
-    measured, softmax = 0, {}
+    measured, softmax = 0, {}  # softmax: tokens/s
     runs = list(itertools.product(args.sizes, args.seq_len, args.cases))
     for i, (size, length, case) in enumerate(runs):
         trace, batch = args.trace and i < len(args.cases), max(1, args.tokens // length)
@@ -212,7 +208,7 @@ def main(argv=None) -> int:
             report.table(table, COLUMNS)
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            results.say(f"{table}, {i + 1} of {len(runs)}: {case}")
+            print(f"{table}, {i + 1} of {len(runs)}: {case}", file=sys.stderr, flush=True)
             write_data(folder, vocabularies[size], (args.steps + 1) * batch * (length + 1))
             row = run_case(run, folder, folder / "run")
             condition, _, settings = case.partition(":")

@@ -29,9 +29,10 @@ from torch import Tensor
 from interdomain import InterdomainAttention, scan
 from interdomain.model import Execution
 from interdomain.tools._bench import results as _bench
-from interdomain.tools._bench.cases import CPU, LAYERS, STEPS, Case, convert, groups, make_documents, make_inputs
+from interdomain.tools._bench.cases import LAYERS, STEPS, Case, convert, groups, make_inputs
 from interdomain.tools._cli import argument_parser, user_errors
 
+CPU = torch.device("cpu")
 FAILED = 3  # times the bound: a lost term, sign or mask is far beyond it, a rounding is not
 BEYOND, FAIL = "beyond the bound", "FAIL"
 STATUS = {0: "passed", 1: "failed", 3: "beyond bounds"}  # by exit status
@@ -47,14 +48,14 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     """
     row = {"case": str(case), "bit-equal": None}
     try:
-        given, cotangents, function = PROBLEMS[case.kind](case, device, seed)
-        given, cotangents = convert((given, cotangents), device=device)
-        got = with_gradients(given, cotangents, functools.partial(function, False))
+        inputs, cotangents, function = PROBLEMS[case.kind](case, device, seed)
+        inputs, cotangents = convert((inputs, cotangents), device=device)
+        got = with_gradients(function, False, inputs, cotangents)
         if case.repeat:
-            again = with_gradients(given, cotangents, functools.partial(function, False))
+            again = with_gradients(function, False, inputs, cotangents)
             row["bit-equal"] = all(torch.equal(got[name], again[name]) for name in got)
-        given, cotangents = convert((given, cotangents), dtype=torch.float64)
-        exact = with_gradients(given, cotangents, functools.partial(function, True))
+        inputs, cotangents = convert((inputs, cotangents), dtype=torch.float64)
+        exact = with_gradients(function, True, inputs, cotangents)
         errors = {name: relative_rms(got[name], exact[name]) for name in exact}
     except Exception as e:
         return row | {"result": f"{FAIL}: {_bench.reason(e)}"}
@@ -66,14 +67,14 @@ def run_case(case: Case, device: torch.device, seed: int = 0) -> dict:
     return row | {"result": FAIL if row["bit-equal"] is False else result}
 
 
-def with_gradients(given: dict, cotangents: tuple[Tensor, ...], function: Callable) -> dict[str, Tensor]:
-    """Results, and the gradients of the leaves among the arguments as d and their name."""
-    found = function(given)
-    leaves = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+def with_gradients(function: Callable, exact: bool, inputs: dict, cotangents: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Results, and the gradients of the leaves among the inputs as d and their name."""
+    results = function(exact, inputs)
+    leaves = {name: x for name, x in inputs.items() if x.requires_grad}
     if leaves:
-        grads = torch.autograd.grad(tuple(found.values()), list(leaves.values()), cotangents[: len(found)])
-        found |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return found
+        grads = torch.autograd.grad(tuple(results.values()), list(leaves.values()), cotangents[: len(results)])
+        results |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return results
 
 
 def relative_rms(got: Tensor, exact: Tensor) -> float:
@@ -85,33 +86,36 @@ def relative_rms(got: Tensor, exact: Tensor) -> float:
 
 
 def scan_problem(case: Case, device: torch.device, seed: int) -> Problem:
-    documents = make_documents(case.shape, CPU, seed=seed).to(device) if case.documents else None
-    how: dict[str, Any] = {"backend": case.backend}
-    how |= {} if case.linear else {"recompute": case.recompute}
-    judge: dict[str, Any] = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
-    fn: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
+    options: dict[str, Any] = {"final_state": case.state}
+    if case.documents:  # of 20 tokens on average; the first sequence continues its initial state
+        starts = torch.rand(case.shape.B, case.shape.T, generator=torch.Generator().manual_seed(seed)) < 1 / 20
+        starts[0, 0] = False
+        options["documents"] = starts.cumsum(1).to(device)
+    tested = {"backend": case.backend} | ({} if case.linear else {"recompute": case.recompute})
+    judge = {"backend": "reference" if case.shape.T <= LOOP_LIMIT else "chunkwise-torch"}
+    run: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
 
-    def function(exact: bool, given: dict) -> dict[str, Tensor]:
-        found = fn(**given, documents=documents, final_state=case.state, **(judge if exact else how))
-        return {name: x for name, x in zip(("out", "state"), found, strict=True) if x is not None}
+    def function(exact: bool, inputs: dict) -> dict[str, Tensor]:
+        results = run(**inputs, **options, **(judge if exact else tested))
+        return {name: x for name, x in zip(("out", "state"), results, strict=True) if x is not None}
 
     return *make_inputs(case, CPU, mixed=True, seed=seed), function
 
 
 def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
     """STEPS tokens one by one from a state, against the float64 loop over the same tokens."""
-    given = {name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()}
+    inputs = {name: x.detach() for name, x in make_inputs(case, CPU, mixed=True, seed=seed)[0].items()}
     loop: Callable[..., tuple] = scan.linear_scan if case.linear else scan.interdomain_scan
     one_step: Callable[..., tuple] = scan.linear_step if case.linear else scan.interdomain_step
 
     @torch.no_grad()
-    def function(exact: bool, given: dict) -> dict[str, Tensor]:
+    def function(exact: bool, inputs: dict) -> dict[str, Tensor]:
         if exact:
-            return dict(zip(("out", "state"), loop(**given, backend="reference"), strict=True))
-        tables = {name: given[name] for name in ("log_decay", "mixing", "readout") if name in given}
+            return dict(zip(("out", "state"), loop(**inputs, backend="reference"), strict=True))
+        tables = {name: inputs[name] for name in ("log_decay", "mixing", "readout") if name in inputs}
         step = functools.partial(one_step, **tables, inplace=bool(case.mode))
-        tokens = [{n: given[n][:, t].contiguous() for n in ("q", "k", "v", "z") if n in given} for t in range(STEPS)]
-        state, outs = given["initial_state"].clone(), []
+        tokens = [{n: inputs[n][:, t].contiguous() for n in ("q", "k", "v", "z") if n in inputs} for t in range(STEPS)]
+        state, outs = inputs["initial_state"].clone(), []
         if case.mode == "graph":
             step = captured(step, tokens[0], state)
         for token in tokens:
@@ -119,7 +123,7 @@ def step_problem(case: Case, device: torch.device, seed: int) -> Problem:
             outs.append(out)
         return {"out": torch.stack(outs, dim=1), "state": state}
 
-    return given, (), function
+    return inputs, (), function
 
 
 def captured(step: Callable, token: dict[str, Tensor], state: Tensor) -> Callable:
@@ -160,21 +164,20 @@ def layer_problem(case: Case, device: torch.device, seed: int) -> Problem:
     x, d_out = (torch.randn(s.B, s.T, s.H * s.d, generator=g).to(case.dtype) for _ in range(2))
     positions = (torch.arange(s.T, device=device) % 20).expand(s.B, s.T) if case.documents else None
     # The scan's cases judge the gradients of the dynamics: of log_dt there are few numbers, and nothing averages.
-    given = {"x": x.requires_grad_()} | {name: p for name, p in layer.named_parameters() if ".ssm." not in name}
+    inputs = {"x": x.requires_grad_()} | {name: p for name, p in layer.named_parameters() if ".ssm." not in name}
     layer = layer.to(device)
 
-    def function(exact: bool, given: dict) -> dict[str, Tensor]:
-        x, *_ = given.values()
+    def function(exact: bool, inputs: dict) -> dict[str, Tensor]:
+        x, parameters = inputs["x"], {name: p for name, p in inputs.items() if name != "x"}
         if case.kind == "layer" or exact:
-            parameters = {name: p for name, p in given.items() if name != "x"}
-            how = {"positions": positions}
-            return {"out": torch.func.functional_call(judge if exact else layer, parameters, (x,), how)}
+            called = judge if exact else layer
+            return {"out": torch.func.functional_call(called, parameters, (x,), {"positions": positions})}
         state = layer.init_state(s.B)
         return {"out": torch.cat([layer(x[:, t : t + 1], state) for t in range(s.T)], dim=1)}
 
     if case.kind == "layer step":
-        given, function = {"x": x.detach()}, torch.no_grad()(function)
-    return given, (d_out,), function
+        inputs, function = {"x": x.detach()}, torch.no_grad()(function)
+    return inputs, (d_out,), function
 
 
 PROBLEMS = {
@@ -187,8 +190,7 @@ PROBLEMS = {
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__)
     _bench.add_arguments(p)
-    what = f"groups of cases to run: {', '.join(groups(True))} (default: all)"
-    p.add_argument("--groups", nargs="+", metavar="NAME", help=what)
+    p.add_argument("--groups", nargs="+", metavar="NAME", help=f"{', '.join(groups(True))} (default: all)")
     return p.parse_args(argv)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from interdomain.folders import write_whole
 from interdomain.tools._cli import argument_parser, user_errors
-from interdomain.tools._curves import configuration_of, curves_of, events_folder, read_events
+from interdomain.tools._curves import curves_of, events_folder, facts_of, read_events
 
 COLUMNS = {  # as they are compared, stored and printed
     "loss": "loss_metrics/global_avg_loss",
@@ -57,7 +57,7 @@ def read_run(path: Path) -> Run:
             raise ValueError(f"{path} is not a curve that --save-curve wrote ({e}).") from e
     else:
         events = read_events(events_folder(path))  # seconds, for a run of a month
-        every, sections = curves_of(events), configuration_of(events)
+        every, sections = curves_of(events), facts_of(events, "configuration")
         curves = {column: every[tag] for column, tag in COLUMNS.items() if tag in every}
         flat = {f"{section}.{name}": x for section, fields in sections.items() for name, x in fields.items()}
         run = Run(str(path), curves, flat)
@@ -85,12 +85,12 @@ def compare(a: Run, b: Run, tolerance: float) -> dict[int, dict[str, float]]:
     return dict(sorted(differences.items()))
 
 
-def settings_that_differ(a: Run, b: Run) -> str:
+def settings_that_differ(a: Run, b: Run) -> list[str]:
     lines = []
     for name in sorted({*a.configuration, *b.configuration} - {*NOT_COMPARED}):
         x, y = (run.configuration.get(name, "(not there)") for run in (a, b))
         lines += [f"  {name}  {x}  {y}"] if x != y else []
-    return "\n".join([f"configuration: {len(lines)} setting(s) differ" if lines else "configuration: the same", *lines])
+    return [f"configuration: {len(lines)} setting(s) differ" if lines else "configuration: the same", *lines]
 
 
 def only_in_one(a: Run, b: Run) -> list[str]:
@@ -104,16 +104,15 @@ def only_in_one(a: Run, b: Run) -> list[str]:
     return lines
 
 
-def table(a: Run, b: Run, found: dict[int, dict[str, float]], first: int) -> str:
+def table(a: Run, b: Run, differences: dict[int, dict[str, float]], columns: list[str], first: int) -> str:
     """The steps around the first difference, both runs side by side."""
-    steps = list(found)
+    steps = list(differences)
     at = steps.index(first)
-    columns = [column for column in COLUMNS if any(column in apart for apart in found.values())]
     lines = [f"{'step':>10}" + "".join(f"{column + ' A':>20}{column + ' B':>20}{'relative':>10}" for column in columns)]
     for step in steps[max(0, at - AROUND) : at + AROUND + 1]:
         line = f"{'> ' if step == first else ''}{step:,}".rjust(10)
         for column in columns:
-            if column in found[step]:
+            if column in differences[step]:
                 x, y = a.curves[column][step], b.curves[column][step]
                 line += f"{x:>20.7g}{y:>20.7g}{relative(x, y):>10.1e}"
             else:
@@ -125,7 +124,7 @@ def table(a: Run, b: Run, found: dict[int, dict[str, float]], first: int) -> str
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "RUN_A [RUN_B]")
     p.add_argument(
-        "run_a", type=Path, metavar="RUN_A", help="folder of a run (job.dump_folder), or a stored curve (.json)"
+        "run_a", type=Path, metavar="RUN_A", help="a run's folder (job.dump_folder), or a stored curve (.json)"
     )
     p.add_argument("run_b", type=Path, nargs="?", metavar="RUN_B", help="the same; may be left out with --save-curve")
     text = "largest relative difference that counts as equal; 0: equal to the last bit"
@@ -137,7 +136,7 @@ def parse(argv) -> argparse.Namespace:
         raise ValueError(f"--tolerance must be at least 0: got {args.tolerance}.")
     if args.run_b is None and args.save_curve is None:
         raise ValueError(
-            "only one run was given. Give a second one, or --save-curve FILE.json to store the curve of this one."
+            "only one run was given. Give a second one, or --save-curve FILE.json to store this one's curve."
         )
     return args
 
@@ -158,17 +157,17 @@ def main(argv=None) -> int:
     if not steps:
         raise ValueError(f"the two runs have no logged step in common: {a.describe()}; {b.describe()}.")
     alone = only_in_one(a, b)
-    print("\n".join([f"A  {a.describe()}", f"B  {b.describe()}", settings_that_differ(a, b), *alone]))
+    print(f"A  {a.describe()}", f"B  {b.describe()}", *settings_that_differ(a, b), *alone, sep="\n")
     how = f"within {args.tolerance:g}" if args.tolerance else "to the bit"
+    columns = [column for column in COLUMNS if any(column in apart for apart in differences.values())]
     first = next((step for step, apart in differences.items() if any(apart.values())), None)
     if first is not None:
-        print(f"\n{table(a, b, differences, first)}\n")
+        print(f"\n{table(a, b, differences, columns, first)}\n")
         names = ", ".join(f"{column} by {apart:.1e}" for column, apart in differences[first].items() if apart)
         before = sum(step < first for step in steps)
         print(f"the first step that differs is {first:,}: {names}; the same {how} at the {before:,} before it")
         return 1
-    columns = ", ".join(column for column in COLUMNS if any(column in apart for apart in differences.values()))
-    same = f"the same {how} at {len(steps):,} step(s), {steps[0]:,} to {steps[-1]:,} ({columns})"
+    same = f"the same {how} at {len(steps):,} step(s), {steps[0]:,} to {steps[-1]:,} ({', '.join(columns)})"
     if alone and not args.common:
         print(f"not the same: one run lacks what the other has, as said above. What both have (--common) is {same}")
         return 1

@@ -40,10 +40,8 @@ LOGIT_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 def parse(argv):
     p = argument_parser(__doc__, "SOURCE --output DIR")
-    source = (
-        "checkpoint (step-N), or a run's folder: its newest complete checkpoint. With --to-...: a standalone folder"
-    )
-    p.add_argument("source", type=Path, metavar="SOURCE", help=source)
+    text = "checkpoint (step-N), or a run's folder: its newest complete one. With --to-...: a standalone folder"
+    p.add_argument("source", type=Path, metavar="SOURCE", help=text)
     p.add_argument("--output", type=Path, required=True, metavar="DIR", help=OUTPUT)
     text = "data type to store the weights in (default: float32); the recurrence's parameters stay float32"
     p.add_argument("--dtype", choices=pretrained.DTYPES, help=text)
@@ -51,9 +49,7 @@ def parse(argv):
     text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
     back.add_argument("--to-checkpoint", action="store_true", help=text)
     back.add_argument("--to-megatron", action="store_true", help="write a checkpoint for Megatron-Core (--load DIR)")
-    text = (
-        "tokenizer file or folder of the prepared corpus; required for a checkpoint of Megatron-Core, refused otherwise"
-    )
+    text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
     args = p.parse_args(argv)
     if (args.to_checkpoint or args.to_megatron) and (args.dtype or args.tokenizer):
@@ -71,7 +67,7 @@ def to_folder(args) -> str:
     expected = meta_model(config).state_dict()
     checkpoint.check_bytes(list(expected))
     with new_folder(args.output) as folder:
-        with tqdm(total=len(expected), desc=f"{checkpoint.folder.name}", unit=" tensors", disable=None) as bar:
+        with tqdm(total=len(expected), desc=checkpoint.folder.name, unit=" tensors", disable=None) as bar:
 
             def read(names):
                 bar.update(len(names))
@@ -91,9 +87,7 @@ def to_folder(args) -> str:
         try:
             facts["validation"] = json.loads(validation.read_text()) if validation.is_file() else None
         except ValueError as e:
-            raise ValueError(
-                f"{validation} is damaged ({e}). Remove it: the folder then says nothing of a validation."
-            ) from e
+            raise ValueError(f"{validation} is damaged ({e}). Remove it: the folder then names no validation.") from e
         pretrained.write_config(folder, config, args.dtype, tokenizer, facts)
         write_generation_config(folder, config, tokenizer)
         write_code(folder)
@@ -118,16 +112,14 @@ def write_generation_config(folder: Path, config: ModelConfig, tokenizer) -> Non
 
 @torch.inference_mode()
 def check_folder(folder: Path, checkpoint, args) -> str:
-    """Read the folder back as a user would and compare it with the checkpoint. Returns what was found, in words."""
+    """Read the folder back as a user would and compare it with the checkpoint. Returns the result in words."""
     model, _ = pretrained.load_pretrained(folder)
     config, state = model.config, model.state_dict()
     wanted = checkpoint.read(list(state))
     for name, tensor in wanted.items():
         if not tensor.isfinite().all():
-            raise ValueError(
-                f"{checkpoint.folder}: {name} holds values that are not finite: the run has diverged. Nothing was kept; take "
-                "an earlier step."
-            )
+            diverged = f"{checkpoint.folder}: {name} holds values that are not finite: the run has diverged"
+            raise ValueError(f"{diverged}. Nothing was kept; take an earlier step.")
         expected = tensor.to(pretrained.storage_dtype(name, pretrained.DTYPES[args.dtype]))
         require_same(name, state[name], expected)
     tokens = torch.arange(CHECK_TOKENS)[None] * 37 % config.vocab_size
@@ -139,10 +131,9 @@ def check_folder(folder: Path, checkpoint, args) -> str:
     wanted = source(tokens)
     difference = ((logits - wanted).square().mean() / wanted.square().mean()).sqrt().item()
     if not difference <= LOGIT_TOLERANCE[args.dtype]:
-        raise ValueError(
-            f"the folder's logits differ from the checkpoint's by {difference:.3g} (relative RMS), allowed "
-            f"{LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}; nothing was kept. Convert with --dtype float32."
-        )
+        differ = f"the folder's logits differ from the checkpoint's by {difference:.3g} (relative RMS)"
+        allowed = f"allowed {LOGIT_TOLERANCE[args.dtype]:g} for {args.dtype}"
+        raise ValueError(f"{differ}, {allowed}; nothing was kept. Convert with --dtype float32.")
     equal = f"logits equal to {difference:.2g}" if difference else "logits equal to the bit"
     if not isinstance(checkpoint, MegatronCheckpoint):
         return equal
@@ -157,8 +148,8 @@ def check_folder(folder: Path, checkpoint, args) -> str:
     return "weights equal, logits not certified: the checkpoint records no Megatron settings"
 
 
-def require_same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    if found.dtype != expected.dtype or not torch.equal(found, expected):
+def require_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
         raise ValueError(f"{name} did not read back as written: this machine's disk or memory is faulty.")
 
 

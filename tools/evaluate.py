@@ -30,18 +30,10 @@ from interdomain.data.readers import find_inputs, list_spans
 from interdomain.files.pretrained import CONFIG, DTYPES, check_weights, load_checked_tokenizer, load_model, read_config
 from interdomain.folders import write_whole
 from interdomain.model import ModelConfig, cell_of, count_parameters, meta_model
+from interdomain.tools import _cli
 from interdomain.tools._bench import results
 from interdomain.tools._bench.pages import page
 from interdomain.tools._bench.timing import release
-from interdomain.tools._cli import (
-    RESULTS,
-    STANDALONE,
-    add_device,
-    add_dtype,
-    argument_parser,
-    install_command,
-    user_errors,
-)
 from interdomain.tools._evaluate import harness, perplexity, task_table
 from interdomain.tools._evaluate import length as _length
 from interdomain.tools._plots import Curve, Panel, draw
@@ -52,35 +44,32 @@ PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 
 
 def parse(argv) -> argparse.Namespace:
-    p = argument_parser(__doc__, "FOLDER [FOLDER ...]")
-    p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"{STANDALONE}; before all options")
-    p.add_argument("--output", type=Path, metavar="DIR", help=f"{RESULTS} (default: outputs/evaluations/TIME)")
-    add_device(p)
-    add_dtype(p, DTYPES)
-    words = "texts or windows that are computed at once, at least 1"
-    p.add_argument("--batch-size", type=int, default=8, metavar="N", help=words)
-    words = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
-    p.add_argument("--limit", type=int, metavar="N", help=words)
+    p = _cli.argument_parser(__doc__, "FOLDER [FOLDER ...]")
+    p.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=f"{_cli.STANDALONE}; before all options")
+    p.add_argument("--output", type=Path, metavar="DIR", help=f"{_cli.RESULTS} (default: outputs/evaluations/TIME)")
+    _cli.add_device(p)
+    _cli.add_dtype(p, DTYPES)
+    p.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts or windows at once, at least 1")
+    text = "for a trial: only N samples of each task, and N windows (of the longest length) of each corpus"
+    p.add_argument("--limit", type=int, metavar="N", help=text)
     p.add_argument("--fetch", action="store_true", help="fetch the data from the hub, and stop; no FOLDER is needed")
     tasks = p.add_argument_group("tasks (need the extra `eval`: docs/evaluation.md)")
-    suites = f"suites ({', '.join(task_table.SUITES)}) or names of lm-evaluation-harness"
-    words = f"{suites} (default: paper, or none with --perplexity)"
-    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=words)
-    words = "folders with task files of your own, in the harness's format"
-    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=words)
-    words = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
-    tasks.add_argument("--max-length", type=int, metavar="N", help=words)
-    text = p.add_argument_group("perplexity against context length")
-    words = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
-    text.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=words)
-    words = "context lengths in tokens, each at least 1"
-    text.add_argument("--lengths", nargs="+", type=int, default=[*_length.LENGTHS], metavar="N", help=words)
-    words = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
-    text.add_argument("--packed", action="store_true", help=words)
-    words = "where --fetch puts the corpora of `paper`"
-    text.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=words)
-    words = "column or JSON field that holds the text"
-    text.add_argument("--text-field", default="text", metavar="NAME", help=words)
+    text = f"suites ({', '.join(task_table.SUITES)}) or names of lm-evaluation-harness (default: paper, or none with "
+    tasks.add_argument("--tasks", nargs="+", metavar="NAME", help=f"{text}--perplexity)")
+    text = "folders with task files of your own, in the harness's format"
+    tasks.add_argument("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=text)
+    text = "tokens that a model sees at most (default: the shortest length that one of the folders was trained at)"
+    tasks.add_argument("--max-length", type=int, metavar="N", help=text)
+    windows = p.add_argument_group("perplexity against context length")
+    text = "corpora: text files (.txt, .md, .jsonl, .parquet, ...), each a file, a folder or a quoted glob; or `paper`, alone"
+    windows.add_argument("--perplexity", nargs="+", default=[], metavar="CORPUS", help=text)
+    text = "context lengths in tokens, each at least 1"
+    windows.add_argument("--lengths", nargs="+", type=int, default=[*_length.LENGTHS], metavar="N", help=text)
+    text = "join the documents of a corpus; without it, documents shorter than the longest length are left out"
+    windows.add_argument("--packed", action="store_true", help=text)
+    text = "where --fetch puts the corpora of `paper`"
+    windows.add_argument("--corpora", type=Path, default=Path("data/length"), metavar="DIR", help=text)
+    windows.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
     return p.parse_args(argv)
 
 
@@ -109,14 +98,12 @@ class Folder:
         }
 
 
-def open_folders(paths: list[Path]) -> list[Folder]:
+def open_folder(path: Path) -> Folder:
     """Raises: FileNotFoundError, ValueError for a folder that is none, not whole, or not as it was written."""
-    folders = []
-    for path in paths:
-        config, record = read_config(path)
-        folders.append(Folder(path, config, record, load_checked_tokenizer(path, config, record)))
-        check_weights(path, record)
-    return folders
+    config, record = read_config(path)
+    folder = Folder(path, config, record, load_checked_tokenizer(path, config, record))
+    check_weights(path, record)
+    return folder
 
 
 def save(report: results.Report) -> None:
@@ -136,12 +123,12 @@ def save(report: results.Report) -> None:
     write_whole(report.folder / MARKDOWN, "\n".join([*page(contents), ""]).encode())
 
 
-def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> list[list[str]]:
+def perplexity_table(measured: list[dict], names: list[str], beside: set[str]) -> list[list[str]]:
     """Corpora and lengths down, folders across; below, arithmetic means over corpora where there are several.
 
-    beside: conditions of the paper's figures that stand beside; of its corpora, the mean is the paper's five.
+    beside: conditions whose figures from the paper get a column. Of the paper's corpora, the mean is over its five.
     """
-    corpora, lengths = (list(dict.fromkeys(row[key] for row in found)) for key in ("corpus", "length"))
+    corpora, lengths = (list(dict.fromkeys(row[key] for row in measured)) for key in ("corpus", "length"))
     groups = {corpus: [corpus] for corpus in corpora}
     if corpora == [*_length.CORPORA]:
         groups[_length.MEAN] = _length.IN_MEAN
@@ -151,12 +138,12 @@ def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> l
     theirs = [condition for condition in _length.CONDITIONS if condition in beside]
     head = [*(f"{name}, {kind}" for name, kind, _ in columns), *(f"paper's {_length.SIZE} {name}" for name in theirs)]
     table = [["corpus", "length", *head]]
-    by = {(row["folder"], row["corpus"], row["length"]): row for row in found}
+    rows = {(row["folder"], row["corpus"], row["length"]): row for row in measured}
     for title, group in groups.items():
         for length in lengths:
             cells = []
             for name, kind, digits in columns:
-                values: list[Any] = [by.get((name, corpus, length), {}).get(kind) for corpus in group]
+                values: list[Any] = [rows.get((name, corpus, length), {}).get(kind) for corpus in group]
                 cells.append("-" if None in values else f"{sum(values) / len(values):{digits}}")
             for condition in theirs:
                 paper = dict(zip(_length.LENGTHS, _length.PAPER[title][condition], strict=True))
@@ -165,17 +152,17 @@ def perplexity_table(found: list[dict], names: list[str], beside: set[str]) -> l
     return table
 
 
-def panels(found: list[dict]) -> list[Panel]:
+def panels(measured: list[dict]) -> list[Panel]:
     """Per corpus: perplexity by context length."""
-    drawn = []
-    for corpus in dict.fromkeys(row["corpus"] for row in found):
-        points = {}
-        for row in found:
-            if row["corpus"] == corpus:
-                points.setdefault(row["folder"], []).append((row["length"], row["perplexity"]))
-        curves = [Curve(folder, *zip(*of, strict=True)) for folder, of in points.items()]
-        drawn.append(Panel(corpus, curves, "context length (tokens)", "perplexity", log_x=True, log_y=True))
-    return drawn
+    points: dict[str, dict[str, list]] = {}
+    for row in measured:
+        of_corpus = points.setdefault(row["corpus"], {})
+        of_corpus.setdefault(row["folder"], []).append((row["length"], row["perplexity"]))
+    panels = []
+    for corpus, folders in points.items():
+        curves = [Curve(folder, *zip(*xy, strict=True)) for folder, xy in folders.items()]
+        panels.append(Panel(corpus, curves, "context length (tokens)", "perplexity", log_x=True, log_y=True))
+    return panels
 
 
 def run_perplexity(args, folder: Folder, spans: dict, device: torch.device) -> list[dict]:
@@ -205,7 +192,7 @@ def fetch(args, names: list[str]) -> None:
     print(f"the data of {', '.join(names)} are on this machine")
 
 
-@user_errors
+@_cli.user_errors
 def main(argv=None) -> int:
     args = parse(argv)
     if args.tasks is None:
@@ -222,53 +209,53 @@ def main(argv=None) -> int:
     if not args.folders:
         raise ValueError("no folder was given. Name one or more standalone folders (interdomain convert makes them).")
     device = results.choose_device(args.device)
-    results.fill_in(args, device, **dict.fromkeys(("batch_size", "lengths", "limit", "max_length"), (None, None)))
-    folders = open_folders(args.folders)
-    corpora, record = {name: name for name in args.perplexity}, None
+    _cli.require_at_least(args, batch_size=1, lengths=1, limit=1, max_length=1)
+    folders = [open_folder(path) for path in args.folders]
+    corpora, record = {name: name for name in args.perplexity}, {}
     if paper:
         record, args.packed, args.text_field = _length.read_record(args.corpora), True, "text"
         corpora = {name: str(args.corpora / f"{name}.jsonl") for name in record}
     elif corpora:  # raises for what can be seen without reading it all
         list(list_spans(find_inputs(corpora).files, args.text_field))
-    # What depends on the tokenizer, by its sha256.
+    # By the sha256 of the tokenizer, on which they depend.
     tokenizers = {folder.tokenizer.sha256: folder.tokenizer for folder in folders}
     tasks, spans = {}, {}
+    cut: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
     for sha256, tokenizer in tokenizers.items():
         if names:
             tasks[sha256] = harness.load_tasks(args.tasks, args.include_path, tokenizer)
-        how: dict[str, Any] = dict(text_field=args.text_field, packed=args.packed, limit=args.limit)
         for corpus, path in corpora.items():
-            spans[corpus, sha256] = perplexity.read_spans(path, tokenizer, max(args.lengths), **how)
+            spans[corpus, sha256] = perplexity.read_spans(path, tokenizer, max(args.lengths), **cut)
     options = {name: getattr(args, name) for name in RECORDED} | {"tasks": names}
     options["max_length"] = args.max_length or min(folder.config.max_seq_len for folder in folders)
     output = args.output or Path(f"outputs/evaluations/{datetime.datetime.now():%Y-%m-%d-%H%M%S}")
     report = results.Report("evaluation", output, device, options, f"exported folders on {device.type.upper()}")
     versions = {d.name: d.version for d in importlib.metadata.distributions() if d.name in PACKAGES}
     report.contents["environment"] |= versions
-    report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if record else {})
+    report.contents |= {"tasks": {}, "perplexity": []} | ({"corpora": record} if paper else {})
     report.table("folders", ["folder", *folders[0].facts()])
     for folder in folders:
         report.add("folders", {"folder": str(folder.path), **folder.facts()})
     for note in notes(options, len(tokenizers)):
         report.note(note)
+    how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
     for folder in folders:
         if names:
-            how = dict(max_length=options["max_length"], batch_size=args.batch_size, dtype=args.dtype, limit=args.limit)
             out = harness.evaluate_folder(folder.path, tasks[folder.tokenizer.sha256], folder.tokenizer, device, **how)
             report.contents["tasks"][str(folder.path)] = out
             save(report)
             release(device)
         if spans:
             report.contents["perplexity"] += run_perplexity(args, folder, spans, device)
-        release(device)
-        save(report)
+            save(report)
+            release(device)
     report.contents["status"] = "complete"
     save(report)
     print((output / MARKDOWN).read_text())
     written = f"wrote {report.json} and {MARKDOWN}"
     if spans:
         drawn = draw(output / PLOT, panels(report.contents["perplexity"]))
-        written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {install_command('eval')}"
+        written += f" and {PLOT}" if drawn else f"; no plot without matplotlib: {_cli.install_command('eval')}"
     print(written)
     return 0
 

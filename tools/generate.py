@@ -13,42 +13,33 @@ Documentation: docs/checkpoints.md
 
 import sys
 import time
+from typing import Any
 
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import DTYPES, load_pretrained
 from interdomain.model.generation import PREFILL_CHUNK, Sampling, generate
-from interdomain.tools._cli import (
-    STANDALONE,
-    add_device,
-    add_dtype,
-    argument_parser,
-    choose_device,
-    user_errors,
-    visible,
-)
+from interdomain.tools import _cli
 
 
 def parse(argv):
-    p = argument_parser(__doc__, "FOLDER")
-    p.add_argument("folder", metavar="FOLDER", help=STANDALONE)
-    text = "text to continue; may be given several times (default: read standard input)"
-    p.add_argument("--prompt", action="append", metavar="TEXT", help=text)
+    p = _cli.argument_parser(__doc__, "FOLDER")
+    p.add_argument("folder", metavar="FOLDER", help=_cli.STANDALONE)
+    p.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: read standard input)")
     p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to write per prompt, at least 1")
     p.add_argument("--no-stop", action="store_true", help="do not stop at the end-of-text token")
     sampling = p.add_argument_group("sampling")
     text = "0 takes the most probable token; higher values give more varied text"
     sampling.add_argument("--temperature", type=float, default=0.8, metavar="X", help=text)
-    text = "sample from the N most probable tokens; 0: from all"
-    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help=text)
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="of the N most probable tokens; 0: of all")
     text = "sample from the most probable tokens whose probabilities sum to P, above 0 and at most 1"
     sampling.add_argument("--top-p", type=float, default=0.95, metavar="P", help=text)
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
-    how = p.add_argument_group("computation")
-    add_device(how)
-    add_dtype(how, DTYPES)
+    computation = p.add_argument_group("computation")
+    _cli.add_device(computation)
+    _cli.add_dtype(computation, DTYPES)
     text = "tokens of a prompt that are read at a time, at least 1; fewer need less memory"
-    how.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=text)
-    how.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
+    computation.add_argument("--prefill-chunk", type=int, default=PREFILL_CHUNK, metavar="N", help=text)
+    computation.add_argument("--no-graph", action="store_true", help="on a GPU: decode without a CUDA graph")
     return p.parse_args(argv)
 
 
@@ -70,32 +61,23 @@ def prompts_of(args) -> list[str]:
     return prompts
 
 
-def run(args) -> int:
-    if args.max_tokens < 1 or args.prefill_chunk < 1:
-        raise ValueError(
-            f"--max-tokens and --prefill-chunk must be at least 1: got {args.max_tokens}, {args.prefill_chunk}."
-        )
-    if args.top_k < 0:
-        raise ValueError(f"--top-k must be at least 0: got {args.top_k}.")
-    sampling, device = Sampling(args.temperature, args.top_k, args.top_p), choose_device(args.device)
+@_cli.user_errors
+def main(argv=None) -> int:
+    args = parse(argv)
+    _cli.require_at_least(args, max_tokens=1, prefill_chunk=1, top_k=0)
+    sampling, device = Sampling(args.temperature, args.top_k, args.top_p), _cli.choose_device(args.device)
     prompts = prompts_of(args)
     model, tokenizer = load_pretrained(args.folder, device=device, dtype=DTYPES.get(args.dtype))
     # Training documents follow an end-of-text token, so that is what an empty context looks like to the model.
     start = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
     texts = [([] if start is None else [start]) + tokenizer.encode(prompt) for prompt in prompts]
     stop = None if args.no_stop else tokenizer.eos_id
-    steps = generate(
-        model,
-        texts,
-        max_tokens=args.max_tokens,
-        sampling=sampling,
-        seed=args.seed,
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-        prefill_chunk=args.prefill_chunk,
-        graph=False if args.no_graph else None,
+    options: dict[str, Any] = dict(
+        max_tokens=args.max_tokens, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size
     )
-    show = visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
+    options |= dict(prefill_chunk=args.prefill_chunk, graph=False if args.no_graph else None)
+    steps = generate(model, texts, sampling=sampling, **options)
+    show = _cli.visible if sys.stdout.isatty() else str  # a file or a pipe gets every byte
     stream = StreamDecoder(tokenizer, after=texts[0]) if len(prompts) == 1 else None
     if stream:
         print(show(prompts[0]), end="", flush=True)
@@ -120,11 +102,6 @@ def run(args) -> int:
     rate = (written - len(texts)) / (now - first) if written > len(texts) else 0
     print(f"[{written} tokens in {now - began:.1f} s, {rate:.1f} tokens/s after the first]", file=sys.stderr)
     return status
-
-
-@user_errors
-def main(argv=None) -> int:
-    return run(parse(argv))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from interdomain.data import StreamDecoder
 from interdomain.files.pretrained import load_pretrained
@@ -40,15 +39,13 @@ timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the
 def parse(argv) -> argparse.Namespace:
     p = argument_parser(__doc__, "FOLDER (--text TEXT | --text-file FILE)")
     p.add_argument("folder", type=Path, metavar="FOLDER", help=STANDALONE)
-    text = p.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", metavar="TEXT", help="the text to look at")
-    text.add_argument("--text-file", type=Path, metavar="FILE", help="the same, from a file in UTF-8")
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", metavar="TEXT", help="the text to look at")
+    source.add_argument("--text-file", type=Path, metavar="FILE", help="the same, from a file in UTF-8")
     p.add_argument("--output", type=Path, default=Path("outputs/inspect"), metavar="DIR", help=OUTPUT)
-    p.add_argument(
-        "--layers", nargs="+", type=int, metavar="N", help="only these layers, counted from 0 (default: all)"
-    )
-    words = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
-    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=words)
+    p.add_argument("--layers", nargs="+", type=int, metavar="N", help="only these, counted from 0 (default: all)")
+    text = "longest text in tokens; longer ones are refused. A map of T tokens has T x T numbers"
+    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help=text)
     add_device(p)
     p.add_argument("--dtype", choices=DTYPES, default="float64", help="data type to compute in")
     return p.parse_args(argv)
@@ -74,9 +71,8 @@ def layer_row(i: int, layer: Layer, heads: dict[str, list[float]]) -> dict:
     ssm = getattr(layer.mixer, "ssm", None)
     if isinstance(ssm, SSMDynamics):
         log_abs, bound = ssm.decay()
-        timescale = -1 / log_abs
-        which = {"min": timescale.min(), "median": timescale.median(), "max": timescale.max()}
-        row |= {f"timescale {name}": value.item() for name, value in which.items()}
+        for name in ("min", "median", "max"):
+            row[f"timescale {name}"] = getattr(-1 / log_abs, name)().item()
         row |= {"at bound": bound.double().mean().item(), "RMS of C": ssm.c_rms().item()}
     return row
 
@@ -86,30 +82,30 @@ def table(rows: list[dict]) -> list[str]:
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def cell(name: str, value) -> str:
-        if value is None:
-            return "-"
-        return f"{value:.1%}" if name in ("at bound", "own token", "negative") else f"{value:.3g}"
+        if isinstance(value, float):
+            return f"{value:.1%}" if name in ("at bound", "own token", "negative") else f"{value:.3g}"
+        return "-" if value is None else str(value)
 
-    shown = [[str(row[n]) if isinstance(row.get(n), int | str) else cell(n, row.get(n)) for n in names] for row in rows]
-    return markdown_rows([names, *shown])
+    return markdown_rows([names, *([cell(name, row.get(name)) for name in names] for row in rows)])
 
 
-def draw(folder: Path, layers: dict[int, Layer], labels: list[str], timescales: dict[int, Tensor]) -> list[str]:
-    """The names of the pictures; none without matplotlib."""
-    drawn = {}
+def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
+    """The number of pictures; 0 without matplotlib."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return 0
     for i, layer in layers.items():
         if layer.weights is not None and layer.kind == "linear readout":
-            drawn[f"kernel-layer-{i:02d}.png"] = draw_kernels, f"layer {i}", layer.weights[:, :, 0]
+            draw_kernels(folder / f"kernel-layer-{i:02d}.png", f"layer {i}", layer.weights[:, :, 0])
         elif layer.weights is not None:
-            drawn[f"map-layer-{i:02d}.png"] = draw_maps, f"layer {i} ({layer.kind})", layer.weights, labels
-    if timescales:
-        drawn["timescales.png"] = draw_timescales, timescales
-    try:
-        for name, (function, *given) in drawn.items():
-            function(folder / name, *given)
-    except ImportError:
-        return []
-    return list(drawn)
+            draw_maps(folder / f"map-layer-{i:02d}.png", f"layer {i} ({layer.kind})", layer.weights, labels)
+    ssms = {
+        i: layer.mixer.ssm for i, layer in layers.items() if isinstance(getattr(layer.mixer, "ssm", None), SSMDynamics)
+    }
+    if ssms:
+        draw_timescales(folder / "timescales.png", {i: -1 / ssm.decay()[0] for i, ssm in ssms.items()})
+    return len([*folder.glob("*.png")])
 
 
 @user_errors
@@ -117,36 +113,32 @@ def main(argv=None) -> int:
     args = parse(argv)
     require_empty(args.output)
     model, tokenizer = load_pretrained(args.folder, device=choose_device(args.device), dtype=DTYPES[args.dtype])
-    wanted, n_layers = args.layers or list(range(model.config.n_layers)), model.config.n_layers
+    n_layers = model.config.n_layers
+    wanted = args.layers or list(range(n_layers))
     if not all(0 <= i < n_layers for i in wanted):
         raise ValueError(f"--layers must be from 0 to {n_layers - 1}: got {' '.join(map(str, wanted))}.")
     ids, labels = tokens_of(args, tokenizer)
     layers = read_layers(model, torch.tensor(ids, device=model.tok_embeddings.weight.device), wanted)
-    heads = {i: by_head(layer.weights) if layer.weights is not None else {} for i, layer in layers.items()}
-    rows = [layer_row(i, layer, heads[i]) for i, layer in layers.items()]
-    of_heads = [
-        {"layer": i, "head": head, **dict(zip(found, values, strict=True))}
-        for i, found in heads.items()
-        for head, values in enumerate(zip(*found.values(), strict=True))
-    ]
-    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES]
-    page += [
-        f"layer {i}: no map for this mixer ({layer.kind})." for i, layer in layers.items() if layer.weights is None
-    ]
-    timescales = {
-        i: -1 / layer.mixer.ssm.decay()[0] for i, layer in layers.items() if "at bound" in rows[wanted.index(i)]
-    }
+    rows, of_heads, without, maps = [], [], [], {}
+    for i, layer in layers.items():
+        heads = by_head(layer.weights) if layer.weights is not None else {}
+        rows.append(layer_row(i, layer, heads))
+        for head, values in enumerate(zip(*heads.values(), strict=True)):
+            of_heads.append({"layer": i, "head": head, **dict(zip(heads, values, strict=True))})
+        if layer.weights is None:
+            without.append(f"layer {i}: no map for this mixer ({layer.kind}).")
+        else:
+            maps[f"layer-{i:02d}"] = layer.weights.float().contiguous()
+    page = [f"{args.folder}: {len(ids)} tokens, computed in {args.dtype}", "", *table(rows), "", NOTES, *without]
     with new_folder(args.output) as folder:
         contents = {"folder": str(args.folder), "dtype": args.dtype, "tokens": ids, "text": labels}
         contents |= {"layers": rows, "heads": of_heads}
         (folder / "inspect.json").write_text(json.dumps(contents, indent=1, ensure_ascii=False) + "\n")
         (folder / "inspect.md").write_text("\n".join([*page, "", *table(of_heads or [{}]), ""]))
-        weights = {f"layer-{i:02d}": layer.weights for i, layer in layers.items() if layer.weights is not None}
-        maps = {name: x.float().contiguous() for name, x in weights.items()}
         save_file(maps, folder / "maps.safetensors")
-        drawn = draw(folder, layers, labels, timescales)
+        drawn = draw(folder, layers, labels)
     print("\n".join(page))
-    pictures = f"{len(drawn)} pictures" if drawn else "no pictures: matplotlib is not installed"
+    pictures = f"{drawn} pictures" if drawn else "no pictures: matplotlib is not installed"
     print(f"wrote {args.output}: inspect.json, inspect.md, maps.safetensors, {pictures}")
     return 0
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from interdomain.files.distributed_checkpoint import finished_steps
-from interdomain.tools._cli import argument_parser, python_here, user_errors
+from interdomain.tools._cli import argument_parser, python_here, require_at_least, user_errors
 from interdomain.tools._curves import EVENTS, read_curves
 from interdomain.tools._start import slurm, torchrun
 from interdomain.tools._start.torchrun import CONTINUE, INTERRUPTED, REFUSED, command_here, torchrun_command
@@ -54,29 +54,26 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--flags", action="store_true", help="print every setting with its unit and value, and stop")
     text = "processes on each machine, at least 1 (default: one per GPU, or 2 on the CPU)"
     p.add_argument("--ranks", type=int, metavar="N", help=text)
-    text = "restarts of failed ranks before the run ends"
-    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help=text)
+    p.add_argument("--max-restarts", type=int, default=3, metavar="N", help="restarts of failed ranks")
     text = (
-        f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an "
+        f"the cluster: a file of tools/sites, or the path of a NAME.env; {slurm.LOCAL}: this machine alone, inside an"
     )
-    text += "allocation too (default: INTERDOMAIN_SITE, else plain)"
-    p.add_argument("--site", metavar="NAME", help=text)
+    p.add_argument("--site", metavar="NAME", help=f"{text} allocation too (default: INTERDOMAIN_SITE, else plain)")
     files = [a for a in argv if a.endswith(".toml") and not a.startswith("-")]
     if len(files) > 1:
         raise ValueError(
-            f"more than one configuration file: {', '.join(files)}. Give one, and change its settings by flags."
+            f"several configuration files: {', '.join(files)}. Give one, and change its settings by flags."
         )
     args, flags = p.parse_known_args([a for a in argv if a not in files])
     if any(flag.split("=")[0].replace("-", "_") == "__job.config_file" for flag in flags):
         raise ValueError("give the configuration file without --job.config_file: ./launch.sh FILE.toml")
-    if args.ranks is not None and args.ranks < 1:
-        raise ValueError(f"--ranks must be at least 1: got {args.ranks}.")
+    require_at_least(args, ranks=1)
     args.config = files[0] if files else DEFAULT_CONFIG
     return args, flags
 
 
 def job_config(config: str, flags: list[str]):
-    """The job configuration as the trainer will read it. Raises ValueError, FileNotFoundError."""
+    """Raises: ValueError, FileNotFoundError."""
     from interdomain.titan.settings.job_config import read_job_config
 
     return read_job_config(["--job.config_file", config, *flags])
@@ -94,10 +91,7 @@ def refuse_idle_gpus() -> None:
 
 
 def check_data(job, dry_run: bool = False) -> str:
-    """Open the tokenizer and both splits, as the run will. Prepares the embedded corpus if it is asked for and not there.
-
-    dry_run: prepare nothing, and say of data that is not there that it is not.
-    """
+    """Open the tokenizer and both splits, as the run will. A dry run does not prepare the embedded corpus if it is missing."""
     from interdomain.titan.data.folders import open_dataset, open_tokenizer
     from interdomain.tools import prepare_data
 
@@ -135,7 +129,7 @@ def next_steps(argv: list[str], job, plan) -> str:
         lines["generate"] = [*command_here("generate"), export, "--prompt", "def main("]
         if longer := train_on(argv, job, plan):
             lines["train on, to twice the length, at the last learning rate"] = [*start, *argv, *longer]
-    return "\n".join(f"# {what}\n{shlex.join(map(str, command))}" for what, command in lines.items())
+    return "\n".join(f"# {title}\n{shlex.join(map(str, command))}" for title, command in lines.items())
 
 
 def train_on(argv: list[str], job, plan) -> list[str]:
@@ -180,11 +174,9 @@ def main(argv=None) -> int:
     before = finished_steps(checkpoints).keys()
     code = slurm.run(command, nodes.environment) if nodes else torchrun.run(command, torchrun.environment(ranks))
     if code not in (0, CONTINUE, REFUSED, INTERRUPTED) and (new := finished_steps(checkpoints).keys() - before):
-        print(
-            f"\nthe run failed (exit status {code}) after it saved step {max(new)}. The same command continues it, on another "
-            f"machine if this one is broken (exit status {CONTINUE}).",
-            file=sys.stderr,
-        )
+        failed = f"the run failed (exit status {code}) after it saved step {max(new)}"
+        advice = f"The same command continues it, on another machine if this one is broken (exit status {CONTINUE})"
+        print(f"\n{failed}. {advice}.", file=sys.stderr)
         return CONTINUE
     if code:
         return code

@@ -23,24 +23,22 @@ def summary(tool: Path) -> str:
     return re.split(r"\.(?: |$)", " ".join(paragraph.split()))[0]
 
 
-def usage() -> str:
-    lines = [
-        "usage: interdomain COMMAND [OPTIONS]",
-        "",
-        "Prepare data, train, convert, generate, evaluate and measure.",
-        "",
-    ]
-    lines += [f"  {name:<17}{summary(file)}" for name, file in TOOLS.items()]
-    return "\n".join(
-        [*lines, "", "`interdomain COMMAND --help` explains one command. docs/start.md shows a first run."]
-    )
+USAGE = """\
+usage: interdomain COMMAND [OPTIONS]
+
+Prepare data, train, convert, generate, evaluate and measure.
+
+{commands}
+
+`interdomain COMMAND --help` explains one command. docs/start.md shows a first run."""
 
 
 @user_errors
 def main(argv=None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(usage(), flush=True)
+        commands = "\n".join(f"  {name:<17}{summary(file)}" for name, file in TOOLS.items())
+        print(USAGE.format(commands=commands), flush=True)
         return 0
     if name not in TOOLS:
         raise ValueError(f"there is no command '{name}'. `interdomain --help` lists the commands.")

@@ -27,25 +27,16 @@ from tqdm import tqdm
 
 from interdomain.data import TokenCorpus, Tokenizer, load_tokenizer, read_manifest
 from interdomain.data.corpus import FORMAT, FORMAT_VERSION, MANIFEST
-from interdomain.data.readers import (
-    READ,
-    BadDocument,
-    find_inputs,
-    in_validation,
-    list_spans,
-    read_documents,
-    skip_bad,
-)
+from interdomain.data.readers import READ, BadDocument, find_inputs, in_validation, list_spans, read_documents, skip_bad
 from interdomain.data.synthetic import TASKS, tokenizer_json, write_examples
 from interdomain.data.tokenize_parallel import Encoding, Part, cut, encode_parts, merge_parts
 from interdomain.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, train_sentencepiece
 from interdomain.folders import kept_folder, new_folder, write_whole
-from interdomain.tools._cli import OUTPUT, argument_parser, user_errors, visible
+from interdomain.tools._cli import OUTPUT, argument_parser, require_at_least, user_errors, visible
 
 REQUEST = "request.json"  # in an unfinished folder: what was asked for
 # Not for --synthetic.
 OF_TEXT = ("--input", "--text-field", "--max-bytes", "--skip-bad", "--tokenizer", "--vocab-size", "--workers")
-LEAST = {"max_bytes": 1, "skip_bad": 0, "shard_tokens": 1, "workers": 1}
 SHOWN = 20  # skipped documents that the output names; the manifest names all
 BYTES_PER_WORKER = 4_000_000  # on the disk; for less, a process takes longer to start than to work
 
@@ -54,44 +45,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argument_parser(__doc__ or "", "(--output DIR | --verify CORPUS)")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--output", type=Path, metavar="DIR", help=OUTPUT)
-    words = "write nothing: compare every byte of a prepared corpus with its manifest"
-    task.add_argument("--verify", type=Path, metavar="CORPUS", help=words)
-    words = "share of the documents in the validation split, at least 0 and below 1"
-    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=words)
-    words = "size of a shard in tokens; a larger corpus has several"
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=words)
+    task.add_argument("--verify", type=Path, metavar="CORPUS", help="only compare a corpus's bytes with its manifest")
+    text = "share of the documents in the validation split, at least 0 and below 1"
+    parser.add_argument("--validation-fraction", type=float, default=0.02, metavar="F", help=text)
+    text = "size of a shard in tokens; a larger corpus has several"
+    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=text)
 
-    text = parser.add_argument_group("a corpus of text")
-    words = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
-    words += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
-    text.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=words)
-    words = "column or JSON field that holds the text"
-    text.add_argument("--text-field", default="text", metavar="NAME", help=words)
-    words = "read at most so many bytes of the input files, in whole pieces (default: all)"
-    text.add_argument("--max-bytes", type=int, metavar="N", help=words)
-    words = (
-        "skip at most N bad documents (rows without text, lines that are not JSON, text that is not UTF-8); name each"
-    )
-    text.add_argument("--skip-bad", type=int, default=0, metavar="N", help=words)
-    tokenizer = text.add_mutually_exclusive_group()
-    kinds = "a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder that holds one"
-    tokenizer.add_argument("--tokenizer", metavar="PATH", help=f"use this tokenizer: {kinds}")
-    words = "without --tokenizer: train a tokenizer of so many tokens on the training split"
-    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=words)
-    words = "processes that encode (default: one for every core that has work)"
-    text.add_argument("--workers", type=int, metavar="N", help=words)
+    texts = parser.add_argument_group("a corpus of text")
+    text = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
+    text += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
+    texts.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=text)
+    texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")
+    texts.add_argument("--max-bytes", type=int, metavar="N", help="read only so many bytes of the files (default: all)")
+    text = "skip at most N bad documents (rows without text, lines that are not JSON, text not in UTF-8); name each"
+    texts.add_argument("--skip-bad", type=int, default=0, metavar="N", help=text)
+    tokenizer = texts.add_mutually_exclusive_group()
+    text = "use this one: a .model, a tokenizer.json, an X.tiktoken with X.json, tiktoken:NAME, or a folder with one"
+    tokenizer.add_argument("--tokenizer", metavar="PATH", help=text)
+    text = "without --tokenizer: train a tokenizer of so many tokens on the training split"
+    tokenizer.add_argument("--vocab-size", type=int, default=2048, metavar="N", help=text)
+    text = "processes that encode (default: one for every core that has work)"
+    texts.add_argument("--workers", type=int, metavar="N", help=text)
 
-    made = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
-    made.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
-    made.add_argument(
-        "--synthetic-length", type=int, metavar="T", help="tokens of an example; use it as training.seq_len"
-    )
-    words = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
-    made.add_argument("--synthetic-items", type=int, metavar="P", help=words)
-    made.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
-    words = "examples of both splits together"
-    made.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=words)
-    made.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
+    recall = parser.add_argument_group("a corpus of a recall task (default sizes: docs/recall.md)")
+    recall.add_argument("--synthetic", choices=TASKS, help="the task; no text is read")
+    recall.add_argument("--synthetic-length", type=int, metavar="T", help="tokens of an example: training.seq_len")
+    text = "things to remember in an example: pairs (mqar), tokens (selective-copying), entries (phonebook)"
+    recall.add_argument("--synthetic-items", type=int, metavar="P", help=text)
+    recall.add_argument("--synthetic-vocab", type=int, metavar="V", help="words of the vocabulary")
+    text = "examples of both splits together"
+    recall.add_argument("--synthetic-examples", type=int, default=60_000, metavar="N", help=text)
+    recall.add_argument("--synthetic-seed", type=int, default=0, metavar="N", help="another seed gives other examples")
 
     args = parser.parse_args(argv)
     options = [word.partition("=")[0] for word in (sys.argv[1:] if argv is None else argv)]
@@ -103,9 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(f"{', '.join(unused)}: used with --synthetic only. Add --synthetic {'|'.join(TASKS)}.")
     if not 0 <= args.validation_fraction < 1:
         raise ValueError(f"--validation-fraction must be at least 0 and below 1: got {args.validation_fraction}.")
-    for name, least in LEAST.items():
-        if (n := getattr(args, name)) is not None and n < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}: got {n}.")
+    require_at_least(args, max_bytes=1, skip_bad=0, shard_tokens=1, workers=1)
     return args
 
 
@@ -120,14 +102,13 @@ def describe(folder: Path, verb: str, verify: bool = False) -> str:
     )
 
 
-def make_tokenizer(folder: Path, args: argparse.Namespace, given: Tokenizer | None) -> Tokenizer:
-    """The corpus's tokenizer, in `folder`: the given one, or one trained on the training documents."""
-    path = given.write(folder) if given else folder / SentencePieceTokenizer.file
+def make_tokenizer(folder: Path, args: argparse.Namespace, tokenizer: Tokenizer | None) -> Tokenizer:
+    """The corpus's tokenizer, in `folder`: the user's, or one trained on the training documents."""
+    path = tokenizer.write(folder) if tokenizer else folder / SentencePieceTokenizer.file
     if not path.exists():  # it does if an earlier run was killed later on
         skipped: list[BadDocument] = []
-        documents = read_documents(
-            args.input, args.text_field, args.max_bytes, lambda bad: skip_bad([bad], skipped, args.skip_bad)
-        )
+        skip = lambda bad: skip_bad([bad], skipped, args.skip_bad)  # noqa: E731
+        documents = read_documents(args.input, args.text_field, args.max_bytes, skip)
         documents = tqdm(documents, desc="training the tokenizer", unit=" documents", disable=None)
         # Validation text stays unseen by the tokenizer too.
         training = (text for text in documents if not in_validation(text, args.validation_fraction))
@@ -189,10 +170,10 @@ def write_manifest(folder: Path, tokenizer: Tokenizer, request: dict, splits: di
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
 
 
-def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], given: Tokenizer | None) -> None:
+def build(work: Path, args: argparse.Namespace, request: dict, parts: list[Part], tokenizer: Tokenizer | None) -> None:
     """Makes the corpus at args.output by way of the folder `work`, from where an earlier run stopped."""
     check_request(work, request)
-    tokenizer = make_tokenizer(work, args, given)
+    tokenizer = make_tokenizer(work, args, tokenizer)
     skipped = encode(work, args, parts, tokenizer)
     for bad in skipped[:SHOWN]:
         print(f"skipped: {visible(str(bad))}")
@@ -210,14 +191,14 @@ def prepare_synthetic(args: argparse.Namespace) -> str:
     kind = TASKS[args.synthetic]
     options = {name: getattr(args, f"synthetic_{name}") for name in kind.defaults}
     task = kind(**kind.defaults | {name: n for name, n in options.items() if n is not None}, seed=args.synthetic_seed)
-    examples, fraction, shard_tokens = args.synthetic_examples, args.validation_fraction, args.shard_tokens
+    examples, fraction = args.synthetic_examples, args.validation_fraction
     request = {"synthetic": args.synthetic, **asdict(task), "examples": examples, "validation_fraction": fraction}
     counts = {"validation": round(examples * fraction)}
     counts["train"] = examples - counts["validation"]
     with new_folder(args.output) as folder, tqdm(total=examples, unit=" examples", disable=None) as bar:
         path = folder / JsonTokenizer.file
         write_whole(path, tokenizer_json(task.words()))
-        splits = write_examples(task, folder, counts, shard_tokens, bar.update)
+        splits = write_examples(task, folder, counts, args.shard_tokens, bar.update)
         answers = {"example_tokens": task.length, "per_example": task.answers}
         write_manifest(folder, load_tokenizer(path), request, splits, answers=answers)
     return describe(args.output, "wrote")

@@ -20,13 +20,13 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interdomain.folders import require_empty
 from interdomain.tools._bench.pages import markdown_rows
-from interdomain.tools._cli import OUTPUT, Help, argument_parser, user_errors
+from interdomain.tools._cli import OUTPUT, Help, argument_parser, require_at_least, user_errors
 from interdomain.tools._plots import draw
 
 # Imported late: the parts of a study need TorchTitan, of the extra `train`, and `main` says so where it lacks.
@@ -40,20 +40,15 @@ def parse(argv) -> argparse.Namespace:
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands", prog=p.prog)
 
     def add(name: str, text: str, arguments: str, more: str = "") -> argparse.ArgumentParser:
-        usage = f"%(prog)s {arguments} [OPTIONS]"
-        return commands.add_parser(
-            name, usage=usage, help=text, description=f"{text}.{more}", formatter_class=Help, allow_abbrev=False
-        )
+        how: Any = dict(usage=f"%(prog)s {arguments} [OPTIONS]", formatter_class=Help, allow_abbrev=False)
+        return commands.add_parser(name, help=text, description=f"{text}.{more}", **how)
 
     plan = add("plan", "Print the runs, what they cost, and which are not finished", "STUDY.toml")
-    more = (
-        " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 stopped by a signal: run it again."
-    )
+    more = " Exit status: 0 all finished; 1 a run failed; 2 a wrong option or file; 75 left on a signal: run it again."
     run = add("run", "Train the runs that are not finished", "STUDY.toml", more)
     for command in (plan, run):
         command.add_argument("study", type=Path, metavar="STUDY.toml", help="the study's file (format: docs/study.md)")
-        text = "only runs whose name matches, such as '*/seed-1'"
-        command.add_argument("--only", default="*", metavar="PATTERN", help=text)
+        command.add_argument("--only", default="*", metavar="PATTERN", help="only runs of such a name, as '*/seed-1'")
     where = run.add_mutually_exclusive_group()
     text = "runs to train at a time, at least 1; they share the GPUs (or cores) of this machine"
     where.add_argument("--jobs", type=int, default=1, metavar="N", help=text)
@@ -65,8 +60,8 @@ def parse(argv) -> argparse.Namespace:
     text = f"{OUTPUT}: study.md, study.json and (with matplotlib) study.png"
     show.add_argument("--output", type=Path, metavar="DIR", help=text)
     args = p.parse_args(argv)
-    if args.command == "run" and args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1: got {args.jobs}.")
+    if args.command == "run":
+        require_at_least(args, jobs=1)
     return args
 
 
@@ -80,17 +75,17 @@ def chosen(args: argparse.Namespace) -> "Study":
     return replace(study, runs=runs)
 
 
-def plan(study: "Study") -> str:
+def table(study: "Study") -> str:
     """The runs as a table, and what is missing."""
     from interdomain.tools._study.tables import state_in_words
 
     lines, tokens, flops = [["run", "parameters", "state", "tokens", "FLOPs", "is"]], [0, 0], [0.0, 0.0]
     for run in study.runs:
-        of, finished = run.plan, run.is_finished
-        cost, state = of.flops_per_token * of.tokens, state_in_words(*of.state)
-        is_ = "finished" if finished else f"at step {run.step:,} of {of.steps:,}" if run.step else "not begun"
-        lines.append([run.name, f"{of.n_params:,}", state, f"{of.tokens:,}", f"{cost:.3g}", is_])
-        tokens[finished] += of.tokens
+        plan, finished = run.plan, run.is_finished
+        cost, state = plan.flops_per_token * plan.tokens, state_in_words(*plan.state)
+        status = "finished" if finished else f"at step {run.step:,} of {plan.steps:,}" if run.step else "not begun"
+        lines.append([run.name, f"{plan.n_params:,}", state, f"{plan.tokens:,}", f"{cost:.3g}", status])
+        tokens[finished] += plan.tokens
         flops[finished] += cost
     missing = len(study.missing())
     total = f"{len(study.runs)} runs, {missing} missing: {tokens[0]:,} of {sum(tokens):,} tokens"
@@ -106,11 +101,10 @@ def shown(paths: list[Path]) -> "list[Run]":
     for path in paths:
         if path.suffix != ".toml":
             runs.append(Run.of(str(path), record_of(path)))
-            continue
-        done = [run for run in read_study(path).runs if run.is_finished]
-        if not done:
+        elif done := [run for run in read_study(path).runs if run.is_finished]:
+            runs += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
+        else:
             raise ValueError(f"{path}: no run is finished. Train with: interdomain study run {path}")
-        runs += [Run.of(run.name, json.loads(run.record.read_text())) for run in done]
     return runs
 
 
@@ -122,25 +116,23 @@ def main(argv=None) -> int:
     from interdomain.tools._study.run import require_data, run_here, submit
 
     if args.command == "plan":
-        print(plan(chosen(args)))
+        print(table(chosen(args)))
         return 0
     if args.command == "run":
         study = chosen(args)
         for run in study.runs:  # refuses before anything is trained
             run.plan  # noqa: B018
         if 0 < (gpus := torch.cuda.device_count()) < args.jobs:
-            raise ValueError(
-                f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own. Give {gpus} or fewer."
-            )
+            raise ValueError(f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own.")
         missing = study.missing()
         require_data(missing, study.corpora)
         if args.sbatch:
             submit(missing, study.name, shlex.split(args.sbatch))
             return 0
-        code = run_here(missing, args.jobs)
-        if not code:
-            print(f"all runs are finished: interdomain study show {args.study}")
-        return code
+        if code := run_here(missing, args.jobs):
+            return code
+        print(f"all runs are finished: interdomain study show {args.study}")
+        return 0
     if args.output:
         require_empty(args.output)
     runs = shown(args.runs)

@@ -18,7 +18,7 @@ from tensorboard.util.grpc_util import ChannelCredsType
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.settings.job_config import read_job_config, refuse_unsupported
 from interdomain.titan.watch.run_log import CHARTS, RunLog, WandbLog, hyperparameters
-from interdomain.tools._curves import hyperparameters_of, read_curves, read_events
+from interdomain.tools._curves import facts_of, read_curves, read_events
 
 from .runs import flags
 
@@ -97,7 +97,7 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     assert json.loads(text.strip("`\n")) == json.loads(json.dumps(job.to_dict(), default=str))
     plan = events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "6 of 512 tokens" in plan
-    facts = hyperparameters_of(events)
+    facts = facts_of(events, "hyperparameters")
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
     assert facts["fingerprints"] == {"train": "text"}

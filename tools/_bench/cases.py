@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from interdomain import scan
 
-CPU = torch.device("cpu")
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Relative RMS error, by arithmetic: at least 1.5 times the worst over 20 draws of the inputs (a layer: 8) in the interpreter
 # (tests/rehearse.py; the table is docs/errors.md).
@@ -151,10 +149,6 @@ def _tiny(case: Case) -> Case:
     return replace(case, shape=small, backend=backend)
 
 
-def generator(device: torch.device, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def convert(tree: Any, **to: Any) -> Any:
     """Tensors in dicts and tuples, each by `Tensor.to(**to)`. Leaves that record gradients stay leaves."""
     return tree_map_only(Tensor, lambda x: x.detach().to(**to).requires_grad_(x.requires_grad), tree)
@@ -185,18 +179,14 @@ def dynamics(H: int, M: int, *, mixed: bool = False, seed: int = 0) -> tuple[Ten
     return theta, scan.mixing_matrix(gain, C), scan.readout_vector(gain, C, c)
 
 
-def make_inputs(
-    case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0
-) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+def make_inputs(case: Case, device: torch.device, *, mixed: bool = False, seed: int = 0) -> tuple[dict, tuple]:
     """Keyword arguments of `interdomain_scan` (of `linear_scan`, z = [k; v]), and cotangents of its results.
 
-    device: on which the numbers are drawn, too: on the CPU they are the same on every x86 machine with AVX2.
-
-    Queries have unit length, keys and values unit variance, as behind the model's norms. Every tensor is a leaf that
-    records gradients.
+    The numbers are drawn on `device`: on the CPU they are the same on every x86 machine with AVX2. Queries have unit length,
+    keys and values unit variance, as behind the model's norms. Every tensor is a leaf that records gradients.
     """
     s, dtype, P = case.shape, case.dtype, 2 * case.shape.d + case.wider
-    g = generator(device, seed)
+    g = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=g, device=device)
@@ -213,10 +203,3 @@ def make_inputs(
     if case.state:
         inputs["initial_state"] = normal(s.B, s.H, s.M, P, 2)
     return {name: x.requires_grad_() for name, x in inputs.items()}, (d_out, normal(s.B, s.H, s.M, P, 2))
-
-
-def make_documents(shape: Shape, device: torch.device, mean: int = 20, seed: int = 0) -> Tensor:
-    """Numbers of packed documents of `mean` tokens on average, [B, T]; the first sequence continues its initial state."""
-    starts = torch.rand(shape.B, shape.T, generator=generator(device, seed), device=device) < 1 / mean
-    starts[0, 0] = False
-    return starts.cumsum(1)

@@ -31,14 +31,14 @@ def peer(name: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tenso
     if name == "mamba2":  # without what its __init__ imports: that wants its CUDA extension, its Triton kernels do not
         sys.modules.setdefault("mamba_ssm", importlib.util.module_from_spec(spec))
     run = getattr(importlib.import_module(module), function)
-    given = _arguments(name, q, k, v)
-    # Early versions of FlashAttention 3 return the logsumexp, too; fla's kernels the state.
-    forward = lambda: _first(run(**given))  # noqa: E731
-    return forward, [x for x in given.values() if isinstance(x, Tensor)]
+    arguments = _arguments(name, q, k, v)
 
+    def forward() -> Tensor:
+        out = run(**arguments)
+        # Early versions of FlashAttention 3 return the logsumexp, too; fla's kernels the state.
+        return out[0] if isinstance(out, tuple) else out
 
-def _first(out: Tensor | tuple) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+    return forward, [x for x in arguments.values() if isinstance(x, Tensor)]
 
 
 def _arguments(name: str, q: Tensor, k: Tensor, v: Tensor) -> dict:

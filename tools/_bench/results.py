@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
+"""Parts that the benchmarks share: flags, the record of the machine, and results that grow row by row in a JSON file."""
 
 import argparse
 import contextlib
@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -49,25 +48,19 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose(what: str, wanted: Collection[str] | None, allowed: Collection[str]) -> list[str]:
+def choose(option: str, wanted: Collection[str] | None, allowed: Collection[str]) -> list[str]:
     """`wanted`, or all of `allowed` if nothing is. Raises: ValueError for a name that is not allowed."""
     if unknown := [name for name in wanted or () if name not in allowed]:
-        raise ValueError(f"{what}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}.")
+        raise ValueError(f"{option}: there is no {', '.join(unknown)}. Allowed are {', '.join(allowed)}.")
     return list(wanted or allowed)
 
 
 def fill_in(args: argparse.Namespace, device: torch.device, **defaults: tuple) -> None:
-    """Give the options that were left out their default. defaults: name=(on a GPU, on a CPU).
-
-    Raises: ValueError for a number below 1.
-    """
+    """Give the options that were left out their default, name=(on a GPU, on a CPU). Raises: ValueError for a number below 1."""
     for name, values in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, values[device.type == "cpu"])
-        given = getattr(args, name)
-        for value in given if isinstance(given, list) else [given]:
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1: got {value}.")
+    _cli.require_at_least(args, **dict.fromkeys(defaults, 1))
 
 
 class Report:
@@ -219,8 +212,3 @@ def require_healthy(device: torch.device, after: str) -> None:
             torch.cuda.synchronize()
         except Exception as e:
             raise RuntimeError(f"after {after} the GPU is in an error state, nothing more can run: {reason(e)}") from e
-
-
-def say(text: str) -> None:
-    """Progress, on standard error: a benchmark's result is its standard output."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,15 +1,6 @@
 """lm-evaluation-harness on exported folders, for `evaluate`: its own Hugging Face model class, its tasks, our model.
 
-Tasks of the paper that it lacks are made by tools/_evaluate/recall.py.
-
-What is chosen here and not left to its defaults:
-
-- max_length: it cuts longer contexts from the left, and WikiText's documents into pieces of this length, so that figures
-  depend on it. The same for all folders; by default the shortest sequence length that one of them was trained at.
-- The token before a text that has none before it: end-of-text, which stood there in training. No BOS is added, which the
-  models never saw.
-- The model's code is this project's own: a folder's is not run.
-- The softmax over the vocabulary is float32, also of bfloat16 models.
+docs/evaluation.md lists the choices that change a figure. recall.py makes the tasks of the paper that the harness lacks.
 """
 
 import importlib.util
@@ -29,9 +20,8 @@ def require_harness() -> None:
     """Raises ValueError where something is not installed."""
     missing = [name for name in ("lm_eval", "accelerate", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"--tasks needs {', '.join(missing)}, not installed here. The extra `eval` has it: {install_command('eval')}"
-        )
+        advice = f"The extra `eval` has it: {install_command('eval')}"
+        raise ValueError(f"--tasks needs {', '.join(missing)}, not installed here. {advice}")
 
 
 def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> dict:
@@ -73,9 +63,7 @@ def load_tasks(asked: list[str], include: list[str | Path], tokenizer=None) -> d
                 f"--fetch --tasks {' '.join(asked)}` where there is one, and copy ~/.cache/huggingface (HF_HOME) here."
             ) from e
         except ImportError as e:
-            raise ValueError(
-                f"{name} needs a package that is not installed ({e}). Install it: {install_command('eval')}"
-            ) from e
+            raise ValueError(f"{name} needs a package that is missing ({e}). Install: {install_command('eval')}") from e
         known = {kind: known[kind] | loaded.get(kind, {}) for kind in known}
     for task in known["tasks"].values():  # as the harness's own command does
         if task.get_config("num_fewshot") is None:
@@ -126,8 +114,6 @@ def metrics(values: dict) -> dict:
         if comma and not metric.endswith("_stderr"):
             stderr = values.get(f"{metric}_stderr,{kind}")
             name = metric if kind == "none" else f"{metric} ({kind})"
-            by_metric[name] = {
-                "value": float(value),
-                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-            }
+            stderr = float(stderr) if isinstance(stderr, int | float) else None
+            by_metric[name] = {"value": float(value), "stderr": stderr}
     return by_metric

@@ -1,8 +1,7 @@
-"""The paper's study of length, for `evaluate --perplexity paper`: its corpora, fetched once, and its figures.
+"""The paper's study of length, for `evaluate --perplexity paper`: its corpora, fetched once, and its figures (docs/length.md).
 
-The paper names five corpora and a sixth that its mean leaves out, but not which documents of them. Here: of each the first
-documents of a data set of the Hugging Face hub, a fixed revision, each text once, until they have `CORPUS_BYTES`. They are read
-joined (`_perplexity`, packed): few documents of four of the corpora have 14,336 tokens. docs/length.md has the rest.
+The paper does not say which documents of its corpora it read. Here: of each corpus the first documents of a data set of the
+Hugging Face hub, a fixed revision, each text once, until they have `CORPUS_BYTES`.
 """
 
 import json
@@ -31,14 +30,11 @@ class Source(NamedTuple):
 
 
 # The revisions are the newest that archived pages of the hub and public code name. No fetch of them has been run.
-_LONGBENCH = (
-    "Xnhyacinth/LongBench@2e9ade51ebf45d98942056c0716234f9d5d257d5"  # LongBench as lm-evaluation-harness reads it
-)
+_LONGBENCH = "Xnhyacinth/LongBench@2e9ade51ebf45d98942056c0716234f9d5d257d5"  # as lm-evaluation-harness reads it
+_CODEPARROT = "codeparrot/codeparrot-clean-valid@4db92d2ec0c1b4c41eeb439cfae16854511d9dcd"
 CORPORA = {
     "PG19": Source("emozilla/pg19-test@c5e39bf32e33f9111323aa68d7d9000d22722035::test", "text"),
-    "CodeParrot": Source(
-        "codeparrot/codeparrot-clean-valid@4db92d2ec0c1b4c41eeb439cfae16854511d9dcd::train", "content"
-    ),
+    "CodeParrot": Source(f"{_CODEPARROT}::train", "content"),
     "GovReport": Source(f"{_LONGBENCH}:gov_report:test", "context"),
     "Qasper": Source(f"{_LONGBENCH}:qasper:test", "context"),
     "QMSum": Source(f"{_LONGBENCH}:qmsum:test", "context"),
@@ -60,10 +56,7 @@ PAPER: dict[str, dict[str, tuple[float, float, float]]] = {
 
 
 def fetch(folder: Path) -> None:
-    """Make the folder of all corpora, a file of JSON lines each, and the record of what they are. Needs a network.
-
-    Raises: ValueError for a data set that cannot be read, FileExistsError for a folder that holds something.
-    """
+    """Fetch all corpora, a file of JSON lines each, and record their sources. Raises: ValueError, FileExistsError."""
     with new_folder(folder) as new:
         record = {name: _fetch(source, new / f"{name}.jsonl") for name, source in CORPORA.items()}
         (new / SOURCES).write_text(json.dumps(record, indent=1) + "\n")

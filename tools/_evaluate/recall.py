@@ -115,9 +115,8 @@ def books(entries: int) -> list[dict]:
     people = [f"{first} {last}" for first in FIRST.split() for last in LAST.split()]
     made = []
     for _ in range(SAMPLES):
-        numbers = [
-            f"{draw.randrange(1000):03}-{draw.randrange(1000):03}-{draw.randrange(10_000):04}" for _ in range(entries)
-        ]
+        digits = [(draw.randrange(1000), draw.randrange(1000), draw.randrange(10_000)) for _ in range(entries)]
+        numbers = ["{:03}-{:03}-{:04}".format(*number) for number in digits]
         lines = [f"{name}: {number}" for name, number in zip(draw.sample(people, entries), numbers, strict=True)]
         asked = draw.sample(range(entries), 3)
         made.append({"lines": lines, "asked": asked, "answers": [numbers[asked[-1]]]})

@@ -91,18 +91,18 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
     inputs: dict[Any, tuple] = {}
     with register_module_forward_pre_hook(lambda module, args: inputs.update({module: args})):
         model(tokens[None])
-    blocks, found = model.layers, {}
+    layers = {}
     for i in wanted:
-        attention: Any = blocks[str(i)].attention
+        attention: Any = model.layers[str(i)].attention
         with _recorded() as calls:
             attention(*inputs[attention])
         kind = calls[0].core.kind if calls else ""
-        layer = found[i] = Layer(kind or type(attention).__name__, attention)
+        layer = layers[i] = Layer(kind or type(attention).__name__, attention)
         if wo := getattr(attention, "wo", None):
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if calls:
             layer.weights, layer.error = _weights(calls[0], attention, inputs)  # the outermost
-    return found
+    return layers
 
 
 def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tensor, float]:

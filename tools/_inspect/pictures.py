@@ -1,4 +1,4 @@
-"""Pictures for `inspect`; each function raises ImportError without matplotlib."""
+"""Pictures for `inspect-model`, of matplotlib."""
 
 import math
 from pathlib import Path
@@ -40,8 +40,9 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
             axis.set_xticks(range(T), labels, rotation=90, fontsize=5, parse_math=False)
             axis.set_yticks(range(T), labels, fontsize=5, parse_math=False)
     figure.suptitle(f"{title}: a row for each token, a column for each token that it reads", fontsize="medium")
-    bar = figure.colorbar(images[0], ax=axes, shrink=0.6, ticks=[-1, -0.1, -0.01, 0, 0.01, 0.1, 1])
-    bar.ax.set_yticklabels(["-1", "-0.1", "-0.01", "0", "0.01", "0.1", "1"], fontsize="x-small")
+    ticks = [-1, -0.1, -0.01, 0, 0.01, 0.1, 1]
+    bar = figure.colorbar(images[0], ax=axes, shrink=0.6, ticks=ticks)
+    bar.ax.set_yticklabels(map(str, ticks), fontsize="x-small")
     bar.set_label("share of the row", fontsize="x-small")
     figure.savefig(path)
 
@@ -60,17 +61,14 @@ def draw_kernels(path: Path, title: str, kernels: Tensor) -> None:
 
 def draw_timescales(path: Path, timescales: dict[int, Tensor]) -> None:
     """Histograms of the modes' timescales [H, M] in tokens, by layer."""
-    ends = [
-        math.log10(f(t.min().item() if f is min else t.max().item() for t in timescales.values())) for f in (min, max)
-    ]
-    low, high = math.floor(ends[0]), max(math.ceil(ends[1]), math.floor(ends[0]) + 1)
+    logs = [t.double().log10().flatten().cpu() for t in timescales.values()]
+    low = math.floor(min(x.min().item() for x in logs))
+    high = max(low + 1, math.ceil(max(x.max().item() for x in logs)))
     edges = torch.linspace(low, high, 12 * (high - low) + 1, dtype=torch.float64)
-    rows = [torch.histogram(t.double().log10().flatten().cpu(), edges)[0] / t.numel() for t in timescales.values()]
+    rows = torch.stack([torch.histogram(x, edges)[0] / len(x) for x in logs]).numpy()
     figure = _figure(6, 1.6 + 0.22 * len(rows))
     axis = figure.subplots()
-    image = axis.pcolormesh(
-        10 ** edges.numpy(), np.arange(len(rows) + 1) - 0.5, torch.stack(rows).numpy(), cmap="Blues"
-    )
+    image = axis.pcolormesh(10 ** edges.numpy(), np.arange(len(rows) + 1) - 0.5, rows, cmap="Blues")
     medians = [t.median().item() for t in timescales.values()]
     axis.plot(medians, range(len(rows)), "o", color=COLOURS[1], markersize=4, label="median")
     axis.set_xscale("log")

@@ -126,9 +126,8 @@ def allocation(site: str | None, ranks: int | None, ranks_here: int) -> Allocati
     if step.isdecimal() and int(step) < FIRST_SPECIAL_STEP:  # SLURM's own may also have names, such as batch
         tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
         if tasks != "1":
-            raise ValueError(
-                f"srun started this command {tasks} times. Leave srun out: ./launch.sh starts one torchrun per node."
-            )
+            advice = "Leave srun out: ./launch.sh starts one torchrun per node"
+            raise ValueError(f"srun started this command {tasks} times. {advice}.")
         return None  # in a shell of the user's (srun --pty)
     variables = read_site(site or "plain")
     environment = variables | {name: value for name, value in os.environ.items() if not SHARES.match(name)}

@@ -117,23 +117,18 @@ def run(command: list[str], environment: dict[str, str]) -> int:
         print(f"\nthe run {saved} (exit status {CONTINUE}): the same command continues it.", file=sys.stderr)
         return CONTINUE
     if code < 0:
-        killed = signal.Signals(-code).name
-        print(
-            f"\ntorchrun was ended by {killed}, and its ranks with it: the same command continues the run.",
-            file=sys.stderr,
-        )
+        ended = f"torchrun was ended by {signal.Signals(-code).name}, and its ranks with it"
+        print(f"\n{ended}: the same command continues the run.", file=sys.stderr)
         return 128 - code
     return code
 
 
 def end_at_once(pid: int) -> None:
     """Kill a process and all that it has started. The ranks of a torchrun are in sessions of their own."""
-    children = [
-        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
-    ]
-    for number in (pid, *children):
+    children = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children"))
+    for process in (pid, *map(int, children.split())):
         with suppress(ProcessLookupError):
-            os.kill(number, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 @user_errors

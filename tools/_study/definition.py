@@ -1,29 +1,5 @@
 """The definition of a study: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record
-kept of each.
-
-    config = "train_configs/debug.toml"    # settings that all runs share
-    output = "outputs/studies/small"       # of the runs' folders
-    results = "benchmarks/studies/small"   # of the records; without it output/records
-    ranks = 1                              # processes of a run; without it as ./launch.sh chooses
-
-    [all]                                  # over the settings of `config`
-    training.tokens = 2_000_000
-    [sizes.debug]                          # each a name and its settings, over those above; may have a `config` of its own
-    [conditions.softmax]
-    mixer.condition = "softmax"
-    [settings.text]                        # optional: a third axis, such as corpora or learning rates
-    data.corpus = "data/stdlib"
-
-    [corpora]                              # optional: of a corpus that runs read, the options of prepare-data that make it
-    "data/mqar" = "--synthetic mqar"
-
-    [[runs]]                               # a product of names; what is left out means all
-    conditions = ["softmax"]
-    seeds = [1, 2, 3]
-
-The n_basis of a table that conditions share is not for a condition that does not read it, such as softmax.
-A run's name is SIZE/CONDITION/SETTING/seed-N. In any table of settings `tokens_per_parameter = 20` stands for training.tokens.
-A finished run leaves a record, a JSON file of its settings, curves, machine and commit. It is not trained again.
+kept of each. docs/study.md describes the file and the records.
 """
 
 import itertools
@@ -40,24 +16,13 @@ from interdomain.folders import write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
 from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
-from interdomain.tools._curves import (
-    EVENTS,
-    FOLDER,
-    configuration_of,
-    curves_of,
-    environment_of,
-    events_folder,
-    hyperparameters_of,
-    read_events,
-)
+from interdomain.tools._curves import EVENTS, FOLDER, curves_of, events_folder, facts_of, read_events
 
 AXES = ("sizes", "conditions", "settings")
 TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
 VALIDATION = "validation_metrics/loss"
 # Tags of a record.
-KEPT = re.compile(
-    r"(validation_metrics/(loss|accuracy)|validation_position/.*|loss_metrics/global_avg_loss|n_tokens_seen)$"
-)
+KEPT = re.compile(r"validation_(metrics/(loss|accuracy)|position/.*)$|loss_metrics/global_avg_loss$|n_tokens_seen$")
 CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads them
 
 
@@ -133,11 +98,9 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Study:
-    """corpora: {folder: options of prepare-data that make it}."""
-
     name: str
     runs: list[StudyRun]
-    corpora: dict[str, str]
+    corpora: dict[str, str]  # {folder: options of prepare-data that make it}
 
     def missing(self) -> list[StudyRun]:
         return [run for run in self.runs if not run.is_finished]
@@ -165,7 +128,8 @@ def read_study(path: Path) -> Study:
         seeds = grid.get("seeds", [42])
         for seed, *labels in itertools.product(seeds, *names):
             named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
-            name = "/".join([*map(_file_name, named.values()), f"seed-{seed}"])
+            file_names = [re.sub(r"[^\w.=+-]+", "-", label).strip("-") for label in named.values()]
+            name = "/".join([*file_names, f"seed-{seed}"])
             try:
                 settings = _settings(table, named)
             except ValueError as e:
@@ -199,21 +163,12 @@ def _named(path: Path, table: dict, grid: dict, axis: str) -> list:
     return names
 
 
-def _file_name(label: str) -> str:
-    return re.sub(r"[^\w.=+-]+", "-", label).strip("-")
-
-
 def _settings(table: dict, named: dict[str, str]) -> dict[str, Any]:
     """The sections of a run's file: each table's over those before it."""
-    layers = [
-        {"config": table.get("config")},
-        table.get("all", {}),
-        *(table[axis][name] for axis, name in named.items()),
-    ]
     settings: dict[str, Any] = {}
     per_parameter = None
-    for layer in layers:
-        layer = dict(layer)
+    layers = [table.get("all", {}), *(table[axis][name] for axis, name in named.items())]
+    for layer in [{"config": table.get("config")}, *map(dict, layers)]:
         if file := layer.pop("config", None):
             _put(settings, read_toml(file))
         per_parameter = layer.pop("tokens_per_parameter", per_parameter)
@@ -250,13 +205,10 @@ def _put(settings: dict[str, Any], layer: dict[str, Any]) -> None:
 
 def toml(settings: dict[str, Any]) -> str:
     """A TOML file of sections with strings, numbers, switches and lists, which TOML writes as JSON does."""
-    sections = [
-        "\n".join(
-            [f"[{section}]", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())]
-        )
-        for section, values in settings.items()
-    ]
-    return "\n\n".join(sections) + "\n"
+    lines = []
+    for section, values in settings.items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(x, ensure_ascii=False)}" for key, x in values.items()), ""]
+    return "\n".join(lines)
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -265,26 +217,19 @@ def record_of(folder: Path) -> dict[str, Any]:
     Raises: FileNotFoundError, ValueError for a folder that holds no run of the plugin.
     """
     events = read_events(events_folder(folder))
-    curves, facts = curves_of(events), hyperparameters_of(events)
+    curves, facts = curves_of(events), facts_of(events, "hyperparameters")
     if not facts or "n_tokens_seen" not in curves:
         raise ValueError(f"{folder} holds no run of this project: its TensorBoard events have no record of the model.")
-    kept = {
-        tag: {str(step): x for step, x in curve.items()} for tag, curve in sorted(curves.items()) if KEPT.match(tag)
-    }
-    return {
-        "facts": facts,
-        "configuration": configuration_of(events),
-        "environment": environment_of(events),
-        "curves": kept,
-    }
+    record = {"facts": facts} | {name: facts_of(events, name) for name in ("configuration", "environment")}
+    kept = [tag for tag in sorted(curves) if KEPT.match(tag)]
+    return record | {"curves": {tag: {str(step): x for step, x in curves[tag].items()} for tag in kept}}
 
 
 def dumped(record: dict[str, Any]) -> bytes:
     """A record as JSON, a fact or curve to a line; figures in seven digits, as float32 has them."""
-    curves = {
-        tag: {s: float(f"{x:.7g}") if isinstance(x, float) else x for s, x in curve.items()}
-        for tag, curve in record["curves"].items()
-    }
     facts = [f" {json.dumps(k)}: {json.dumps(v)}" for k, v in record.items() if k != "curves"]
-    lines = [f"  {json.dumps(tag)}: {json.dumps(curve)}" for tag, curve in curves.items()]
+    lines = []
+    for tag, curve in record["curves"].items():
+        rounded = {step: float(f"{x:.7g}") for step, x in curve.items()}
+        lines.append(f"  {json.dumps(tag)}: {json.dumps(rounded)}")
     return "\n".join(["{", ",\n".join(facts) + ",", ' "curves": {', ",\n".join(lines), " }", "}", ""]).encode()

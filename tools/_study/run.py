@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -20,8 +19,6 @@ from interdomain.tools._study.definition import StudyRun
 from interdomain.tools.launch import check_data
 
 LOG = "log.txt"  # in a run's folder: what it printed
-PROGRESS = re.compile(rb"([\d.]+) % of [\d,]+ steps")  # titan.metrics prints it
-TAIL = 8192  # bytes of a log in which its last progress stands
 SECONDS = 1.0  # between looks at the runs
 
 
@@ -42,13 +39,6 @@ class Running:
             process_group=0,  # of its own: Ctrl-C is for this program, which asks its runs to save and leave
             preexec_fn=_leave_with_parent,
         )
-
-    def steps(self) -> float:
-        """The number of steps that the run has done, by its log."""
-        with open(self.log.name, "rb") as f:
-            f.seek(max(0, os.path.getsize(self.log.name) - TAIL))
-            steps = PROGRESS.findall(f.read())
-        return float(steps[-1]) / 100 * self.run.plan.steps if steps else self.run.step
 
 
 def _leave_with_parent() -> None:
@@ -99,8 +89,8 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
     Returns: 0, 1 if a run failed, CONTINUE if they were asked to leave.
     """
     waiting, running, failed, asked = list(missing), [], [], []
-    total = sum(run.plan.steps for run in missing)
-    bar = tqdm(total=total, unit=" steps", disable=None, initial=sum(run.step for run in missing))
+    total, saved = sum(run.plan.steps for run in missing), sum(run.step for run in missing)
+    bar = tqdm(total=total, unit=" steps saved", disable=None, initial=saved)
 
     def leave(number, frame):
         asked.append(number)
@@ -109,7 +99,6 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
                 one.process.send_signal(number)
 
     with handlers({signal.SIGINT: leave, signal.SIGTERM: leave}), bar:
-        done = 0.0
         while running or (waiting and not asked):
             free = set(range(jobs)) - {one.share for one in running}
             while waiting and free and not asked:
@@ -119,12 +108,10 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
                 one.log.close()
-                done += one.run.plan.steps
                 words, bad = outcome(one)
                 failed += bad
                 bar.write(f"{one.run.name}: {words}")
-            begun = sum(run.step for run in waiting)
-            bar.n = round(done + begun + sum(one.steps() for one in running))
+            bar.n = sum(run.step for run in missing)
             bar.refresh()
     if asked:
         print(f"left on a signal (exit status {CONTINUE}): the same command continues the study.", file=sys.stderr)
@@ -135,7 +122,7 @@ def run_here(missing: list[StudyRun], jobs: int) -> int:
 
 
 def outcome(one: Running) -> tuple[str, list[StudyRun]]:
-    """(what became of a run that has ended, itself in a list if it failed)."""
+    """(how a run ended, itself in a list if it failed)."""
     run, code = one.run, one.process.returncode
     vars(run).pop("is_finished", None)  # it was not, when it began
     if code == 0 and run.is_finished:
@@ -150,17 +137,17 @@ def submit(missing: list[StudyRun], study: str, command: list[str]) -> None:
 
     Raises: OSError where sbatch or squeue cannot be run; ValueError where one fails.
     """
-    queued = set(_said(["squeue", "--me", "--noheader", "--format=%j"]).splitlines())
+    queued = set(_output_of(["squeue", "--me", "--noheader", "--format=%j"]).splitlines())
     for run in missing:
         job = f"{study}/{run.name}"
         if job in queued:
             print(f"{run.name}: in the queue")
             continue
-        answer = _said([command[0], f"--job-name={job}", *command[1:], str(run.write_config())])
+        answer = _output_of([command[0], f"--job-name={job}", *command[1:], str(run.write_config())])
         print(f"{run.name}: {answer.strip()}")
 
 
-def _said(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}")

@@ -75,8 +75,8 @@ class Run:
         text = {f"{s}.{n}": configuration.get(s, {}).get(n) for s, names in SHARED.items() for n in names}
         data = configuration.get("data", {})
         paths = {"train": data.get("corpus"), "validation": data.get("validation_corpus") or data.get("corpus")}
-        of = facts.get("fingerprints") or paths  # older records have paths alone
-        text |= {"the training text": of.get("train"), "the validation text": of.get("validation")}
+        source = facts.get("fingerprints") or paths  # older records have paths alone
+        text |= {"the training text": source.get("train"), "the validation text": source.get("validation")}
         labels = {k: v for k, v in (record.get("run") or facts_of_run).items() if k != "seed"}
         return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained)
 
@@ -123,6 +123,10 @@ class Cell:
     def perplexity(self) -> Value:
         return self.mean(run.perplexity for run in self.runs)
 
+    @property
+    def compute(self) -> float:
+        return statistics.mean(run.compute for run in self.runs)
+
     def curve(self, tag: str) -> dict[int, Value]:
         """Mean and deviation by tokens, where all runs have the tag."""
         curves = [run.curves.get(tag, {}) for run in self.runs]
@@ -140,10 +144,8 @@ def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
     for run in runs:
         same = {name: value for name, value in run.facts.items() if name not in REPEATED}
         by_cell.setdefault(repr([run.labels, same, run.text]), []).append(run)
-    cells = [
-        Cell(str(of[0].labels["condition"]), of[0].group, sorted(of, key=lambda run: run.seed))
-        for of in by_cell.values()
-    ]
+    seeds = [sorted(cell, key=lambda run: run.seed) for cell in by_cell.values()]
+    cells = [Cell(str(runs[0].labels["condition"]), runs[0].group, runs) for runs in seeds]
     cells.sort(key=lambda cell: cell.perplexity[0])
     groups = dict.fromkeys(run.group for run in sorted(runs, key=lambda run: run.facts["parameters"]))
     return {group: [cell for cell in cells if cell.group == group] for group in groups}
@@ -154,8 +156,8 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
     rows = []
     for group, cells in cells_of(runs).items():
         for cell in cells:
-            alike = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
-            softmax = [other.perplexity[0] for other in alike]
+            comparable = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
+            softmax = [other.perplexity[0] for other in comparable]
             first = cell.runs[0]
             paper = PAPER.get(first.facts["model"], {})
             theirs = paper.get(first.facts["condition"])  # a condition with a setting of its own has another name
@@ -170,7 +172,7 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     state=(state := first.facts.get("state")) and state_in_words(*state),
                     tokens=round(statistics.mean(run.trained for run in cell.runs)),
                     of_planned=statistics.mean(run.trained / run.facts["tokens"] for run in cell.runs),
-                    compute=statistics.mean(run.compute for run in cell.runs),
+                    compute=cell.compute,
                     loss=cell.mean(run.best[1] for run in cell.runs),
                     perplexity=cell.perplexity,
                     vs_softmax=cell.perplexity[0] / softmax[0] - 1 if len(softmax) == 1 else None,
@@ -205,22 +207,21 @@ COLUMNS = {  # of the table: head, and how a value is written
 }
 
 
-def table(found: list[dict[str, Any]]) -> list[str]:
+def table(rows: list[dict[str, Any]]) -> list[str]:
     """Markdown. A column that no row fills is left out."""
-    columns = {name: of for name, of in COLUMNS.items() if any(row[name] is not None for row in found)}
-    cells = [[_shown(row[name], how) for name, (_, how) in columns.items()] for row in found]
+    columns = {name: column for name, column in COLUMNS.items() if any(row[name] is not None for row in rows)}
+    cells = [[_cell(row[name], form) for name, (_, form) in columns.items()] for row in rows]
     return markdown_rows([[head for head, _ in columns.values()], *cells])
 
 
-def _shown(value: Any, how: str) -> str:
+def _cell(value: Any, form: str) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, tuple):
-        mean, deviation = value
-        return how.format(mean) + (f" ± {how.format(deviation)}" if deviation is not None else "")
-    return how.format(value)
+        return " ± ".join(form.format(x) for x in value if x is not None)  # mean and deviation
+    return form.format(value)
 
 
 def state_in_words(fixed: int, growing: int) -> str:
@@ -231,21 +232,18 @@ def state_in_words(fixed: int, growing: int) -> str:
 def differences(cells: list[Cell]) -> dict[str, list[str]]:
     """Differences between runs that make their perplexities not comparable: {name: its values}."""
     shared = [run.shared for cell in cells for run in cell.runs]
-    values = {name: sorted({of[name] for of in shared}) for name in shared[0]}
-    return {name: those for name, those in values.items() if len(those) > 1}
-
-
-def remarks(runs: list[Run]) -> list[str]:
-    """Reasons why runs of one group are not compared."""
-    return [
-        f"{' '.join(group)}: runs differ in {name} ({'; '.join(values)}), so no percentage compares them."
-        for group, cells in cells_of(runs).items()
-        for name, values in differences(cells).items()
-    ]
+    values = {name: sorted({facts[name] for facts in shared}) for name in shared[0]}
+    return {name: several for name, several in values.items() if len(several) > 1}
 
 
 def page(runs: list[Run]) -> str:
-    return "\n".join([*table(rows(runs)), "", NOTES, *(f"- {remark}" for remark in remarks(runs))]) + "\n"
+    """The table, what its columns mean, and why runs of one group are not compared."""
+    lines = [*table(rows(runs)), "", NOTES]
+    for group, cells in cells_of(runs).items():
+        for name, values in differences(cells).items():
+            differ = f"runs differ in {name} ({'; '.join(values)})"
+            lines.append(f"- {' '.join(group)}: {differ}, so no percentage compares them.")
+    return "\n".join(lines) + "\n"
 
 
 def panels(runs: list[Run]) -> list[Panel]:
@@ -254,15 +252,15 @@ def panels(runs: list[Run]) -> list[Panel]:
     if len({run.labels["size"] for run in runs}) > 1:
         curves = []
         for label in dict.fromkeys(str(run.labels["condition"]) for run in runs):
-            cells = sorted((cell for of in groups.values() for cell in of if cell.label == label), key=_compute)
-            points = [cell.perplexity for cell in cells]
-            curves.append(_curve(label, [float(f"{_compute(cell) / 1e18:.3g}") for cell in cells], points))
+            cells = [cell for group in groups.values() for cell in group if cell.label == label]
+            cells.sort(key=lambda cell: cell.compute)
+            x = [float(f"{cell.compute / 1e18:.3g}") for cell in cells]
+            curves.append(_curve(label, x, [cell.perplexity for cell in cells]))
         drawn.append(Panel("all sizes", curves, "6ND ($10^{18}$ FLOPs)", "validation perplexity", True, True))
     for group, cells in groups.items():
         title, tokens = " ".join(group), "tokens (millions)"
-        drawn.append(
-            Panel(title, _by_tokens(cells, VALIDATION, _perplexity), tokens, "validation perplexity", log_y=True)
-        )
+        curves = _by_tokens(cells, VALIDATION, _perplexity)
+        drawn.append(Panel(title, curves, tokens, "validation perplexity", log_y=True))
         if tags := [tag for tag in sorted(cells[0].runs[0].curves) if POSITION.match(tag)]:
             ends = [int(tag.rpartition("-")[2]) + 1 for tag in tags]
             curves = [_curve(_label(c, cells), ends, [c.last(tag) for tag in tags]) for c in cells]
@@ -273,17 +271,13 @@ def panels(runs: list[Run]) -> list[Panel]:
 
 
 def _by_tokens(cells: list[Cell], tag: str, shown: Callable[[Value], Value] = lambda value: value) -> list[Curve]:
-    """Without the first validation, of the untrained model, where there are others."""
+    """Curves of a tag, without the first validation (of the untrained model) where there are others."""
     curves = []
     for cell in cells:
         points = [*cell.curve(tag).items()]
         points = points[1:] or points
         curves.append(_curve(_label(cell, cells), [n / 1e6 for n, _ in points], [shown(x) for _, x in points]))
     return curves
-
-
-def _compute(cell: Cell) -> float:
-    return statistics.mean(run.compute for run in cell.runs)
 
 
 def _label(cell: Cell, cells: list[Cell]) -> str:
@@ -295,7 +289,7 @@ def _label(cell: Cell, cells: list[Cell]) -> str:
 def _perplexity(loss: Value) -> Value:
     """Perplexity from mean and deviation of a loss; the deviation to first order."""
     mean, deviation = loss
-    return math.exp(mean), None if deviation is None else math.exp(mean) * deviation
+    return math.exp(mean), deviation and math.exp(mean) * deviation
 
 
 def _curve(label: str, x: Sequence[float], y: Sequence[Value | None]) -> Curve:
