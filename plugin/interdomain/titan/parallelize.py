@@ -18,7 +18,7 @@ from interdomain.model.initialize import initialize
 from interdomain.model.layers import LocalParameters
 from interdomain.model.shard import SHARDED
 
-from .host import SAVED_OPS, ActivationCheckpoint, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
+from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
 from .step.meshes import Meshes, part_of
 
@@ -46,8 +46,8 @@ def parallelize(model: Transformer, meshes: Meshes, job_config: Any, *, sum_in_b
         distribute(ssm, meshes.parameters, Replicate())
     model.set_parts(shard=meshes.context, heads=part_of(meshes.tensor) if meshes.tensor.size() > 1 else None)
     compiled = job_config.compile.enable and "model" in job_config.compile.components
-    if job_config.activation_checkpoint.mode != "none":
-        checkpoint_blocks(model, job_config.activation_checkpoint, model_compile_enabled=compiled)
+    if (checkpointing := job_config.activation_checkpoint).mode != "none":
+        apply_ac(model, checkpointing, model_compile_enabled=compiled, op_sac_save_list=SAVED_OPS | SCAN_OPS)
     if compiled:
         apply_compile(model, job_config.compile)
     if model.output is not None and job_config.compile.enable and "loss" in job_config.compile.components:
@@ -96,11 +96,6 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
             module._buffers[f"local_{name}"] = p.to_local(grad_placements=shares)  # a Parameter is refused by nn.Module
 
     unit.register_forward_pre_hook(read)
-
-
-def checkpoint_blocks(model: nn.Module, settings: ActivationCheckpoint, **options: Any) -> None:
-    """Activation checkpointing by settings [activation_checkpoint]."""
-    apply_ac(model, settings, op_sac_save_list=SAVED_OPS | SCAN_OPS, **options)
 
 
 @torch.no_grad()

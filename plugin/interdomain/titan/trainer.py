@@ -30,14 +30,13 @@ from .host import (
     dist_max,
     dist_sum,
     init_logger,
-    local_device,
     logger,
     set_determinism,
     set_pg_timeouts,
     translate,
 )
 from .parallelize import parallelize, set_initial_values
-from .plan.device import use_cpu_if_alone
+from .plan.device import local_device, use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
 from .plan.schedule import refuse_jump
 from .resume.checkpoint import SelfDescribingCheckpoints, describe_run

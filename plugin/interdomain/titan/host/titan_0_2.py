@@ -3,13 +3,10 @@
 # ruff: noqa: F401 (names for the other modules)
 
 import copy
-import math
-import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torchtitan.components import metrics
 from torchtitan.components.checkpoint import (
     DATALOADER,
@@ -27,7 +24,6 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.components.validate import BaseValidator, Validator, build_validator
 from torchtitan.config import JobConfig
-from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -45,23 +41,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
 
-
-def replace_device(device_type: str, device_module: Any) -> None:
-    """Make TorchTitan compute on a device that it does not know: all that is replaced in it.
-
-    TorchTitan assumes an accelerator, and several of its modules hold copies of these two names.
-    """
-    for module in (utils, dist_utils, parallel_dims, metrics, profiling):
-        vars(module).update(device_type=device_type, device_module=device_module)
-    # TorchTitan would take the device for an A100. There is no figure to compare with: the utilisation shown is 0.
-    utils.get_peak_flops = lambda device_name: math.inf
-
-
-def local_device() -> torch.device:
-    """This rank's device, made the current one."""
-    device = torch.device(f"{utils.device_type}:{os.environ['LOCAL_RANK']}")
-    utils.device_module.set_device(device)
-    return device
+DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)  # modules that hold the device by name
 
 
 def refuse_for_host(job: Any) -> None:

@@ -2,14 +2,10 @@
 
 # ruff: noqa: F401 (names for the other modules)
 
-import copy
 import dataclasses
-import math
-import os
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components import checkpointer, loss, metrics, optimizer
 from torchtitan.components import dataloader as titan_dataloader
@@ -41,7 +37,8 @@ IGNORE_INDEX = loss.IGNORE_INDEX
 BaseDataLoader = titan_dataloader.BaseDataLoader
 TORCHTITAN_DEFAULTS: dict[str, Any] = {}  # its settings are not those of TOML files
 SAVED_OPS = activation_checkpoint._get_default_save_ops()
-ActivationCheckpoint = Any  # settings [activation_checkpoint]
+# Modules that hold the device by name.
+DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiler, token_dispatcher)
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
@@ -102,25 +99,6 @@ def apply_compile(model: nn.Module, settings: Any) -> None:
     compiled = CompileConfig(enable=True, components=list(settings.components), backend=settings.backend)
     no_tensor_axis: Any = SimpleNamespace(tp_enabled=False)  # it would be for fused matrix products
     titan_compile.apply_compile(model, compile_config=compiled, parallel_dims=no_tensor_axis)
-
-
-def replace_device(device_type: str, device_module: Any) -> None:
-    """Make TorchTitan compute on a device that it does not know: all that is replaced in it.
-
-    TorchTitan assumes an accelerator, and several of its modules hold copies of these two names.
-    """
-    for module in (utils, dist_utils, parallel_dims, metrics, profiler, token_dispatcher):
-        names = {"device_type": device_type, "device_module": device_module}
-        vars(module).update({name: value for name, value in names.items() if hasattr(module, name)})
-    # TorchTitan would take the device for an A100. There is no figure to compare with: the utilisation shown is 0.
-    utils.get_peak_flops = lambda device_name: math.inf
-
-
-def local_device() -> torch.device:
-    """This rank's device, made the current one."""
-    device = torch.device(f"{utils.device_type}:{os.environ['LOCAL_RANK']}")
-    utils.device_module.set_device(device)
-    return device
 
 
 def refuse_for_host(job: Any) -> None:

@@ -1,5 +1,6 @@
 """The device that a run computes on: a machine without a GPU under TorchTitan, and what is refused there."""
 
+import math
 import os
 import types
 import warnings
@@ -8,7 +9,7 @@ import torch
 
 from interdomain.scan.triton_support import cannot_launch
 
-from ..host import replace_device
+from ..host import DEVICE_COPIES, utils
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
 
@@ -38,10 +39,14 @@ def _resident_memory() -> dict[str, int]:
 
 
 def use_cpu_if_alone() -> None:
-    """Point TorchTitan at the CPU where no accelerator is available. Before it is asked for a device."""
+    """Point TorchTitan, which assumes an accelerator, at the CPU where there is none. Before it is asked for a device."""
     if torch.accelerator.is_available():
         return
-    replace_device("cpu", _cpu_module())
+    cpu = _cpu_module()
+    for module in DEVICE_COPIES:
+        vars(module).update(device_type="cpu", device_module=cpu)
+    # TorchTitan would take the device for an A100. There is no figure to compare with: the utilisation shown is 0.
+    utils.get_peak_flops = lambda device_name: math.inf
     # Its DTensors draw no random numbers here: initial values are drawn before they are sharded (interdomain.model.initialize).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)")
 
@@ -49,6 +54,14 @@ def use_cpu_if_alone() -> None:
 def device_here() -> torch.device:
     """The device that a run on this machine computes on."""
     return torch.device("cuda" if torch.accelerator.is_available() and torch.cuda.is_available() else "cpu")
+
+
+def local_device() -> torch.device:
+    """This rank's device, made the current one."""
+    device = torch.device(device_here().type, int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def refuse_for_device(job_config: JobConfig) -> None:
