@@ -81,7 +81,7 @@ def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
-    """Before each forward pass of `unit`, give its modules this rank's slices of their parameters, as plain tensors.
+    """Give the modules of `unit` this rank's slices of their parameters as plain tensors, before each forward pass.
 
     After FSDP2's own hook, which gathers them, and outside of what is compiled: torch.compile would pass a DTensor's mesh from
     the forward to the backward graph, and takes it for a tensor where the backward pass computes an attention again.
@@ -102,7 +102,7 @@ def read_local_slices(unit: nn.Module, sum_in_backward: bool) -> None:
 def set_initial_values(
     model: Transformer, seed: int, *, loaded: bool, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Into the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers.
+    """Fill the memory that `to_empty` gave. Collective among the ranks of the group, which have the same layers.
 
     Args:
         loaded: whether a checkpoint replaces all parameters: drawing them takes every rank 8 s at 1.3B.
@@ -122,30 +122,27 @@ def set_initial_values(
 def shard(model: Transformer, mesh: DeviceMesh, job_config: Any) -> None:
     """FSDP2: one group per block. The dynamics stay float32, and whole on every rank (`gradients` says why)."""
     training = job_config.training
-    config: dict[str, Any] = {"mesh": mesh}
-    if training.enable_cpu_offload:
-        config["offload_policy"] = CPUOffloadPolicy()
     # The blocks must not cast their inputs: the dynamics reach them as float32 tensors.
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if training.precision == "bf16" else torch.float32,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    parallelism = job_config.parallelism
-    always = parallelism.fsdp_reshard_after_forward == "always"
+    config: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    if training.enable_cpu_offload:
+        config["offload_policy"] = CPUOffloadPolicy()
+    when, pipeline = job_config.parallelism.fsdp_reshard_after_forward, job_config.parallelism.pipeline_parallel_degree
     # A pipeline runs a block for many micro-batches: by default it is gathered once for all of them.
-    default = parallelism.fsdp_reshard_after_forward == "default" and parallelism.pipeline_parallel_degree == 1
-    reshard = always or default
+    reshard = when == "always" or (when == "default" and pipeline == 1)
 
     if model.tok_embeddings is not None:
-        fully_shard(model.tok_embeddings, **config, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model.tok_embeddings, **config, reshard_after_forward=reshard)
+    dynamics = {p for ssm in dynamics_of(model) for p in ssm.parameters()}
     for layer in model.layers.values():
-        ssm: Any = getattr(layer.attention, "ssm", None)
-        dynamics = set(ssm.parameters()) if ssm else None
-        fully_shard(layer, **config, mp_policy=policy, reshard_after_forward=reshard, ignored_params=dynamics)
+        fully_shard(layer, **config, reshard_after_forward=reshard, ignored_params=dynamics)
     if model.output is not None:  # needed again at once in the backward pass
-        fully_shard([model.norm, model.output], **config, mp_policy=policy, reshard_after_forward=always)
-    fully_shard(model, **config, mp_policy=policy)
+        fully_shard([model.norm, model.output], **config, reshard_after_forward=when == "always")
+    fully_shard(model, **config)
 
     disable_fsdp_gradient_division(model)  # the loss is already divided by the global token count
     if device_here().type == "cpu":

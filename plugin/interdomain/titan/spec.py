@@ -168,14 +168,6 @@ def pipeline_variant(
     return pipeline_llm(model, parallel_dims, job_config, device, args, parallelize_fn, loss_of_step)
 
 
-def build_optimizers(model_parts: list[nn.Module], config: Any, parallel_dims: Any, *_: Any) -> GroupedOptimizers:
-    return GroupedOptimizers(model_parts, config)
-
-
-def build_lr_schedulers(optimizers: Any, config: Any, steps: int) -> GroupedSchedulers:
-    return GroupedSchedulers(optimizers, config, steps)
-
-
 @user_errors
 def build_tokenizer(job_config: Any) -> Any:
     """The corpus's tokenizer, or TorchTitan's own. TorchTitan's first hook with a configuration: the checks are here."""
@@ -212,15 +204,9 @@ def as_trained(tokenizer: Any) -> Tokenizer:
         return load_tokenizer(folder)
 
 
-class FixedWindowsValidator(Validator):
-    """TorchTitan's validator over `FixedWindows`."""
-
-    def __init__(self, windows: FixedWindows, parts: dict[str, Any]) -> None:
-        vars(self).update(parts, validation_dataloader=windows)  # TorchTitan's would open a data set of its own
-
-
 @user_errors
 def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -> Any:
+    """TorchTitan's validator, over `FixedWindows` of data.corpus."""
     job_config = parts["job_config"]
     if not job_config.data.corpus:
         return build_validator(dp_world_size=dp_world_size, dp_rank=dp_rank, **parts)
@@ -232,7 +218,9 @@ def build_variant_validator(*, dp_world_size: int, dp_rank: int, **parts: Any) -
             "validation off."
         )
     job_config.validation.steps = len(windows.batches)
-    return FixedWindowsValidator(windows, parts)
+    validator = Validator.__new__(Validator)  # its __init__ would open a data set of its own
+    vars(validator).update(parts, validation_dataloader=windows)
+    return validator
 
 
 class VariantMetrics(MetricsProcessor):
@@ -255,10 +243,6 @@ class VariantMetrics(MetricsProcessor):
         super().log_validation(loss / self.parallel_dims.cp, step, extra_metrics)
 
 
-def build_metrics(job_config: Any, parallel_dims: Any, model_args: Any) -> VariantMetrics:
-    return VariantMetrics(job_config, parallel_dims)
-
-
 use_cpu_if_alone()
 register_train_spec(
     "interdomain",
@@ -267,13 +251,13 @@ register_train_spec(
         model_args={size: ModelArgs(size=size) for size in SIZES},
         parallelize_fn=parallelize_variant,
         pipelining_fn=pipeline_variant,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
+        build_optimizers_fn=lambda parts, settings, *_: GroupedOptimizers(parts, settings),
+        build_lr_schedulers_fn=GroupedSchedulers,
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_loss_fn=build_cross_entropy_loss,
         build_validator_fn=build_variant_validator,
-        build_metrics_processor_fn=build_metrics,
+        build_metrics_processor_fn=lambda job_config, dims, _: VariantMetrics(job_config, dims),
         state_dict_adapter=FolderNames,
     ),
 )

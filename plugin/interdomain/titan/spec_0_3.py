@@ -40,25 +40,27 @@ from .step.optimizer import GroupedOptimizers, GroupedSchedulers
 from .variant import FixedWindows, FolderNames, TitanTransformer, parallelize_variant, record_run
 
 OTHER_NAMES = {"validator": "validation", "profiler": "profiling", "dataloader": "data"}  # of our sections
-OURS = (
-    "optimizer",
-    "lr_scheduler",
-    "dataloader",
-)  # components that are ours: no setting of TorchTitan's alone has an effect
+OURS = ("optimizer", "lr_scheduler", "dataloader")  # in which a setting that only TorchTitan has has no effect
+SCHEDULE = (
+    "warmup_steps",
+    "total_steps",
+    "decay_ratio",
+    "decay_type",
+)  # TorchTitan's flags of [lr_scheduler] that we have
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(BaseModel.Config):
     plan: Annotated[RunPlan | None, tyro.conf.Suppress] = None
 
-    def update_from_config(self, **given: Any) -> None:
+    def update_from_config(self, **_: Any) -> None:
         """Nothing: the plan has all."""
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         assert self.plan is not None
         return count_parameters(model), train_flops_per_token(self.plan.config, seq_len)
 
-    def build(self, **given: Any) -> TitanTransformer:
+    def build(self, **_: Any) -> TitanTransformer:
         return TitanTransformer(self.plan)
 
 
@@ -67,8 +69,8 @@ def built_by(base: type, make: Callable[..., Any], **values: Any) -> Any:
 
     @dataclass(kw_only=True, slots=True)
     class Built(base):
-        def build(self, **given: Any) -> Any:
-            return make(**given)
+        def build(self, **arguments: Any) -> Any:
+            return make(**arguments)
 
     return Built(**values)
 
@@ -125,10 +127,7 @@ def configuration(file: str) -> Any:
         lr_scheduler=built_by(
             optimizer.LRSchedulersContainer.Config,
             lambda *, optimizers, training_steps: GroupedSchedulers(optimizers, job.lr_scheduler, training_steps),
-            **{
-                name: getattr(job.lr_scheduler, name)
-                for name in ("warmup_steps", "total_steps", "decay_ratio", "decay_type")
-            },
+            **{name: getattr(job.lr_scheduler, name) for name in SCHEDULE},
         ),
         validator=base(enable=job.validation.enable, freq=job.validation.freq, dataloader=windows),
         activation_checkpoint=None,

@@ -54,9 +54,6 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 
 class OptimizersContainer(optimizer.OptimizersContainer):
-    def _validate_length(self, expected: int) -> None:
-        assert len(self.optimizers) == expected
-
     def _post_init(self, parameters: list[nn.Parameter], kwargs: Any = None) -> None:
         names = {id(p): canonical_fqn(name) for model in self.model_parts for name, p in model.named_parameters()}
         for one in self.optimizers:

@@ -1,11 +1,11 @@
 """Costs of a step for the ranks that need the most: memory, traffic, and how long a sequence could be."""
 
 import bisect
-from collections.abc import Callable
 
 from interdomain.model import ModelConfig, meta_model
 from interdomain.model.costs.flops import memory_estimate
 from interdomain.model.costs.traffic import held, traffic
+from interdomain.scan import CHUNK
 
 from ..settings.job_config import value_of
 from ..settings.schema import JobConfig
@@ -82,10 +82,9 @@ class Costs:
         ]
         return max(each, key=lambda axes: sum(axes.values()))
 
-
-def longest_sequence(bytes_of: Callable[[int], int], step: int, device: int = CARD) -> int:
-    """Tokens of the longest sequence, a multiple of step, whose training needs at most `device` bytes; 0 where none does.
-
-    bytes_of: what training on sequences of so many tokens needs; growing.
-    """
-    return step * bisect.bisect_right(range(1, 2**32 // step), device, key=lambda n: bytes_of(n * step))
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that CARD bytes are enough to train on, one at a time; 0 where none is."""
+        step = self.mesh.context * self.mesh.tensor * CHUNK
+        lengths = range(step, 2**32, step)
+        fitting = bisect.bisect_right(lengths, CARD, key=lambda tokens: sum(self.memory(1, tokens).values()))
+        return fitting * step

@@ -20,10 +20,10 @@ from interdomain.model.transformer import mixer_class
 from ..host import refuse_for_host
 from ..settings.job_config import refuse_unsupported, value_of
 from ..settings.schema import JobConfig
-from .costs import CARD, Costs, longest_sequence
+from .costs import CARD, Costs
 from .device import device_here, refuse_for_device
 from .schedule import run_length
-from .topology import CHUNK, Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
+from .topology import Topology, pipeline_stages, refuse_for_batch, refuse_for_topology, topology
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         precision=training.precision,
         memory=costs.memory(local, seq_len),
         traffic=costs.traffic(),
-        longest=longest_sequence(lambda n: sum(costs.memory(1, n).values()), mesh.context * mesh.tensor * CHUNK),
+        longest=costs.longest_sequence(),
         computed=_computed(execution, config, training.precision, None if on_gpus else device_here()),
     )
 
@@ -196,25 +196,16 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
     """Words for how the scan and the features are computed. device: None for another machine's GPU."""
     recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
     dtype = torch.float32 if precision == "float32" else torch.bfloat16
-    words = (
-        {"scan": execution.backend, "features": execution.features} if recurrent else {"features": execution.features}
-    )
+    words = {}
+    if recurrent:
+        words["scan"] = execution.backend
+        if execution.backend == "auto":
+            sizes = [(m.n_basis, config.head_dim + m.normalize if m.query_readout else 0) for m in recurrent]
+            words["scan"] = "; ".join(dict.fromkeys(scan.resolve_backend(device, *s, dtype=dtype)[1] for s in sizes))
+    words["features"] = execution.features
+    if execution.features == "auto":
+        widths = [mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")]
+        words["features"] = features.resolve_backend(device, config.head_dim, max([0, *widths]), dtype=dtype)[1]
     if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
         words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
-    if words.get("scan") == "auto":
-        backends = dict.fromkeys(
-            scan.resolve_backend(
-                device,
-                mixer.n_basis,
-                config.head_dim + mixer.normalize if mixer.query_readout else 0,
-                dtype=dtype,
-            )[1]
-            for mixer in recurrent
-        )
-        words["scan"] = "; ".join(backends)
-    if words["features"] == "auto":
-        conv_width = max(
-            (mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")), default=0
-        )
-        words["features"] = features.resolve_backend(device, config.head_dim, conv_width, dtype=dtype)[1]
     return words

@@ -35,9 +35,9 @@ class Topology(NamedTuple):
 
 def topology(parallel: Parallelism, world_size: int) -> Topology:
     """Raises: ValueError for degrees whose product is not the number of ranks."""
-    left, words = world_size, ""
+    left, words, degrees = world_size, "", {}
     for name in ("pipeline", "tensor", "context"):
-        degree = getattr(parallel, f"{name}_parallel_degree")
+        degree = degrees[name] = getattr(parallel, f"{name}_parallel_degree")
         if left % degree:
             raise ValueError(
                 f"parallelism.{name}_parallel_degree = {degree} does not divide the {left} rank(s){words}: replicas x shards x "
@@ -60,10 +60,7 @@ def topology(parallel: Parallelism, world_size: int) -> Topology:
             f"parallelism.data_parallel_replicate_degree x data_parallel_shard_degree = {replicas} x {shards} must be "
             f"the number of ranks{words}: {left}. Set the shard degree to -1 to let it follow."
         )
-    context, tensor, pipeline = (
-        getattr(parallel, f"{name}_parallel_degree") for name in ("context", "tensor", "pipeline")
-    )
-    return Topology(replicas, shards, context, tensor, pipeline)
+    return Topology(replicas, shards, **degrees)
 
 
 def pipeline_stages(parallel: Parallelism, n_layers: int) -> tuple[tuple[str, ...], ...]:

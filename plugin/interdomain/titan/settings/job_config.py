@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.util
+import operator
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,8 +144,7 @@ def _refuse_unknown(setting: str, value: Any) -> None:
 
 
 def value_of(job_config: Any, setting: str) -> Any:
-    section, name = setting.split(".")
-    return getattr(getattr(job_config, section), name)
+    return operator.attrgetter(setting)(job_config)
 
 
 def _set(job_config: JobConfig, setting: str, value: Any) -> None:
@@ -153,7 +153,7 @@ def _set(job_config: JobConfig, setting: str, value: Any) -> None:
 
 
 def refuse_wrong_values(job_config: JobConfig) -> None:
-    """What each setting's annotation says: the one loop over all settings. Raises: ValueError."""
+    """Check every setting by its annotation: type and `Bound`. Raises: ValueError."""
     for setting, kind in KINDS.items():
         value, bound = value_of(job_config, setting), None
         if get_origin(kind) is Annotated:
@@ -167,7 +167,7 @@ def refuse_wrong_values(job_config: JobConfig) -> None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
+    """True if a value is of a type. A bool is an int to Python, but `steps = true` is no number."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         return value in arguments

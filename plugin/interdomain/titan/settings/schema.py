@@ -19,7 +19,7 @@ from interdomain.model.config import CONDITIONS, EXECUTION_SETTINGS, MIXER_SETTI
 
 
 class Bound(NamedTuple):
-    """Which values a setting may have."""
+    """The values that a setting may have."""
 
     words: str
     allows: Callable[[Any], bool]

@@ -48,7 +48,6 @@ class GroupedOptimizers(OptimizersContainer):
             others = [p for name, p in named if not SSM_PARAMETER.search(name)]
             groups = [{"params": others, "name": "main"}, {"params": of_ssm, **ssm}]
             self.optimizers.append(optimizer([group for group in groups if group["params"]], **kwargs))
-        self._validate_length(len(model_parts))
         self._post_init([p for group in self.groups for p in group["params"]], kwargs)
 
     def step(self, skip: Tensor | None = None) -> None:

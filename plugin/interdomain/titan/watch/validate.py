@@ -136,18 +136,14 @@ class FixedValidator(BaseValidator):
         """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
         ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
-        at_once = per_pass * self.passes.together
+        at_once, positions = per_pass * self.passes.together, self.job_config.data.reset_state_at_documents
         for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
             mine = range(first + self.rank, first + per_pass, self.ranks)
             indices = [min(i, self.windows - 1) * len(self.dataset) // self.windows for i in mine]
-            inputs, labels = self._read(indices)
+            inputs, labels = user_errors(read_batch)(self.dataset, indices, positions)
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
             self.metrics.ntokens_since_last_log += labels.numel()
             yield inputs, labels
-
-    @user_errors
-    def _read(self, indices: list[int]) -> Batch:
-        return read_batch(self.dataset, indices, self.job_config.data.reset_state_at_documents)
 
     @torch.no_grad()
     def validate(self, model_parts: list[Any], step: int) -> None:
