@@ -123,7 +123,7 @@ def test_a_file_fits_on_the_ranks_that_it_names(file):
     assert abs(sum(plan.memory.values()) / GIB - said) < 1
     assert plan.seq_len <= plan.longest
     job.training.local_batch_size = job.validation.local_batch_size = 1
-    for tokens, fits in ((plan.longest, True), (plan.longest + 64 * plan.tensor, False)):
+    for tokens, fits in ((plan.longest, True), (plan.longest + 64 * plan.topology.tensor, False)):
         job.training.seq_len = job.validation.seq_len = tokens
         assert (sum(make_plan(job, ranks, on_gpus=True).memory.values()) <= 80e9) == fits
 
@@ -192,7 +192,7 @@ def test_a_short_chunk_at_the_end_of_shards_is_warned_of(caplog):
 def test_ranks_that_share_a_sequence():
     """Steps and tokens stay; a pass has half the tokens on a rank, and the weights as many shards."""
     alone, shared = make_plan(parse(), 2), make_plan(parse(**CONTEXT), 2)
-    assert (shared.data_ranks, shared.context, shared.accumulation) == (1, 2, 2)
+    assert (shared.topology.data_ranks, shared.topology.context, shared.accumulation) == (1, 2, 2)
     same = ("global_batch", "tokens_per_step", "tokens", "steps", "warmup_steps", "flops_per_token")
     assert [getattr(shared, name) for name in same] == [getattr(alone, name) for name in same]
     assert shared.memory["parameters"] == alone.memory["parameters"]

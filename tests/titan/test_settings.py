@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from interdomain.model import build_config
-from interdomain.titan import entry, host, trainer
+from interdomain.titan import entry, trainer
 from interdomain.titan.plan.run_plan import make_plan
 from interdomain.titan.resume.resume_from import ResumePoint, require_same_run
 from interdomain.titan.settings import job_config, schema
@@ -28,11 +28,11 @@ OURS = {
 
 
 def test_a_setting_that_torchtitan_has_has_torchtitans_default():
-    shared = job_config.KINDS.keys() & host.TORCHTITAN_DEFAULTS.keys()
+    shared = job_config.KINDS.keys() & job_config.TORCHTITAN_DEFAULTS.keys()
     assert len(shared) > 50
     assert OURS.keys() <= shared
     for setting in shared:
-        default = OURS.get(setting, host.TORCHTITAN_DEFAULTS[setting])
+        default = OURS.get(setting, job_config.TORCHTITAN_DEFAULTS[setting])
         assert job_config.value_of(schema.JobConfig(), setting) == default, setting
 
 

@@ -29,7 +29,6 @@ from .data.dataloader import open_data
 from .data.folders import open_dataset, open_tokenizer
 from .errors import user_errors
 from .host import (
-    TORCHTITAN_DEFAULTS,
     BaseModelArgs,
     MetricsProcessor,
     TrainSpec,
@@ -45,7 +44,7 @@ from .host import (
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
 from .plan.topology import refuse_for_batch, runs_with, topology
-from .settings.job_config import let_steps_win, pairs, refuse_wrong_values, value_of
+from .settings.job_config import TORCHTITAN_DEFAULTS, let_steps_win, pairs, refuse_wrong_values, value_of
 from .settings.schema import JobConfig
 from .step.meshes import meshes_of
 from .step.optimizer import GroupedOptimizers, GroupedSchedulers
@@ -93,7 +92,7 @@ def plan_of(job_config: Any) -> RunPlan:
         if job_config.parallelism.pipeline_parallel_degree > 1:  # its micro-batches are parts of a local batch
             mesh, training = topology(job_config.parallelism, dist.get_world_size()), planned.training
             if training.global_batch_size < 0:
-                training.global_batch_size = training.local_batch_size * mesh.replicas * mesh.shards
+                training.global_batch_size = training.local_batch_size * mesh.data_ranks
             refuse_for_batch(job_config, mesh._replace(pipeline=1), training.global_batch_size)
             size = job_config.parallelism.pipeline_parallel_microbatch_size
             training.local_batch_size = planned.validation.local_batch_size = size

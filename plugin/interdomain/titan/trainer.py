@@ -137,13 +137,13 @@ class InterdomainTrainer(Trainer):
         self.meshes.set_timeouts(config.comm.init_timeout_seconds)
         batch = self.parallel_dims.get_optional_mesh("batch")  # the ranks that share a sequence read the same samples
         rank = batch.get_local_rank() if batch else 0
-        tokenizer, self.dataloader = open_data(config, plan, rank, plan.data_ranks)
+        tokenizer, self.dataloader = open_data(config, plan, rank, plan.topology.data_ranks)
         self.metrics_processor = InterdomainMetrics(config, self.parallel_dims, plan, self.meshes)
         self.model_parts = self.metrics_processor.model_parts = self._build_model()
         self.targets = plan.global_batch * self.dataloader.dataset.targets
         run = self.model_parts, plan, self.meshes, self.device, self.targets
         schedule = config.parallelism.pipeline_parallel_schedule
-        self.passes = Pipeline(*run, schedule) if plan.pipeline > 1 else Passes(*run)
+        self.passes = Pipeline(*run, schedule) if plan.topology.pipeline > 1 else Passes(*run)
         self.optimizers = self.metrics_processor.optimizers = GroupedOptimizers(self.model_parts, config.optimizer)
         self.lr_schedulers = GroupedSchedulers(self.optimizers, config.lr_scheduler, plan.steps)
         self.step = self.ntokens_seen = 0
@@ -162,7 +162,7 @@ class InterdomainTrainer(Trainer):
         )
         if config.validation.enable:
             beside = self.metrics_processor, self.checkpointer
-            self.validator = FixedValidator(config, rank, plan.data_ranks, self.passes, *beside)
+            self.validator = FixedValidator(config, rank, plan.topology.data_ranks, self.passes, *beside)
         datasets = {"train": self.dataloader.dataset}
         datasets |= {"validation": self.validator.dataset} if config.validation.enable else {}
         fingerprints = {split: text_fingerprint(dataset) for split, dataset in datasets.items()}
@@ -205,7 +205,8 @@ class InterdomainTrainer(Trainer):
 
     def _log(self, loss: Tensor, norm: Tensor) -> None:
         loss, mesh = self.meshes.sum_over_model_ranks(loss), self.parallel_dims.get_optional_mesh("loss")
-        mean, worst = dist_sum(loss, mesh), dist_max(loss * self.plan.data_ranks * self.plan.context, mesh)
+        ranks = self.plan.topology.data_ranks * self.plan.topology.context  # that have tokens of their own
+        mean, worst = dist_sum(loss, mesh), dist_max(loss * ranks, mesh)
         self.metrics_processor.log_step(self.step, mean, worst, norm.item())
 
     def should_continue_training(self) -> bool:

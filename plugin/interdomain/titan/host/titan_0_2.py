@@ -3,8 +3,7 @@
 # ruff: noqa: F401 (names for the other modules)
 
 import copy
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from torchtitan.components import metrics
@@ -41,6 +40,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.tools.utils import GarbageCollection
 from torchtitan.train import Trainer
 
+TORCHTITAN_SETTINGS = JobConfig().to_dict()  # by section
 DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiling)  # modules that hold the device by name
 
 
@@ -60,14 +60,3 @@ def translate(job: Any) -> Any:
         else:
             setattr(config, section.name, copy.copy(ours))
     return config
-
-
-def _defaults(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in vars(table).items():
-        if is_dataclass(value):
-            yield from _defaults(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-TORCHTITAN_DEFAULTS = dict(_defaults(JobConfig()))  # setting -> TorchTitan's own value

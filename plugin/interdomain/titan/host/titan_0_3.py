@@ -35,7 +35,7 @@ from torchtitan.trainer import Trainer
 
 IGNORE_INDEX = loss.IGNORE_INDEX
 BaseDataLoader = titan_dataloader.BaseDataLoader
-TORCHTITAN_DEFAULTS: dict[str, Any] = {}  # its settings are not those of TOML files
+TORCHTITAN_SETTINGS: dict[str, Any] = {}  # its settings are not those of TOML files
 SAVED_OPS = activation_checkpoint._get_default_save_ops()
 # Modules that hold the device by name.
 DEVICE_COPIES = (utils, dist_utils, parallel_dims, metrics, profiler, token_dispatcher)
@@ -138,8 +138,8 @@ def translate(job: Any) -> Any:
     names of sections beside ours."""
     config = SimpleNamespace(to_dict=job.to_dict, dump_folder=job.job.dump_folder, profiler=section_of(job, "profiler"))
     for name, ours in vars(job).items():
-        theirs = section_of(job, name) if name in SECTIONS else None
-        fields = {} if theirs is None else {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}
+        theirs = section_of(job, name) if name in SECTIONS else ours
+        fields = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs)}
         setattr(config, name, SimpleNamespace(**fields | vars(ours)))
     config.validator = config.validation
     return config

@@ -36,13 +36,8 @@ class RunPlan:
     seed: int
     n_params: int
     flops_per_token: int
-    world_size: int
-    replicas: int
-    shards: int
-    context: int  # ranks that share a sequence
-    tensor: int  # ranks that share heads, feed-forward and vocabulary
-    pipeline: int  # ranks that share the layers
-    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of a pipeline has stages r, r + pipeline, ...
+    topology: Topology
+    stages: tuple[tuple[str, ...], ...]  # their modules' names; rank r of p in a pipeline has stages r, r + p, ...
     schedule: str  # of the pipeline
     local_batch: int
     global_batch: int
@@ -56,18 +51,9 @@ class RunPlan:
     computed: dict[str, str]  # how the scan and the features are computed, in words
 
     @property
-    def data_ranks(self) -> int:
-        """Groups of ranks that read samples of their own."""
-        return self.replicas * self.shards
-
-    @property
-    def topology(self) -> Topology:
-        return Topology(self.replicas, self.shards, self.context, self.tensor, self.pipeline)
-
-    @property
     def accumulation(self) -> int:
         """Micro-batches of a step, on each rank that reads samples."""
-        return self.global_batch // (self.local_batch * self.data_ranks)
+        return self.global_batch // (self.local_batch * self.topology.data_ranks)
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,7 +81,8 @@ class RunPlan:
         memory = ", ".join(f"{name} {size / gib:.2f}" for name, size in self.memory.items())
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
-        if self.context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
+        context = self.topology.context
+        if context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
             longest += f" (8 ranks share {8 * self.longest:,})"
         states = []
         for layer, n in Counter(self.config.layers).items():
@@ -104,7 +91,7 @@ class RunPlan:
             if layer.mixer.kind in FIXED_STATE:
                 which += f" (interdomain attention: {4 * layer.mixer.n_basis * layer.dim:,})"
             states.append(f"{state_size(layer):,} numbers per layer{', token' * grows} and sequence{which}")
-        shared = f"group(s) of {self.context} ranks with {self.seq_len // self.context} tokens each"
+        shared = f"group(s) of {context} ranks with {self.seq_len // context} tokens each"
         rows = {
             "model": f"{self.cell} ({self.n_params:,} parameters)",
             "state": "; ".join(states),
@@ -112,10 +99,10 @@ class RunPlan:
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens (warmup {self.warmup_steps:,})",
             "tokens": f"{self.tokens:,} ({self.tokens / self.n_params:.1f} per parameter)",
             "FLOPs in all": f"{self.flops_per_token * self.tokens:.4g}",
-            "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.data_ranks} "
-            f"{shared if self.context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
+            "batch": f"{self.global_batch} x {self.seq_len} = {self.local_batch} per rank x {self.topology.data_ranks} "
+            f"{shared if context > 1 else 'rank(s)'} x {self.accumulation} accumulation step(s)",
             "mesh": str(self.topology),
-            **({"pipeline": self._stages()} if self.pipeline > 1 else {}),
+            **({"pipeline": self._stages()} if self.topology.pipeline > 1 else {}),
             "precision": self.precision,
             "memory per device": f"about {sum(self.memory.values()) / gib:.2f} GiB ({memory})",
             "received per step": f"{sum(self.traffic.values()) / gib:.3g} GiB per device ({received or 'one rank'})",
@@ -128,8 +115,8 @@ class RunPlan:
         """A pipeline in words, and the share of a step that its ranks wait."""
         numbers = [[name.partition(".")[2] for name in stage if name.startswith("layers.")] for stage in self.stages]
         layers = " | ".join("-".join(dict.fromkeys([n[0], n[-1]])) if n else "none" for n in numbers)
-        waits = self.pipeline - 1
-        idle = waits / (len(self.stages) // self.pipeline * self.accumulation + waits)
+        ranks, waits = self.topology.pipeline, self.topology.pipeline - 1
+        idle = waits / (len(self.stages) // ranks * self.accumulation + waits)
         return f"{self.schedule}, idle {idle:.1%} of a step; layers by stage {layers}"
 
 
@@ -147,12 +134,11 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
     mesh = topology(job_config.parallelism, world_size)
     stages = pipeline_stages(job_config.parallelism, config.n_layers)
     refuse_for_topology(job_config, config, torch.device("cuda") if on_gpus else device_here())
-    data_ranks = mesh.replicas * mesh.shards
     local, seq_len = training.local_batch_size, training.seq_len
-    global_batch = training.global_batch_size if training.global_batch_size > 0 else local * data_ranks
+    global_batch = training.global_batch_size if training.global_batch_size > 0 else local * mesh.data_ranks
     refuse_for_batch(job_config, mesh, global_batch)
     steps, warmup_steps = run_length(job_config, tokens_per_step=global_batch * seq_len)
-    costs = Costs(job_config, config, mesh, stages, global_batch // (local * data_ranks))
+    costs = Costs(job_config, config, mesh, stages, global_batch // (local * mesh.data_ranks))
     products = training.precision == "bf16-products"
     chosen = {name: value_of(job_config, f"mixer.{name}") for name in EXECUTION_SETTINGS}
     execution = Execution(**chosen, bf16_products=products)
@@ -163,8 +149,7 @@ def make_plan(job_config: JobConfig, world_size: int, on_gpus: bool = False) -> 
         seed=job_config.debug.seed,
         n_params=count_parameters(costs.model),
         flops_per_token=train_flops_per_token(config, seq_len),
-        world_size=world_size,
-        **mesh._asdict(),
+        topology=mesh,
         stages=stages,
         schedule=job_config.parallelism.pipeline_parallel_schedule,
         local_batch=local,

@@ -27,10 +27,19 @@ class Topology(NamedTuple):
     tensor: int  # ranks that share heads, feed-forward and vocabulary
     pipeline: int  # ranks that share the layers
 
+    @property
+    def data_ranks(self) -> int:
+        """Groups of ranks that read samples of their own."""
+        return self.replicas * self.shards
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self)
+
     def __str__(self) -> str:
         """replicas 2 x tensor 4 = 8 ranks: the axes that divide anything."""
         axes = [f"{name} {degree}" for name, degree in self._asdict().items() if degree > 1]
-        return f"{' x '.join(axes)} = {math.prod(self)} ranks" if axes else "1 rank"
+        return f"{' x '.join(axes)} = {self.ranks} ranks" if axes else "1 rank"
 
 
 def topology(parallel: Parallelism, world_size: int) -> Topology:
@@ -147,11 +156,11 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
     """Raises: ValueError for sequences of a step that do not divide over the ranks that read samples, or a number of
     micro-batches that the pipeline's schedule does not take."""
     local, schedule = job_config.training.local_batch_size, job_config.parallelism.pipeline_parallel_schedule
-    ranks, said = mesh.replicas * mesh.shards, f"training.global_batch_size = {global_batch} sequences"
+    ranks, batch = mesh.data_ranks, f"training.global_batch_size = {global_batch} sequences"
     wrong, micro_batches = global_batch % (local * ranks), global_batch // (local * ranks)
     if wrong:
         why = (
-            f"{said} does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
+            f"{batch} does not divide over {ranks} data-parallel rank(s) of training.local_batch_size = {local}: it must be a "
             f"multiple of {local * ranks}."
         )
         if ranks > global_batch:
@@ -159,13 +168,13 @@ def refuse_for_batch(job_config: JobConfig, mesh: Topology, global_batch: int) -
     else:
         rounds = micro_batches // mesh.pipeline
         why = (
-            f"{said}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
+            f"{batch}, {local} at once on each of {ranks} data-parallel ranks, are {micro_batches} micro-batches. {schedule} on"
             f" parallelism.pipeline_parallel_degree = {mesh.pipeline} ranks takes "
             + (f"a multiple of {rounds}, its rounds." if schedule == MULTI_STAGE else f"{mesh.pipeline} or more.")
         )
     if wrong or not runs_with(schedule, mesh.pipeline, micro_batches):
-        batch, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
-        advice = f"--training.global_batch_size {batch} " if batch != global_batch else ""
+        sequences, fits = _batch_that_divides(global_batch, local, ranks, schedule, mesh.pipeline)
+        advice = f"--training.global_batch_size {sequences} " if sequences != global_batch else ""
         advice += f"--training.local_batch_size {fits}"
         if mesh.pipeline > 1 and job_config.validation.enable:
             advice += f" --validation.local_batch_size {fits}"

@@ -15,7 +15,7 @@ import tyro
 import interdomain
 from interdomain.model.config import FIXED_STATE
 
-from ..host import TORCHTITAN_DEFAULTS
+from ..host import TORCHTITAN_SETTINGS
 from .schema import Bound, JobConfig
 
 # setting -> its annotated type
@@ -127,6 +127,9 @@ def pairs(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from pairs(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+TORCHTITAN_DEFAULTS = dict(pairs(TORCHTITAN_SETTINGS))  # setting -> TorchTitan's own value
 
 
 def _refuse_unknown(setting: str, value: Any) -> None:

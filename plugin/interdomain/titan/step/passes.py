@@ -18,7 +18,7 @@ from .meshes import Meshes
 
 
 class Passes:
-    """Through the whole model, one micro-batch after the other.
+    """Passes through the whole model, one micro-batch after the other.
 
     Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then every
     rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
@@ -41,7 +41,7 @@ class Passes:
         """
         (model,), losses = self.parts, []
         for i, batch in enumerate(batches):
-            inputs, labels = self._own(batch)
+            inputs, labels = self._this_ranks_share(batch)
             if backward and self.plan.accumulation > 1:
                 model.set_requires_gradient_sync(i == self.plan.accumulation - 1)
             loss = model(inputs.pop("input"), **inputs, labels=labels)
@@ -50,7 +50,7 @@ class Passes:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _own(self, batch: Batch) -> Batch:
+    def _this_ranks_share(self, batch: Batch) -> Batch:
         """This rank's tokens. Batches of a corpus are pinned: the host does not wait, and prepares this one while the device
         computes the last."""
         inputs, labels = batch
@@ -62,7 +62,7 @@ class Passes:
 
 
 class Pipeline(Passes):
-    """Through this rank's stages and the other ranks', by one of PyTorch's schedules.
+    """Passes through this rank's stages and the other ranks', by one of PyTorch's schedules.
 
     All micro-batches of a step go through one schedule: it has one idle phase, however many they are. The last stage computes
     the summed loss itself, in its head.
@@ -76,11 +76,11 @@ class Pipeline(Passes):
         self.together, self.losses = plan.accumulation, []
         numbers, last = stages_of(plan, meshes.pipeline.get_local_rank()), len(plan.stages) - 1
         self.first, self.last = 0 in numbers, last in numbers
-        # Said here, they need not be found out by a pass through all stages.
-        B, T = plan.local_batch, plan.seq_len // plan.context
+        # Shapes given here: PyTorch would otherwise infer them with a forward pass through every stage.
+        B, T, tensor = plan.local_batch, plan.seq_len // plan.topology.context, plan.topology.tensor
         tokens = torch.empty(B, T, dtype=torch.int64, device="meta")
         dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-        hidden = torch.empty(B, T // plan.tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(B, T // tensor, plan.config.dim, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             PipelineStage(
@@ -106,7 +106,7 @@ class Pipeline(Passes):
         return loss / self.targets
 
     def run(self, batches: Iterable[Batch], *, backward: bool) -> Tensor:
-        mine = [self._own(batch) for batch in batches]
+        mine = [self._this_ranks_share(batch) for batch in batches]
         inputs = {name: torch.cat([inputs[name] for inputs, _ in mine]) for name in mine[0][0]}
         tokens, labels = inputs.pop("input"), torch.cat([labels for _, labels in mine])
         first = (tokens,) if self.first else ()
@@ -118,8 +118,8 @@ class Pipeline(Passes):
 
 
 def stages_of(plan: RunPlan, rank: int) -> range:
-    """The stages of a rank of the pipeline: every `plan.pipeline`-th."""
-    return range(rank, len(plan.stages), plan.pipeline)
+    """The stages of a rank of the pipeline."""
+    return range(rank, len(plan.stages), plan.topology.pipeline)
 
 
 def prune_to_stage(model: Transformer, names: Collection[str]) -> None:

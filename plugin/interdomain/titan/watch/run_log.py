@@ -145,7 +145,7 @@ def with_our_tags(metrics: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """TorchTitan's metrics, with our names for some of them, and the throughput of all ranks."""
     metrics = metrics | {ours: metrics[theirs] for theirs, ours in RENAMED.items() if theirs in metrics}
     if "throughput(tps)" in metrics:  # of one rank
-        metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.world_size
+        metrics["machine/tokens_per_second"] = metrics["throughput(tps)"] * plan.topology.ranks
     return metrics
 
 
@@ -172,7 +172,7 @@ def hyperparameters(plan: RunPlan, job_config: Any) -> dict[str, Any]:
         "parameters": plan.n_params,
         "state": plan.state,
         "recompute": plan.execution.recompute,
-        "ranks": plan.world_size,
+        "ranks": plan.topology.ranks,
         "lr": optimizer.lr,
         "ssm_lr": min(optimizer.lr, optimizer.ssm_lr),
         "weight_decay": optimizer.weight_decay,
