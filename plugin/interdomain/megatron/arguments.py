@@ -24,9 +24,8 @@ def add_mixer_arguments(parser: Any) -> None:
 
 
 def mixer_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Those that were given."""
-    given = {name: getattr(args, f"mixer.{name}") for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
+    """The settings that were given."""
+    return {name: value for name in SETTINGS if (value := getattr(args, f"mixer.{name}")) is not None}
 
 
 def execution(args: argparse.Namespace) -> Execution:
@@ -45,7 +44,7 @@ def corpus_files(folder: str, split: str) -> list[str]:
 
 
 def model_arguments(config: ModelConfig) -> dict[str, Any]:
-    """What a model is called in Megatron's own parser: argument (dest) -> value."""
+    """The arguments (dest) of Megatron's own parser that make a model, with their values."""
     return backbone(config) | dict(
         seq_length=config.max_seq_len,
         max_position_embeddings=config.max_seq_len,

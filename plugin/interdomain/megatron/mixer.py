@@ -129,15 +129,15 @@ class InterdomainAttention(MegatronModule):
         with torch.device("meta"):
             shapes = {name: t.shape for name, t in mixer_class(self.whole.mixer)(self.whole).state_dict().items()}
 
-        def own(name: str, dim: int = 0) -> Tensor:
+        def this_ranks_part(name: str, dim: int = 0) -> Tensor:
             at = f"layers.{self.layer_number - 1}.attention.{name}"
             full = initial_value(at, shapes[name], self.whole, seed)
             return full if name in SHARED else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
 
         for name, tensor in self.core.state_dict().items():
-            tensor.copy_(own(name))
-        self.in_proj.weight.copy_(torch.cat([own(f"{name}.weight") for name in self.parts]))
-        self.out_proj.weight.copy_(own("wo.weight", dim=1))
+            tensor.copy_(this_ranks_part(name))
+        self.in_proj.weight.copy_(torch.cat([this_ranks_part(f"{name}.weight") for name in self.parts]))
+        self.out_proj.weight.copy_(this_ranks_part("wo.weight", dim=1))
 
     def forward(
         self,

@@ -69,8 +69,8 @@ def install() -> None:
         return parser
 
     def with_overrides(args: Namespace) -> Any:
-        config, found = standard_optimizer(args)
-        return config, {**(found or {}), **overrides(args.lr, args.min_lr, args.ssm_lr)}
+        config, groups = standard_optimizer(args)
+        return config, {**(groups or {}), **overrides(args.lr, args.min_lr, args.ssm_lr)}
 
     arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_overrides
 
@@ -78,8 +78,8 @@ def install() -> None:
 def _checked(parser: Any) -> Any:
     standard = parser.parse_known_args
 
-    def parse_known_args(*given: Any) -> Any:
-        args, unknown = standard(*given)
+    def parse_known_args(*arguments: Any) -> Any:
+        args, unknown = standard(*arguments)
         try:
             check(args)
         except (ImportError, ValueError) as e:

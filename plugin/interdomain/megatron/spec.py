@@ -30,7 +30,7 @@ SUPPORTED = tuple(name for name in CONDITIONS if name not in FIXED_STATE)
 
 
 class RMSNorm(layers.RMSNorm):
-    """Without Transformer Engine, Megatron has no norm that knows of sequence parallelism."""
+    """A norm that knows of sequence parallelism: without Transformer Engine, Megatron has none."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps)
@@ -106,26 +106,24 @@ def backbone(config: ModelConfig) -> dict[str, Any]:
 
 
 def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfig:
-    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...)."""
+    """Megatron's configuration of a model; settings: any others of TransformerConfig (parallelism, precision, ...).
+
+    Raises: ValueError for a hybrid whose layers differ in their heads of keys.
+    """
+    groups = {layer.n_kv_heads for layer in config.layers}
+    if len(groups) > 1:
+        raise ValueError(
+            f"Megatron has one number of key heads for all layers; these have {sorted(groups)}. Set n_kv_heads."
+        )
     return TransformerConfig(
         **backbone(config),
-        num_query_groups=_groups(config),
+        num_query_groups=groups.pop(),
         hetereogenous_dist_checkpoint=len(config.mixers) > 1,
         layernorm_epsilon=config.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         **settings,
     )
-
-
-def _groups(config: ModelConfig) -> int:
-    """Raises: ValueError."""
-    each = {layer.n_kv_heads for layer in config.layers}
-    if len(each) > 1:
-        raise ValueError(
-            f"Megatron has one number of key heads for all layers; these have {sorted(each)}. Set n_kv_heads."
-        )
-    return each.pop()
 
 
 globals().update({name: layer_spec(name) for name in SUPPORTED})  # any of them after --spec

@@ -76,10 +76,6 @@ def refuse_for_device(job_config: JobConfig) -> None:
                 "--mixer.features torch."
             )
         return
-    impossible = {
-        "training.enable_cpu_offload": job_config.training.enable_cpu_offload,
-        "profiling.enable_profiling": job_config.profiling.enable_profiling,
-    }
-    asked = [name for name, wanted in impossible.items() if wanted]
-    if asked:
-        raise ValueError(f"{', '.join(asked)} needs a GPU, and this machine has none. Turn it off to run on the CPU.")
+    for setting in ("training.enable_cpu_offload", "profiling.enable_profiling"):
+        if value_of(job_config, setting):
+            raise ValueError(f"{setting} needs a GPU, and this machine has none. Turn it off to run on the CPU.")

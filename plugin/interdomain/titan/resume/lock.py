@@ -146,13 +146,13 @@ def require_shared(job_config, lock: FolderLock | None) -> None:
     """Refuse a folder that nodes do not share: a checkpoint would be spread over their disks, and never load. Collective."""
     token, folder = [lock and lock.record["token"]], job_config.job.dump_folder
     dist.broadcast_object_list(token)
-    looks, hosts = 0, [None] * dist.get_world_size()
-    while (
-        token[0] not in (None, FolderLock(folder).holder().get("token")) and looks < 10
-    ):  # a network may take a moment
+    hosts, host = [None] * dist.get_world_size(), os.uname().nodename
+    for _ in range(10):  # a network may take a moment
+        if token[0] in (None, FolderLock(folder).holder().get("token")):
+            host = None
+            break
         time.sleep(LOOK_SECONDS)
-        looks += 1
-    dist.all_gather_object(hosts, os.uname().nodename if looks == 10 else None)
+    dist.all_gather_object(hosts, host)
     if blind := {*filter(None, hosts)}:
         raise ValueError(
             f"{folder} is not the same folder on all nodes: {', '.join(blind)} cannot see what the first node wrote there. "

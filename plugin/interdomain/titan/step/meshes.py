@@ -19,7 +19,7 @@ from ..plan.device import device_here
 
 
 class Meshes(NamedTuple):
-    """Those that this rank belongs to.
+    """The meshes and groups that this rank belongs to.
 
     data: (replicas, shards) or (shards,), FSDP2's. The ranks that share a sequence are shards as well, for each has its own
         part of the gradients. tensor, pipeline: the other axes. parameters: that of every parameter: data, and tensor where
@@ -58,18 +58,14 @@ class Meshes(NamedTuple):
 
 def meshes_of(dims: ParallelDims) -> Meshes:
     """The groups of a run, built at the first call. Collective. The order of the ranks is TorchTitan's."""
-    if "interdomain" not in vars(dims):
-        vars(dims)["interdomain"] = _build(dims)
-    return vars(dims)["interdomain"]
-
-
-def _build(dims: ParallelDims) -> Meshes:
+    if "interdomain" in vars(dims):
+        return vars(dims)["interdomain"]
     names = ("pipeline", "replicas", "shards", "tensor")
     shape = dims.pp, dims.dp_replicate, dims.dp_shard * dims.cp, dims.tp
     mesh = init_device_mesh(device_here().type, shape, mesh_dim_names=names)
     context = dims.get_optional_mesh("cp")
     data = ("replicas", "shards") if dims.dp_replicate > 1 else ("shards",)
-    return Meshes(
+    meshes = vars(dims)["interdomain"] = Meshes(
         data=mesh[data],
         tensor=mesh["tensor"],
         pipeline=mesh["pipeline"],
@@ -77,6 +73,7 @@ def _build(dims: ParallelDims) -> Meshes:
         stage=mesh[names[1:]]._flatten("stage").get_group() if dims.pp > 1 else None,  # None: all ranks
         context=part_of(context) if context else None,
     )
+    return meshes
 
 
 def part_of(mesh: DeviceMesh) -> Part:
