@@ -8,14 +8,14 @@ overrides                  the parameter group of the dynamics, for get_megatron
 SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
 
 try:
-    from megatron.core import __version__ as found
+    from megatron.core import __version__ as version
 except ImportError as e:
     raise ImportError(
         f"interdomain.megatron needs megatron-core, the extra `megatron`: pip install 'interdomain[megatron]' ({e})."
     ) from e
-if not SUPPORTED[0] <= tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED[1]:
+if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED[1]:
     raise ImportError(
-        f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {found}. Install one of these."
+        f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {version}. Install one of these."
     )
 
 from .optimizer import overrides  # noqa: E402 (after the check, which explains what an import would not)

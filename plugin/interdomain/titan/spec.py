@@ -43,7 +43,7 @@ from .host import (
 )
 from .plan.device import use_cpu_if_alone
 from .plan.run_plan import RunPlan, make_plan
-from .plan.topology import refuse_for_batch, runs_with, topology
+from .plan.topology import refuse_for_batch, refuse_for_pipelined_validation, runs_with, topology
 from .settings.job_config import TORCHTITAN_DEFAULTS, let_steps_win, pairs, refuse_wrong_values, value_of
 from .settings.schema import JobConfig
 from .step.meshes import meshes_of
@@ -106,7 +106,7 @@ def plan_of(job_config: Any) -> RunPlan:
 
 def _refuse_for_trainer(job_config: Any) -> None:
     """Raises: ValueError for combinations that TorchTitan's trainer hands on otherwise than the model needs."""
-    parallel, validation, training = job_config.parallelism, job_config.validation, job_config.training
+    parallel, local = job_config.parallelism, job_config.training.local_batch_size
     pipeline, context = parallel.pipeline_parallel_degree > 1, parallel.context_parallel_degree > 1
     if job_config.data.reset_state_at_documents and (pipeline or context):
         raise ValueError(
@@ -116,18 +116,13 @@ def _refuse_for_trainer(job_config: Any) -> None:
     size, degree, schedule = (
         getattr(parallel, f"pipeline_parallel_{name}") for name in ("microbatch_size", "degree", "schedule")
     )
-    local = training.local_batch_size
     if pipeline and (size < 1 or local % size or not runs_with(schedule, degree, local // size)):
         raise ValueError(
             f"training.local_batch_size = {local} with parallelism.pipeline_parallel_microbatch_size = {size}: {schedule} on "
             f"pipeline_parallel_degree = {degree} ranks cannot divide a local batch so. Set training.local_batch_size to a "
             f"multiple of {max(size, 1) * degree}, or another micro-batch."
         )
-    if validation.enable and pipeline and validation.local_batch_size != training.local_batch_size:
-        raise ValueError(
-            f"validation.local_batch_size = {validation.local_batch_size} must be training.local_batch_size = "
-            f"{training.local_batch_size} with pipeline_parallel_degree above 1."
-        )
+    refuse_for_pipelined_validation(job_config)
 
 
 @dataclass

@@ -54,11 +54,7 @@ from .watch.validate import FixedValidator
 
 @record
 def run(job: JobConfig) -> None:
-    """Build, train and close the run of a configuration, on every rank that torchrun started.
-
-    Args:
-        job: from `settings.read_job_config`.
-    """
+    """Build, train and close the run of a configuration, on every rank that torchrun started."""
     init_logger()
     # TorchTitan sets the time limits of its meshes of one rank, too, which communicate with nobody.
     warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
@@ -88,9 +84,6 @@ class InterdomainTrainer(Trainer):
 
     Building it checks the configuration before the process group exists, then makes meshes, data, model, optimizer and
     checkpoints, in this order. `train()`, TorchTitan's, runs all steps; it saves and validates between them.
-
-    Args:
-        job: from `settings.read_job_config`.
 
     Attributes:
         plan: what the configuration says about the run: model, steps, batch, ranks (`plan.RunPlan`).
@@ -185,11 +178,7 @@ class InterdomainTrainer(Trainer):
         return parts
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One step of the optimizer. The host reads nothing from the device, and waits for it in steps that are logged alone.
-
-        Args:
-            data_iterator: of ({"input": [B, T], ...}, labels [B, T]), on the CPU.
-        """
+        """Take one step of the optimizer. The host waits for the device in logged steps alone."""
         self.optimizers.zero_grad()
         batches = itertools.islice(data_iterator, self.plan.accumulation)
         loss = self.passes.run(batches, backward=True) / self.targets  # this rank's share

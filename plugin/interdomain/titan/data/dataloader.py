@@ -28,7 +28,7 @@ CAUSES = {
 
 
 def read_batch(dataset: PackedDataset | MixtureDataset, indices: Sequence[int], positions: bool) -> Batch:
-    """These samples. Raises: ValueError for a damaged shard."""
+    """Read these samples. Raises: ValueError for a damaged shard."""
     windows = torch.from_numpy(dataset.read_batch(indices))
     # A copy: of a single window, inputs and labels would be views of one memory, and labels are overwritten below.
     inputs, labels = {"input": windows[:, :-1].contiguous()}, windows[:, 1:].clone()

@@ -46,9 +46,7 @@ def multiple_of_peak(config: Any, peak: float, *, steps: int, warmup: int) -> Ca
     """step (0-based) -> multiple of the peak rate: TorchTitan's shapes, and the floor exactly at the schedule's last step.
 
     Where the floor is 0, it is reached one step after the last, as TorchTitan does: no step is wasted on a rate of 0.
-
-    Args:
-        config: settings [lr_scheduler].
+    config: settings [lr_scheduler].
     """
     floor = config.min_lr / peak
     total = config.total_steps or steps

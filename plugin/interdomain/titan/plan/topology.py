@@ -143,7 +143,13 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
             "training.enable_cpu_offload with parallelism.tensor_parallel_degree or pipeline_parallel_degree above 1 is not "
             "tested. Turn it off or set those degrees to 1; data_parallel_shard_degree saves memory, too."
         )
-    if validation.enable and parallel.pipeline_parallel_degree > 1:
+    refuse_for_pipelined_validation(job_config)
+
+
+def refuse_for_pipelined_validation(job_config: JobConfig) -> None:
+    """Raises: ValueError for other micro-batches in validation than in training: a pipeline keeps their shapes."""
+    training, validation = job_config.training, job_config.validation
+    if validation.enable and job_config.parallelism.pipeline_parallel_degree > 1:
         for name in ("local_batch_size", "seq_len"):
             if getattr(validation, name) != getattr(training, name):
                 raise ValueError(

@@ -66,15 +66,15 @@ def read_job_config(arguments: list[str]) -> JobConfig:
         "A flag wins over the file. The defaults shown are those of the file.",
     )
     # The file's n_basis belongs to its size; a condition that a flag chooses may have none.
-    given = names_of(arguments)
-    chosen = given & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
-    if chosen and "mixer.n_basis" not in given and not reads_n_basis(vars(job.mixer)):
+    flags = names_of(arguments)
+    chosen = flags & {"mixer.condition", "mixer.layers", "mixer.state_heads"}
+    if chosen and "mixer.n_basis" not in flags and not reads_n_basis(vars(job.mixer)):
         _set(job, "mixer.n_basis", None)
     return job
 
 
 def reads_n_basis(mixer: Mapping[str, Any]) -> bool:
-    """Whether a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
+    """True if a layer of a table [mixer] reads n_basis: not softmax, and with state_heads, of the baselines mamba2 alone."""
     unread = {"softmax"} | ({*FIXED_STATE} - {"mamba2"} if mixer.get("state_heads") else set())
     return not unread.issuperset(mixer.get("layers") or [mixer.get("condition", "interdomain")])
 
@@ -86,9 +86,9 @@ def names_of(flags: list[str]) -> set[str]:
 
 def let_steps_win(job_config: Any, flags: list[str]) -> None:
     """Lengths in steps on the command line win over a file's in tokens."""
-    given = names_of(flags)
+    named = names_of(flags)
     for steps, tokens in IN_TOKENS.items():
-        if steps in given and tokens not in given:
+        if steps in named and tokens not in named:
             _set(job_config, tokens, 0)
 
 

@@ -49,15 +49,8 @@ CompileBackend = Annotated[
         lambda x: x == "inductor" or x in torch.compiler.list_backends(()),  # the list takes a second to import
     ),
 ]
-SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B")
-Schedule = Annotated[
-    str,
-    Bound(
-        f"one of {', '.join(SCHEDULES)} (schedules that split the backward pass, such as zero-bubble and DualPipe, are not "
-        "supported: the dynamics of a stage's layers share one graph, which can be gone through only once)",
-        SCHEDULES.__contains__,
-    ),
-]
+# Not those that split the backward pass (zero-bubble, DualPipe): the dynamics of a stage's layers share one graph.
+Schedule = Annotated[str, _one_of(("1F1B", "GPipe", "Interleaved1F1B"))]
 
 
 def _with_settings_of_the_mixer(section: Section) -> Section:

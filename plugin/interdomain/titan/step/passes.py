@@ -22,12 +22,9 @@ class Passes:
 
     Under accumulation the gradients are summed up on each rank and reduced once, after the last micro-batch. Until then every
     rank holds all of them, in float32: 4 bytes per parameter, whatever the number of ranks.
-
-    Attributes:
-        together: as many micro-batches as `run` takes for validation.
     """
 
-    together = 1
+    together = 1  # micro-batches that `run` takes for validation
 
     def __init__(self, parts: list[Any], plan: RunPlan, meshes: Meshes, device: torch.device, targets: int) -> None:
         """targets: the labels of a step that count, on all ranks together; the same number in every step."""
