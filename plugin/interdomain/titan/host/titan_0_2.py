@@ -7,21 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from torchtitan.components import metrics
-from torchtitan.components.checkpoint import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    TRAIN_STATE,
-    CheckpointManager,
-)
+from torchtitan.components.checkpoint import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import LRSchedulersContainer
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import build_hf_tokenizer
-from torchtitan.components.validate import BaseValidator, Validator, build_validator
+from torchtitan.components.validate import Validator, build_validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import parallel_dims
 from torchtitan.distributed import utils as dist_utils

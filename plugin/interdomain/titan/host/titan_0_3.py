@@ -68,14 +68,6 @@ class MetricsProcessor(metrics.MetricsProcessor):
         self.job_config = job_config
 
 
-class BaseValidator(titan_validate.BaseValidator):
-    def __init__(self, job_config: Any) -> None:
-        self.job_config = job_config
-
-    def should_validate(self, step: int) -> bool:
-        return step == 1 or step % self.job_config.validation.freq == 0
-
-
 def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
     stages = _generate_llm_fqn_per_model_part(*numbers)
     return [["output" if name == "lm_head" else name for name in stage] for stage in stages]

@@ -18,7 +18,7 @@ from interdomain.data import MixtureDataset, PackedDataset
 from ..data.dataloader import Batch, read_batch
 from ..data.folders import open_dataset
 from ..errors import user_errors
-from ..host import IGNORE_INDEX, BaseValidator, dist_sum, logger
+from ..host import IGNORE_INDEX, dist_sum, logger
 from ..plan.device import device_here
 from ..resume.checkpoint import SelfDescribingCheckpoints
 from ..step.meshes import Meshes
@@ -85,7 +85,7 @@ class Totals:
         return scalars
 
 
-class FixedValidator(BaseValidator):
+class FixedValidator:
     """Mean loss per token over windows that lie evenly over the validation split; ranks share them round robin.
 
     Runs at step 1 (the model is all but untrained), every `validation.freq` steps, and after the last step. If a run is
@@ -94,8 +94,6 @@ class FixedValidator(BaseValidator):
     Args:
         rank, ranks: of the data-parallel ranks. checkpoints: results are written beside them.
     """
-
-    job_config: Any
 
     @user_errors
     def __init__(
@@ -107,14 +105,14 @@ class FixedValidator(BaseValidator):
         metrics: InterdomainMetrics,
         checkpoints: SelfDescribingCheckpoints,
     ) -> None:
-        super().__init__(job_config)
+        self.job_config = job_config
         self.rank, self.ranks, self.metrics, self.checkpoints = rank, ranks, metrics, checkpoints
         self.passes = passes
         self.dataset = open_dataset(job_config, "validation")
         self.windows = windows_of(self.dataset, job_config.validation.tokens)
 
     def should_validate(self, step: int) -> bool:
-        return super().should_validate(step) or step == self.job_config.training.steps
+        return step in (1, self.job_config.training.steps) or step % self.job_config.validation.freq == 0
 
     def run_missed_validation(self, model_parts: list[Any], step: int) -> None:
         """Validate the step that the run continues from, if that was due and did not finish. Collective."""
