@@ -259,13 +259,11 @@ def open_data(corpus: str, seq_len: int, samples: int, cache: str) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    condition, settings = getattr(args, "mixer.condition"), mixer_settings(args)
+    corpus, size, condition = (getattr(args, name) for name in ("data.corpus", "model.size", "mixer.condition"))
     try:
-        manifest = read_manifest(getattr(args, "data.corpus"))
-        hybrid = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")}
-        config = build_config(
-            getattr(args, "model.size"), condition, vocab_size=manifest["vocab_size"], **hybrid, **settings
-        )
+        vocab_size = read_manifest(corpus)["vocab_size"]
+        settings = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")} | mixer_settings(args)
+        config = build_config(size, condition, vocab_size=vocab_size, **settings)
         if "WORLD_SIZE" not in os.environ:
             raise ValueError(
                 "start it with torchrun, on one rank too: torchrun --nproc-per-node 1 -m interdomain.megatron.train"
@@ -279,15 +277,14 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cpu.install()
         dist.init_process_group("gloo")
-    settings["n_basis"] = config.mixers[0].n_basis
-    options = dict(max_seq_len=config.max_seq_len, n_layers=config.n_layers, **hybrid)
-    spec = layer_spec(condition, **options, execution=execution(args), seed=args.seed, **settings)
+    spec = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed)
+    spec.submodules.self_attention.params["mixers"] = config.mixers
     parallel_state.initialize_model_parallel(args.tensor_parallel, args.pipeline_parallel)
     run = Run(config, spec, args)
     if begin:
         run.load(begin)
-    cache = str((args.save or Path(getattr(args, "data.corpus"))) / "cache")
-    data = open_data(getattr(args, "data.corpus"), config.max_seq_len, args.steps * args.global_batch, cache)
+    cache = str((args.save or Path(corpus)) / "cache")
+    data = open_data(corpus, config.max_seq_len, args.steps * args.global_batch, cache)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     last = parallel_state.is_pipeline_last_stage() and rank == parallel_state.get_tensor_model_parallel_rank() == 0
     began, start = time.monotonic(), run.step
