@@ -14,9 +14,6 @@ from typing import Annotated, Any
 import tyro
 from torch import nn
 
-from interdomain.model import count_parameters
-from interdomain.model.costs.flops import train_flops_per_token
-
 from .data.dataloader import PackedLoader, open_data
 from .data.folders import open_tokenizer
 from .errors import user_errors
@@ -58,7 +55,7 @@ class ModelConfig(BaseModel.Config):
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         assert self.plan is not None
-        return count_parameters(model), train_flops_per_token(self.plan.config, seq_len)
+        return self.plan.n_params, self.plan.flops_per_token
 
     def build(self, **_: Any) -> TitanTransformer:
         return TitanTransformer(self.plan)

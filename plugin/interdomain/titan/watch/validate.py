@@ -149,16 +149,14 @@ class FixedValidator:
             part.eval()
         # Sums in float64: the result must not depend on how the windows are split over ranks.
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
-        tokens = torch.zeros((), dtype=torch.float64, device=device_here())
         everything, totals = self._batches(), Totals(model_parts, self.passes.meshes, self.dataset)
         while batches := list(itertools.islice(everything, self.passes.together)):
             loss += self.passes.run(batches, backward=False)
-            tokens += sum((labels != IGNORE_INDEX).sum() for _, labels in batches)
             totals.add(torch.cat([labels for _, labels in batches]))
         dims = self.metrics.parallel_dims
-        mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
-        mean /= dist_sum(tokens, dims.get_optional_mesh("batch"))
         scalars = totals.close(dims.get_optional_mesh("batch"))
+        mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
+        mean /= totals.sums[1, :-1].sum().item()  # labels that count
         self.metrics.log_validation(mean, step, scalars)
         self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY))
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
