@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cpu.install()
         dist.init_process_group("gloo")
-    spec = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed)
+    spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed)
     spec.submodules.self_attention.params["mixers"] = config.mixers
     parallel_state.initialize_model_parallel(args.tensor_parallel, args.pipeline_parallel)
     run = Run(config, spec, args)
