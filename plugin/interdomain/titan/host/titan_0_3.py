@@ -65,7 +65,6 @@ class OptimizersContainer(optimizer.OptimizersContainer):
 class MetricsProcessor(metrics.MetricsProcessor):
     def __init__(self, job_config: Any, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config.metrics, parallel_dims=parallel_dims)
-        self.job_config = job_config
 
 
 def generate_llm_fqn_per_model_part(*numbers: int) -> list[list[str]]:
