@@ -11,6 +11,7 @@ alone can run `pytest -m gpu`.
 import gc
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,10 @@ collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_s
 
 def pytest_configure():
     """Imports are quicker without the collector; in the processes that tests start, too."""
+    if (
+        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):  # as in a shell's background job: what the tests start inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     start = Path(__file__).parent / "start"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(start), os.environ.get("PYTHONPATH"))))
@@ -97,6 +102,14 @@ def pytest_collection_modifyitems(config, items):
         return next((i for i, unit in enumerate(LONGEST) if item.nodeid.startswith(unit)), len(LONGEST))
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def sigterm_as_before():
+    """A refusal (`titan.errors.stop`) ignores SIGTERM until its process ends. Here the process goes on, and starts others."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture(scope="session")
