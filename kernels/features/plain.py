@@ -32,8 +32,8 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, doc
     for i in range(W):
         seen = window[:, i : i + T]
         if documents is not None:  # what came before the first token is of document 0
-            own = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
-            seen = torch.where(own[..., None], seen, 0)
+            same = F.pad(documents, (W - 1, 0))[:, i : i + T] == documents
+            seen = torch.where(same[..., None], seen, 0)
         y = y + seen * weight[:, i]
     return y
 

@@ -248,10 +248,10 @@ def _left(d_final: Tensor | None, log_decay: Tensor, read: list[tuple], leave: E
     Re(conj(G) dX). read: (sums, tables, masks, ..) by segment."""
     (_, B, _, P, _), wait = read[0][0].shape, lambda: d_final
     if leave is not None:
-        own = _load_state(None, B, P, log_decay)
+        costate = _load_state(None, B, P, log_decay)  # of this shard alone
         for sums, tab, docs, *_ in read:
-            _, own = _costates(sums, own, tab, docs)
-        wait = leave(_store_state(own))
+            _, costate = _costates(sums, costate, tab, docs)
+        wait = leave(_store_state(costate))
     return lambda: _load_state(wait(), B, P, log_decay)
 
 

@@ -1,4 +1,4 @@
-"""How the benchmarks time one call: the median of several rounds; and the roofline of a GPU.
+"""Times of one call, for the benchmarks: the median of several rounds; and the roofline of a GPU.
 
 On a GPU a time is between two CUDA events around the call, after writes of several times the L2 cache; elsewhere it is the
 wall clock's. Those writes also keep the GPU busy for LEAD_MS while the host issues the launches that are timed: the time is the

@@ -74,14 +74,14 @@ class InterdomainConfig(PretrainedConfig):
                 raise ValueError(
                     f"layer_settings: their number must divide {self.num_hidden_layers}: {self.layer_settings}."
                 )
-            for own in self.layer_settings:  # each as the configuration of a model of such layers
+            for layer in self.layer_settings:  # each as the configuration of a model of such layers
                 sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
-                InterdomainConfig(**sizes, head_dim=self.head_dim, **own)
+                InterdomainConfig(**sizes, head_dim=self.head_dim, **layer)
         each = [self.of_layer(i) for i in range(self.num_hidden_layers)]
         growing = {None: "full_attention"}
         self.layer_types = [
-            growing.get(own.window, "sliding_attention") if own.mixer == "softmax" else "linear_attention"
-            for own in each
+            growing.get(layer.window, "sliding_attention") if layer.mixer == "softmax" else "linear_attention"
+            for layer in each
         ]
         heads, groups, width = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         if heads * width != self.hidden_size or width % 2:
@@ -96,7 +96,7 @@ class InterdomainConfig(PretrainedConfig):
         """The configuration of a model all of whose layers are like layer i."""
         if self.mixer != "hybrid":
             return self
-        own = copy.copy(self)
+        layer = copy.copy(self)
         for name, value in self.layer_settings[i % len(self.layer_settings)].items():
-            setattr(own, name, value)
-        return own
+            setattr(layer, name, value)
+        return layer

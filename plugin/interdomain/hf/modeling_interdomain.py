@@ -256,7 +256,7 @@ class InterdomainModel(InterdomainPreTrainedModel):
         output_attentions: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As in transformers' decoders.
+        """The forward pass of transformers' decoders.
 
         Args:
             attention_mask: [B, T] or [B, tokens read + T], 0 for padding: before, after or between the tokens of a row, also in
@@ -311,8 +311,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         ones = torch.ones(B, T, dtype=torch.bool, device=device) if mask is None else mask
         counted = start[:, None] + ones.long().cumsum(1) - 1
         if position_ids is not None and looking:
-            given, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
-            if (given != counted)[ones].any() and (given != slots).any():
+            ids, slots = position_ids.to(device), torch.arange(T, device=device) + (cache.length if cache else 0)
+            if (ids != counted)[ones].any() and (ids != slots).any():
                 raise ValueError("position_ids must count each row's tokens: leave them out (no packed sequences).")
         counted, ordered, prepared = counted.clamp_min(0), start[:, None] + torch.arange(T, device=device), {}
         for kind in dict.fromkeys(self.kinds):
@@ -326,10 +326,10 @@ class InterdomainModel(InterdomainPreTrainedModel):
         return prepared, start + ones.sum(1)
 
     def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
-        """For softmax. token: which token of its row is in each place, [B, T]; a cache notes them of its slots."""
+        """Keys that a softmax layer attends to. token: which token of its row is in each place, [B, T]; a cache notes them of its slots."""
         T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
-        own = token if mask is None else token.masked_fill(~mask, -1)
-        slots = own if before is None else torch.cat((before.to(own.device), own), dim=1)
+        tokens = token if mask is None else token.masked_fill(~mask, -1)
+        slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)
         S = slots.shape[1]
         if cache is not None:
             if window and window < S:
