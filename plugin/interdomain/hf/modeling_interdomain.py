@@ -326,7 +326,8 @@ class InterdomainModel(InterdomainPreTrainedModel):
         return prepared, start + ones.sum(1)
 
     def _attended(self, window: int, token: Tensor, mask: Tensor | None, cache: InterdomainCache | None) -> Attended:
-        """Keys that a softmax layer attends to. token: which token of its row is in each place, [B, T]; a cache notes them of its slots."""
+        """Keys that a softmax layer attends to. token: which token of its row is in each place, [B, T]; a cache notes those of
+        its slots."""
         T, before, kept = token.shape[1], None if cache is None else cache.slots.get(window), None
         tokens = token if mask is None else token.masked_fill(~mask, -1)
         slots = tokens if before is None else torch.cat((before.to(tokens.device), tokens), dim=1)

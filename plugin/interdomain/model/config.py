@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Execution:
-    """Ways of computing the model. No field changes the function or its parameters. All but the last are settings of [mixer]."""
+    """Ways of computing the model. No field changes the function or its parameters. All but one are settings of [mixer]."""
 
     backend: str = setting(
         "auto",
