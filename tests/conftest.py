@@ -1,4 +1,4 @@
-"""Which tests run, and how they spread over pytest-xdist's workers: by file; a host's as one, for its starts of ranks.
+"""Choice of the tests that run, and their spread over pytest-xdist's workers: by file; a host's as one, for its ranks.
 
 A test marked `@pytest.mark.slow_group("kernels/", "tests/ptx/")` is skipped while nothing in these folders (or files) differs
 from main: neither a commit of this branch (on main: the last commit) nor a change that is not committed. `--all`, or CI or
@@ -36,9 +36,7 @@ collect_ignore = [name for name, needs in HOSTS.items() if importlib.util.find_s
 
 def pytest_configure():
     """Imports are quicker without the collector; in the processes that tests start, too."""
-    if (
-        signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    ):  # as in a shell's background job: what the tests start inherits it
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job, whose children would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()
     start = Path(__file__).parent / "start"
@@ -46,7 +44,7 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collector need not look through it in every test."""
+    """Imported modules stay: the collector need not look through it in every test."""
     gc.freeze()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""What a process receives from other ranks, counted where every call of torch.distributed passes: at the dispatcher.
+"""Bytes that a process receives from other ranks, counted where every call of torch.distributed passes: at the dispatcher.
 
 Collectives of Python and of C++, functional or not, inside custom ops, compiled code and FSDP2, forward and backward, send and
 receive: all call an op of the namespace c10d, in whatever thread. Tensors on the CPU; the backend may be gloo or fake.

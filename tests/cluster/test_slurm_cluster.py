@@ -99,7 +99,7 @@ def test_lost_nodes_change_no_bit(cluster, tmp_path):
 
 
 def test_a_time_limit_puts_the_run_back_in_the_queue(cluster, tmp_path):
-    """Of three minutes, of which the last is for saving; then the user cancels it, and it saves once more."""
+    """A time limit of three minutes, of which the last is for saving; then the user cancels it, and it saves once more."""
     job = Job(cluster, tmp_path / "limited", steps=5000, minutes=3)
     first = job.until_said(r"leaving after step (\d+) \(SIGUSR1\): saved", 400)
     assert job.saved(first)

@@ -44,7 +44,7 @@ json.dump(found, sys.stdout)
 
 
 def test_with_nothing_of_this_project(tmp_path, loaded, exported, tokenizer):
-    """What it computes is what the native model does, and the folder here with the package's kernels."""
+    """The folder computes the native model's numbers, and those of the folder here with the package's kernels."""
     cases, tokens = ("interdomain", "all", "s4d", "softmax", "gla"), random_texts(1, 70)
     given = {"folders": {case: str(exported(case)[1]) for case in cases}, "tokens": tokens.tolist()}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -1,4 +1,4 @@
-"""What a config.json may say, and what of it a folder keeps that is saved anew."""
+"""Values that a config.json may have, and those that a folder keeps when it is saved anew."""
 
 import json
 

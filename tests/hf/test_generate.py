@@ -115,7 +115,7 @@ def test_continuous_batching_is_refused(loaded):
 
 @pytest.mark.parametrize("case", KINDS)
 def test_offloaded_weights(loaded, case):
-    """As device_map does it for modules on "cpu" or "disk": they are brought around the module's call."""
+    """Weights of modules on "cpu" or "disk", by device_map: they are brought around the module's call."""
     accelerate = pytest.importorskip("accelerate")
     _, there = loaded(case)
     tokens = random_texts(2, 9)

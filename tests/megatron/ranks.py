@@ -1,4 +1,4 @@
-"""What four ranks compute under Megatron-Core, over gloo, in one start: the tests look at what they leave in a folder."""
+"""Computations of four ranks under Megatron-Core, over gloo, in one start: the tests look at the files that they leave."""
 
 import argparse
 import math
@@ -207,7 +207,7 @@ def _leaves(tree):
 
 
 def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.Tensor]:
-    """Of what all ranks have, by the plain model's names."""
+    """Gradients of all ranks together, by the plain model's names."""
     whole: dict = {}
     for key, offset, shape, data in parts:
         place = whole.setdefault(key, torch.full(shape, math.nan))

@@ -39,7 +39,7 @@ def loss_of(model):
 
 @pytest.mark.parametrize("leg", ["tensor and sequence", "one", "bf16"])
 def test_a_run_becomes_a_folder(leg, computed, tmp_path, capsys):
-    """Of step 5, whose model gives the loss that the run had next; Megatron's pickled objects are never read."""
+    """The checkpoint of step 5, whose model gives the loss that the run had next; Megatron's pickled objects are never read."""
     folder, seen = computed
     shutil.copytree(folder / leg, tmp_path / "run")
     (tmp_path / "run" / "iter_0000005" / "common.pt").write_bytes(b"no pickle")

@@ -122,7 +122,7 @@ def summed(found, context, tensor):
 
 
 class Collectives(TorchDispatchMode):
-    """What is handed to other ranks: the operation, and how many numbers."""
+    """Exchanges with other ranks: the operation, and how many numbers."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives(mesh):
-    """Of softmax's block, forward and backward: it has no other operations than PyTorch's and those."""
+    """Exchanges of softmax's block, forward and backward: the block has no other operations than PyTorch's and those."""
     model = variant("softmax")
     distribute(model, mesh)
     model.set_parts(heads=part_of(mesh))

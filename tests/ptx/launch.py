@@ -24,7 +24,7 @@ LARGEST = 227 * 1024  # bytes of shared memory of a program on sm_90
 
 
 def follow(code: Kernel, passed, programs, shared) -> Findings:
-    """What is found in these programs of the entry on tensors and numbers. shared: bytes."""
+    """Faults in these programs of the entry on tensors and numbers. shared: bytes."""
     if shared > LARGEST:
         raise Fault(f"{code.name} asks for {shared} bytes of shared memory")
     storages, pointers = [], {}

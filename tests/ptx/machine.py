@@ -424,7 +424,7 @@ def op_wgmma(m, i, rest):
         operands.append((a, 64, int(immediate[2])))
 
     def granules(descriptor, rows, transposed, group):
-        """What one warp group reads through a matrix descriptor."""
+        """Granules that one warp group reads through a matrix descriptor."""
         bits = m.register(descriptor).reshape(-1, GROUP)[group]
         if (bits != bits[0]).any() or bits[0] >> 49 & 7:
             raise Fault(f"a matrix descriptor that differs among threads, or with a base offset: {i}")

@@ -12,7 +12,7 @@ SHARED_BASE = 1024  # as on sm_90, which keeps 1,024 bytes for itself
 
 
 class Fault(Exception):
-    """What the kernel must never do. The text says what and where."""
+    """A thing that the kernel must never do. The text says what and where."""
 
 
 class Findings(dict):

@@ -1,4 +1,4 @@
-"""What every Python that the tests start does first (conftest.py puts this folder on their path).
+"""First lines of every Python that the tests start (conftest.py puts this folder on their path).
 
 Without the garbage collector, which would look through half-made modules again and again, imports take a quarter less.
 """

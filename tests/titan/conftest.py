@@ -1,4 +1,4 @@
-"""What the tests of this folder share: corpora, and runs that begin when a test asks for them (runs.py)."""
+"""Parts that the tests of this folder share: corpora, and runs that begin when a test asks for them (runs.py)."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def launch(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """What runs in this process does as it would on a machine without a GPU."""
+    """Code in this process runs as on a machine without a GPU."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 

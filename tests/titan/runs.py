@@ -136,7 +136,7 @@ RUNS = {
 
 
 class Runs:
-    """What was seen of runs, on processes that are started by number.
+    """Records of runs, on processes that are started by number.
 
     Args:
         corpora: folders by name. A run without `data` has "text".
@@ -199,7 +199,7 @@ class Runs:
         return [self.seen(name, rank) for rank in range(int(name.split()[0]))]
 
     def whole(self, name, what):
-        """Of all parameters, wherever a pipeline has them: "initial" or "gradients"."""
+        """Tensors of all parameters, wherever a pipeline has them: "initial" or "gradients"."""
         return {n: x for seen in self.every(name) for n, x in seen[what].items()}
 
     def samples(self, name):
@@ -275,7 +275,7 @@ def tensors_of(*checkpoints):
 
 
 def assert_same_tensors(ours, reference):
-    """Of two checkpoints, to the bit."""
+    """Compare two checkpoints, to the bit."""
     ours, reference = tensors_of(ours, reference)
     assert not [name for name in reference if not torch.equal(ours[name], reference[name])]
 

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 (fixtures are imported)
-"""What is saved, what is loaded, and what happens to damaged checkpoints: real saves of a small module.
+"""Saving, loading, and damaged checkpoints: real saves of a small module.
 
 A damaged or half-written checkpoint is never resumed from and never costs an older one.
 """

@@ -28,7 +28,7 @@ def parse(corpus, **settings):
 
 
 def build(job):
-    """As the trainer does."""
+    """Open the data as the trainer does."""
     return open_data(job, user_errors(make_plan)(job, 1), 0, 1)[1]
 
 

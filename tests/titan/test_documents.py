@@ -1,4 +1,4 @@
-"""What one rank computes of documents and of answers is what the model gives for each by itself."""
+"""Losses of packed documents and of answers on one rank are those of the model for each by itself."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ STARTS = [
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, corpus):
-    """What each start of torchrun did: its exit status, what it said, and what lay in the checkpoint folder after it."""
+    """Record of each start of torchrun: its exit status, its output, and the files in the checkpoint folder after it."""
     folder = tmp_path_factory.mktemp("kills")
     run, plan, log = folder / "run", folder / "plan.json", folder / "log.txt"
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
@@ -65,7 +65,7 @@ def story(tmp_path_factory, corpus):
 
 
 def remaining(word):
-    """Whether processes have this word on their command line."""
+    """True if processes have this word on their command line."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it is gone

@@ -1,4 +1,4 @@
-"""What a configuration implies, and what is refused before anything is built."""
+"""The plan of a configuration, and refusals before anything is built."""
 
 import dataclasses
 import re
@@ -148,7 +148,7 @@ def test_stages_of_a_pipeline():
 
 
 class Stage:
-    """What PyTorch's schedules ask of a stage when they are made."""
+    """Stand-in with the attributes that PyTorch's schedules ask of a stage when they are made."""
 
     has_backward, group, submod = True, None, None
 
@@ -166,7 +166,7 @@ class Stage:
     ("ranks", "stages", "micro_batches"), [(4, 2, 8), (4, 2, 3), (4, 3, 12), (2, 2, 2), (4, 2, 10)]
 )
 def test_micro_batches_in_flight(ranks, stages, micro_batches):
-    """As PyTorch's schedule has them, where they are the most."""
+    """The largest numbers are those of PyTorch's schedule."""
     for rank in range(ranks):
         own = [Stage(rank, ranks, i, stages) for i in range(stages)]
         alive, most = [0] * stages, [0] * stages

@@ -1,4 +1,4 @@
-"""What is float32, what is compiled, and what the backward pass computes again, seen inside real runs."""
+"""Precision, compilation and recomputation in the backward pass, seen inside real runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is read from a TOML file and flags, and what is refused in one paragraph before anything is built."""
+"""Reading of a TOML file and flags, and refusals in one paragraph before anything is built."""
 
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata
@@ -95,7 +95,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
 
 @pytest.mark.parametrize(("axis", "given"), [(axis, given) for axis in REFUSED for given in REFUSED[axis]])
 def test_refused_in_one_paragraph(axis, given, monkeypatch, capsys):
-    """As the trainer does it before it touches a device: rank 0 prints one paragraph, and the process ends."""
+    """The trainer's refusal before it touches a device: rank 0 prints one paragraph, and the process ends."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     flags = given.replace("--pipeline.", "--parallelism.pipeline_parallel_").split()

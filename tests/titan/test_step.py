@@ -1,4 +1,4 @@
-"""What one training step costs between the ranks and between host and device, counted on TorchTitan's fake backend."""
+"""Costs of one training step between the ranks and between host and device, counted on TorchTitan's fake backend."""
 
 import json
 

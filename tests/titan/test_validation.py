@@ -102,7 +102,7 @@ def test_rows_that_fill_up_a_pass_keep_their_inputs(corpus):
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
-    """Of mixed files, the first tokens would be one file's."""
+    """The first tokens of mixed files would be one file's."""
     dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
     inputs = torch.cat([inputs["input"] for inputs, _ in validator(corpus, validation__tokens=4 * 64)._batches()])
     begins = [i * len(dataset) // 4 for i in range(4)]

@@ -1,4 +1,4 @@
-"""What the benchmarks share, and bench_kernels: timing, rooflines, results on the disk."""
+"""Parts that the benchmarks share, and bench_kernels: timing, rooflines, results on the disk."""
 
 import json
 import types

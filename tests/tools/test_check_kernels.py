@@ -31,7 +31,7 @@ def test_every_backend_passes(tmp_path):
 
 
 def replace_chunkwise(monkeypatch, **functions):
-    """Of the backend `chunkwise`, and not of `chunkwise-torch`, which is the same module."""
+    """Replace a function of the backend `chunkwise`, and not of `chunkwise-torch`, which is the same module."""
     changed, real = SimpleNamespace(**vars(chunkwise) | functions), ops.implementation
     chosen = lambda backend, device: changed if backend == "chunkwise" else real(backend, device)  # noqa: E731
     monkeypatch.setattr(ops, "implementation", chosen)

@@ -384,7 +384,7 @@ def ran(folders, tmp_path_factory):
 
 @torch.no_grad()
 def log_likelihoods(model, tokens, scored):
-    """Of the last `scored` of tokens, after those before them, each."""
+    """Log-likelihood of each of the last `scored` tokens, after the tokens before it."""
     logits = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
     return logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])][-scored:]
 

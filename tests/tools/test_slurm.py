@@ -156,7 +156,7 @@ def test_refusals(slurm, tmp_path, capsys, monkeypatch):
 
 
 def test_this_machine_alone(slurm, capsys):
-    """As the user says, or in a shell that srun gave."""
+    """The user says so, or the shell is one that srun gave."""
     for variables, argv in (({}, ["--site", "local"]), ({"STEP_ID": "3", "STEP_NUM_TASKS": "1"}, [])):
         slurm("a", "b", **variables)
         rows = dry(capsys, *argv, "--ranks", "1")

@@ -194,7 +194,7 @@ def test_the_runs_of_a_study(described, capsys):
 
 
 def test_a_begun_run_with_other_settings_is_refused(described, tmp_path, capsys):
-    """As a finished one is. Before its first checkpoint nothing is lost."""
+    """A finished run is refused likewise. Before the first checkpoint nothing is lost."""
     study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))
     run = {run.name: run for run in definition.read_study(study_file).runs}["debug/softmax/seed-1"]
     begun = run.write_config().read_text()
