@@ -17,6 +17,7 @@ from .plain_interdomain import RandomFeatures, divided, feature_map, rope_tables
 from .scan_interdomain import (
     InputNorm,
     InterdomainCache,
+    OutputNorm,
     Padding,
     ShortConv,
     SSMDynamics,
@@ -53,6 +54,7 @@ class InterdomainMixer(nn.Module):
         self.k_norm = InputNorm(heads, config.head_dim) if silu else None
         self.v_norm = InputNorm(heads, config.head_dim) if silu else None
         self.ssm = SSMDynamics(config)
+        self.o_norm = None if config.output_norm == "none" else OutputNorm(config)
         out_dim = dim if config.query_readout else 2 * dim
         self.wg = nn.Linear(dim, out_dim, bias=False) if config.output_gate else None
         self.wo = residual_linear(out_dim, dim)
@@ -92,6 +94,8 @@ class InterdomainMixer(nn.Module):
             )
         if config.normalize:
             o = divided(o, v)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
         o = o.flatten(2)
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
@@ -220,6 +224,8 @@ class InterdomainPreTrainedModel(PreTrainedModel):
         elif isinstance(module, InputNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, OutputNorm):
+            init.constant_(module.weight, module.start)
         elif isinstance(module, RandomFeatures):
             init.normal_(module.frequencies, 0.0, config.head_dim**-0.25)
         elif isinstance(module, SSMDynamics | StepSize):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .configuration_interdomain import InterdomainConfig
 from .plain_interdomain import (
+    OUTPUT_NORM_SCALE,
     KeptInFloat32,
     decay_exponent,
     decay_factor,
@@ -29,6 +30,7 @@ from .plain_interdomain import (
     linear_one_step,
     mixing_matrix,
     multiply,
+    normed,
     powers,
     readout_vector,
     scan_backward,
@@ -156,6 +158,19 @@ class InputNorm(nn.Module):
         self.weight, self.bias = (nn.Parameter(torch.empty(*shape)) for shape in ((head_dim,), (n_heads, head_dim)))
 
     forward = ShortConv.forward
+
+
+class OutputNorm(nn.Module):
+    """The norm of a head's output over its channels."""
+
+    def __init__(self, config: InterdomainConfig) -> None:
+        super().__init__()
+        self.eps, self.soft = config.rms_norm_eps, config.output_norm == "soft"
+        self.start = config.output_norm_scale or OUTPUT_NORM_SCALE[config.output_norm]
+        self.weight = nn.Parameter(torch.empty(config.head_dim))
+
+    def forward(self, o: Tensor) -> Tensor:
+        return normed(o, self.weight, self.eps, self.soft)
 
 
 class SSMDynamics(KeptInFloat32):

@@ -26,7 +26,11 @@ from interdomain.model.initialize import initial_value
 from interdomain.model.layers import InputNorm, rope_of
 from interdomain.model.transformer import mixer_class
 
-SHARED = ("k_norm.weight", "v_norm.weight")  # by all heads, so by all ranks; every other parameter is per head
+SHARED = (
+    "k_norm.weight",
+    "v_norm.weight",
+    "o_norm.weight",
+)  # by all heads, so by all ranks; every other parameter is per head
 
 
 class Computed(nn.Module):

@@ -128,6 +128,13 @@ def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
     raise ValueError(f"there is no feature map {name!r}: use one of silu, rff, favor, {', '.join(POINTWISE)}.")
 
 
+def normed(o: Tensor, weight: Tensor, eps: float, soft: bool) -> Tensor:
+    """The output norm over D of o [B, T, H, D], with w [D]: w o / sqrt(eps + mean(o^2)); soft: w o / sqrt(w^2 + mean(o^2))."""
+    o32, w = widened(o), widened(weight)
+    floor = w.square() + 1e-12 if soft else eps  # a weight that is 0 gives 0
+    return (o32 * w * torch.rsqrt(o32.square().mean(-1, keepdim=True) + floor)).to(o.dtype)
+
+
 def divided(o: Tensor, v: Tensor) -> Tensor:
     """Numerator over the Nadaraya-Watson denominator, the last channel of o [B, T, H, D + 1] -> [B, T, H, D], of o's dtype.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .settings import OUTPUT_NORM_SCALE
 
 # Names that wrappers (torch.compile, activation checkpointing) put into fully qualified names.
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -79,6 +80,8 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
             return uniform(-bound, bound)
         case ("norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight") | ("ssm", "D"):
             return torch.ones(shape, **cpu)
+        case "o_norm", "weight":
+            return torch.full(shape, mixer.output_norm_scale or OUTPUT_NORM_SCALE[mixer.output_norm], **cpu)
         case ("k_norm" | "v_norm", "bias") | (_, "gate_bias"):
             return torch.zeros(shape, **cpu)
         case "ssm", "log_dt":

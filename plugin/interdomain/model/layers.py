@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .config import ModelConfig
-from .feature_maps import rope_tables
+from .feature_maps import normed, rope_tables
 from .shard import Part, scatter_tokens
 
 # Shapes: B batch, T time, H heads, R head_dim, W convolution width, E channels.
@@ -110,3 +110,15 @@ class InputNorm(LocalParameters):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(head_dim))
         self.bias = nn.Parameter(torch.empty(n_heads, head_dim))
+
+
+class OutputNorm(LocalParameters):
+    """`MixerConfig.output_norm` of each head, o [B, T, H, D] -> [B, T, H, D]; its scale is shared by the heads."""
+
+    def __init__(self, head_dim: int, eps: float, *, soft: bool) -> None:
+        super().__init__()
+        self.eps, self.soft = eps, soft
+        self.weight = nn.Parameter(torch.empty(head_dim))
+
+    def forward(self, o: Tensor) -> Tensor:
+        return normed(o, self.local(), self.eps, self.soft)

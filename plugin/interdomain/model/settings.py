@@ -20,6 +20,7 @@ FIXED_STATE = {
 }
 BASELINES = {"softmax": ("n_kv_heads", "window"), **FIXED_STATE}
 KINDS = ["interdomain", *BASELINES]
+OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
 BY_CONDITION = "as the condition has it"
 
 
@@ -78,6 +79,13 @@ class MixerConfig:
     output_gate: bool = setting(
         False, "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
     )
+    output_norm: str = setting(
+        "none",
+        "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w o / sqrt(w^2 + mean(o^2)), "
+        "which is o where o is small, and rms where it is large. The paper's mixer has none.",
+        choices=("none", *OUTPUT_NORM_SCALE),
+    )
+    output_norm_scale: float | None = setting(None, "w of the output norm at the start.", "1 for rms, 0.1 for soft")
     n_kv_heads: int | None = setting(
         None, "Heads of keys, values and state; groups of query heads share one.", "as many as query heads"
     )
@@ -127,6 +135,8 @@ class MixerConfig:
             "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
             "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
         }
+        if self.output_norm == "none":
+            unread["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
         if self.c_form == "identity":
             unread["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
@@ -134,7 +144,7 @@ class MixerConfig:
         if not self.dual_input:
             unread["feature_map"] = "there is no query or key to map. Set mixer.dual_input or query_readout = true"
         why = "it needs the query readout. Set mixer.query_readout = true"
-        return unread | dict.fromkeys(("normalize", "n_kv_heads", "readout"), why)
+        return unread | dict.fromkeys(("normalize", "n_kv_heads", "readout", "output_norm"), why)
 
 
 MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}

@@ -11,7 +11,7 @@ from interdomain.scan import CHUNK, decay_factor, interdomain_scan, interdomain_
 from ..config import Execution, MixerConfig, ModelConfig
 from ..feature_maps import divided, feature_map, widened
 from ..initialize import initialize
-from ..layers import InputNorm, Linear, ShortConv
+from ..layers import InputNorm, Linear, OutputNorm, ShortConv
 from ..shard import Part, before, shard_of
 from ..state import MixerState
 from .base import Mixer
@@ -54,6 +54,8 @@ class InterdomainMixer(Mixer):
         self.v_norm = InputNorm(self.n_kv_heads, self.head_dim, config.norm_eps) if norm else None
 
         self.ssm = SSMDynamics(self.n_kv_heads, mixer.n_basis, c_form=mixer.c_form, linear=not mixer.query_readout)
+        soft = mixer.output_norm == "soft"
+        self.o_norm = OutputNorm(self.head_dim, config.norm_eps, soft=soft) if mixer.output_norm != "none" else None
         self.wg = Linear(config.dim, out_dim) if mixer.output_gate else None
         self.wo = Linear(out_dim, config.dim)
         initialize(self, config)
@@ -83,6 +85,8 @@ class InterdomainMixer(Mixer):
             o, final = self._scan(features, dynamics or self.dynamics([self])[0], state, documents)
             if state is not None:
                 state.advance(conv, final)
+        if self.o_norm is not None:
+            o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
             o = torch.sigmoid(self.wg(x)) * o
@@ -262,7 +266,8 @@ class InterdomainMixer(Mixer):
         """Inputs of features and scan. Without recomputation also a, 2M numbers per query head; tables: W, and what it was made
         of."""
         query, M = config.mixer.query_readout, config.mixer.n_basis
-        token = (3 if query else 2) * config.dim + 4 * config.n_kv_heads * config.head_dim
+        token = (3 if query else 2) * config.dim + (config.mixer.output_norm != "none") * config.dim
+        token += 4 * config.n_kv_heads * config.head_dim
         scores, tables = query * config.n_heads * 2 * M, query * config.n_kv_heads * 14 * M**2
         return {"token": token, "scores": scores, "tables": tables}
 
