@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from interdomain.tools._study.definition import VALIDATION
-from interdomain.tools._study.tables import ACCURACY, cells_of
+from interdomain.tools._study.tables import ACCURACY, at_best_rates
 from interdomain.tools.study import shown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,7 @@ FAMILIES = {  # colour and line of a condition
 
 def study(path: Path) -> None:
     """Validation perplexity and accuracy, by condition and by tokens."""
-    groups = {group[-1]: cells for group, cells in cells_of(shown([STUDY])).items()}
+    groups = {group[-1]: cells for group, cells in at_best_rates(shown([STUDY])).items()}
     rows = {
         "text": (VALIDATION, lambda cell: cell.perplexity, "validation perplexity (less is better)"),
         "mqar": (ACCURACY, lambda cell: cell.last(ACCURACY), "accuracy on associative recall (more is better)"),

@@ -89,7 +89,12 @@ def table(study: "Study") -> str:
         flops[finished] += cost
     missing = len(study.missing())
     total = f"{len(study.runs)} runs, {missing} missing: {tokens[0]:,} of {sum(tokens):,} tokens"
-    return "\n".join([*markdown_rows(lines), "", f"{total}, {flops[0]:.3g} of {sum(flops):.3g} FLOPs"])
+    page = [*markdown_rows(lines), "", f"{total}, {flops[0]:.3g} of {sum(flops):.3g} FLOPs"]
+    if study.waiting:
+        page.append(
+            f"{study.waiting} more at the best rate of their condition, known when its runs at all rates are finished"
+        )
+    return "\n".join(page)
 
 
 def shown(paths: list[Path]) -> "list[Run]":
@@ -124,13 +129,14 @@ def main(argv=None) -> int:
             run.plan  # noqa: B018
         if 0 < (gpus := torch.cuda.device_count()) < args.jobs:
             raise ValueError(f"--jobs {args.jobs} is more than the {gpus} GPU(s) here, and each run needs its own.")
-        missing = study.missing()
-        require_data(missing, study.corpora)
-        if args.sbatch:
-            submit(missing, study.name, shlex.split(args.sbatch))
-            return 0
-        if code := run_here(missing, args.jobs):
-            return code
+        while missing := study.missing():
+            require_data(missing, study.corpora)
+            if args.sbatch:
+                submit(missing, study.name, shlex.split(args.sbatch))
+                return 0
+            if code := run_here(missing, args.jobs):
+                return code
+            study = chosen(args)  # with the runs at the best rates
         print(f"all runs are finished: interdomain study show {args.study}")
         return 0
     if args.output:

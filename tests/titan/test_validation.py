@@ -61,7 +61,9 @@ def plain_mean(model, corpus, windows):
 
 def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
     validating = validator(corpus, model)
-    assert [len(labels) for _, labels in validating._batches()] == [3] * 6  # the last is filled up, with ignored labels
+    assert [len(labels) for (_, labels), _ in validating._batches()] == [
+        3
+    ] * 6  # the last is filled up, with ignored labels
     for step in (1, 2):
         validating.validate([model], step)
     first, second = validating.metrics.losses
@@ -74,7 +76,7 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
     whole = {"validation__tokens": 0}
     apart = validator(corpus, model, data__reset_state_at_documents=True, **whole)
     through = validator(corpus, model, **whole)
-    for inputs, _ in apart._batches():
+    for (inputs, _), _ in apart._batches():
         assert inputs["positions"].shape == inputs["input"].shape
     for validating in (apart, through):
         validating.validate([model], 1)
@@ -83,10 +85,10 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
 
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus):
     ranks = 5
-    every = torch.cat([labels for _, labels in validator(corpus)._batches()])
+    every = torch.cat([labels for (_, labels), _ in validator(corpus)._batches()])
     shares = [list(validator(corpus, None, rank, ranks)._batches()) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
-    real = torch.cat([labels for share in shares for _, labels in share])
+    real = torch.cat([labels for share in shares for (_, labels), _ in share])
     real = real[(real != -100).all(1)]
     assert len(real) == WINDOWS
     assert {tuple(row.tolist()) for row in real} == {tuple(row.tolist()) for row in every[:WINDOWS]}
@@ -97,14 +99,14 @@ def test_rows_that_fill_up_a_pass_keep_their_inputs(corpus):
     odd = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation")) | 1
     settings = {"validation__local_batch_size": 1, "validation__tokens": 64 * (odd - 2)}
     batches = [batch for rank in (0, 1) for batch in validator(corpus, None, rank, 2, **settings)._batches()]
-    assert all((inputs["input"] >= 0).all() for inputs, _ in batches)
-    assert sum((labels == -100).all().item() for _, labels in batches) == 1
+    assert all((inputs["input"] >= 0).all() for (inputs, _), _ in batches)
+    assert sum((labels == -100).all().item() for (_, labels), _ in batches) == 1
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
     """The first tokens of mixed files would be one file's."""
     dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
-    inputs = torch.cat([inputs["input"] for inputs, _ in validator(corpus, validation__tokens=4 * 64)._batches()])
+    inputs = torch.cat([inputs["input"] for (inputs, _), _ in validator(corpus, validation__tokens=4 * 64)._batches()])
     begins = [i * len(dataset) // 4 for i in range(4)]
     assert begins[-1] >= len(dataset) // 2
     assert inputs[:4].tolist() == dataset.read_batch(begins)[:, :-1].tolist()
@@ -137,8 +139,26 @@ def test_a_saved_step_that_lacks_its_validation_gets_it(corpus, model, step, mis
     validating.checkpoints.lacks_validation = lambda at: missed
     validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
     validating.run_missed_validation([model], step)
-    assert noted == [(step, loss, pytest.approx(math.exp(loss)), None) for loss in validating.metrics.losses]
+    expected = [(step, loss, pytest.approx(math.exp(loss)), None) for loss in validating.metrics.losses]
+    assert [seen[:4] for seen in noted] == expected
     assert len(noted) == validated
+
+
+def test_losses_by_document(corpus, model):
+    """Over the ranks they add up to the mean, and a document's labels are those that the windows have of it."""
+    noted = []
+    validating = validator(corpus, model, validation__tokens=0)
+    validating.checkpoints.note_validation = lambda *seen: noted.append(seen)
+    validating.validate([model], 1)
+    (_, mean, _, _, (nats, labels)) = noted[0]
+    dataset = validating.dataset
+    assert sum(nats) / sum(labels) == pytest.approx(mean)
+    lengths = [
+        len(document) for shard in dataset.corpus.shards for document in map(shard.__getitem__, range(len(shard)))
+    ]
+    stream = [number for number, length in enumerate(lengths) for _ in range(length)][1 : len(dataset) * 64 + 1]
+    assert labels == [stream.count(number) for number in range(len(lengths))]
+    assert len(labels) > 1
 
 
 class Guessing(torch.nn.Module):

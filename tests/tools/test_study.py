@@ -242,6 +242,73 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
     assert "debug/softmax/seed-42: in the queue" in capsys.readouterr().out
 
 
+RATES = (
+    STUDY.partition("[[runs]]")[0]
+    + """
+[rates.slow]
+optimizer.lr = 1e-3
+[rates.fast]
+optimizer.lr = 4e-3
+[[runs]]
+sizes = ["debug"]
+rates = ["slow", "fast"]
+seeds = [1]
+[[runs]]
+sizes = ["debug"]
+rates = ["best"]
+seeds = [2, 3]
+"""
+)
+
+
+def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
+    """Known when all rates of a condition are finished. The table has the condition at that rate, and the others below."""
+
+    def finish(run, loss):
+        nats = [loss * n + off for n, off in ((30, 5), (70, -6), (900, 1))]
+        facts = dict(
+            model="debug",
+            condition=run.labels["condition"],
+            seed=run.seed,
+            tokens=163840,
+            parameters=7,
+            fingerprints={},
+        )
+        facts |= dict(tokens_per_step=4096, lr=run.settings["optimizer"]["lr"])
+        record = dict(
+            run=run.labels | {"seed": run.seed}, settings=run.settings, facts=facts, configuration={}, environment={}
+        )
+        record["documents"] = dict(nats=nats, labels=[30, 70, 900])
+        record["curves"] = {"validation_metrics/loss": {"1": 7, "40": loss}, "n_tokens_seen": {"40": 163840}}
+        record["curves"][tables.TRAINING] = {"40": loss}
+        run.record.parent.mkdir(parents=True, exist_ok=True)
+        run.record.write_bytes(definition.dumped(record))
+
+    path = described(RATES)
+    assert study.main(["plan", str(path)]) == 0
+    assert "\n4 more at the best rate of their condition" in capsys.readouterr().out
+    losses = {("softmax", "slow"): 2.2, ("softmax", "fast"): 2.1, ("s4d, own scale", "slow"): 1.9}
+    runs = {(run.labels["condition"], run.labels["rate"]): run for run in definition.read_study(path).runs}
+    for labels, loss in losses.items():
+        finish(runs[labels], loss)
+    read = definition.read_study(path)
+    assert (read.waiting, [run.name for run in read.missing()]) == (
+        2, ["debug/s4d-own-scale/fast/seed-1", "debug/softmax/fast/seed-2", "debug/softmax/fast/seed-3"],
+    )  # fmt: skip
+    for run in read.missing():
+        finish(run, 2.12)
+    cells, page = shown(tmp_path / "shown", str(path))
+    assert [(cell["condition"], cell["lr"], cell["seeds"]) for cell in cells] == [
+        ("s4d, own scale", 0.001, [1]), ("softmax", 0.004, [1, 2, 3]),
+    ]  # fmt: skip
+    s4d, softmax = cells
+    assert s4d["interval"][0] < s4d["perplexity"][0] < s4d["interval"][1]
+    assert s4d["vs_softmax"] < s4d["vs_softmax_interval"][1] < 0
+    assert softmax["vs_softmax_interval"] is None
+    assert "| perplexity by rate | slow | fast |" in page
+    assert "| s4d, own scale | 6.69 | 8.33 |" in page
+
+
 def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
     """Each time: a run saves and leaves at the first, and ends at the second. Here the run presses it, in place of a user."""
     press = "while True: os.kill(os.getppid(), signal.SIGINT); time.sleep(0.05)"

@@ -4,6 +4,7 @@ kept of each. docs/study.md describes the file and the records.
 
 import itertools
 import json
+import math
 import re
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,14 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from interdomain.files.distributed_checkpoint import finished_steps
+from interdomain.files.distributed_checkpoint import DOCUMENTS, finished_steps
 from interdomain.folders import write_whole
 from interdomain.model import count_parameters, meta_model
 from interdomain.titan.plan.run_plan import RunPlan, make_plan, model_config
 from interdomain.titan.settings.job_config import IN_TOKENS, job_config_of, pairs, read_toml, reads_n_basis
 from interdomain.tools._curves import EVENTS, FOLDER, curves_of, events_folder, facts_of, read_events
 
-AXES = ("sizes", "conditions", "settings")
+AXES = ("sizes", "conditions", "settings", "rates")
+BEST = "best"  # in the place of a rate: the one at which the condition's finished runs have the lowest loss
 TOP = ("config", "output", "results", "ranks", "all", *AXES, "corpora", "runs")
 VALIDATION = "validation_metrics/loss"
 # Tags of a record.
@@ -28,7 +30,7 @@ CONFIG = "run.toml"  # in a run's folder: its settings, as ./launch.sh reads the
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One run of a study. labels: its size, condition and setting, by axis; settings: the sections of its TOML file."""
+    """One run of a study. labels: its size, condition, setting and rate, by axis; settings: the sections of its TOML file."""
 
     labels: dict[str, str]
     seed: int
@@ -70,6 +72,9 @@ class StudyRun:
         if ended:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             record = {"run": self.labels | {"seed": self.seed}, "settings": self.settings, **logged}
+            by_document = self.folder / "checkpoint" / f"step-{self.plan.steps}" / DOCUMENTS
+            if by_document.is_file():
+                record["documents"] = json.loads(by_document.read_text())
             write_whole(self.record, dumped(record))
         return ended
 
@@ -98,9 +103,12 @@ class StudyRun:
 
 @dataclass(frozen=True)
 class Study:
+    """corpora: {folder: options of prepare-data that make it}; waiting: runs at the best rate, which is not known yet."""
+
     name: str
     runs: list[StudyRun]
-    corpora: dict[str, str]  # {folder: options of prepare-data that make it}
+    corpora: dict[str, str]
+    waiting: int
 
     def missing(self) -> list[StudyRun]:
         return [run for run in self.runs if not run.is_finished]
@@ -123,11 +131,18 @@ def read_study(path: Path) -> Study:
     output = Path(table.get("output", f"outputs/studies/{path.stem}"))
     results = Path(table.get("results", output / "records"))
     runs: dict[str, StudyRun] = {}
+    waiting = 0
     for grid in _grids(path, table):
         names = [_named(path, table, grid, axis) for axis in AXES]
-        seeds = grid.get("seeds", [42])
+        seeds, earlier = grid.get("seeds", [42]), list(runs.values())
         for seed, *labels in itertools.product(seeds, *names):
             named = {axis: label for axis, label in zip(AXES, labels, strict=True) if label is not None}
+            if named.get("rates") == BEST:
+                rate = _best_rate(earlier, named)
+                if rate is None:
+                    waiting += 1
+                    continue
+                named["rates"] = rate
             file_names = [re.sub(r"[^\w.=+-]+", "-", label).strip("-") for label in named.values()]
             name = "/".join([*file_names, f"seed-{seed}"])
             try:
@@ -138,7 +153,19 @@ def read_study(path: Path) -> Study:
             settings.setdefault("job", {}).update(dump_folder=str(output / name), description=f"{path.stem}: {name}")
             labels = {axis.removesuffix("s"): label for axis, label in named.items()}
             runs[name] = StudyRun(labels, seed, name, settings, results / f"{name}.json", table.get("ranks"))
-    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora)
+    return Study(path.stem, sorted(runs.values(), key=lambda run: run.seed), corpora, waiting)
+
+
+def _best_rate(runs: list[StudyRun], named: dict[str, str]) -> str | None:
+    """The rate at which the runs with these labels have the lowest validation loss; None if one of them has no record yet."""
+    labels = {axis.removesuffix("s"): label for axis, label in named.items() if axis != "rates"}
+    losses: dict[str, float] = {}
+    for run in (run for run in runs if labels.items() <= run.labels.items()):
+        if not run.is_finished:
+            return None
+        curve = json.loads(run.record.read_text())["curves"][VALIDATION]
+        losses[run.labels["rate"]] = min(*curve.values(), losses.get(run.labels["rate"], math.inf))
+    return min(losses, key=lambda rate: losses[rate], default=None)
 
 
 def _grids(path: Path, table: dict) -> list[dict[str, list]]:
@@ -158,7 +185,8 @@ def _grids(path: Path, table: dict) -> list[dict[str, list]]:
 def _named(path: Path, table: dict, grid: dict, axis: str) -> list:
     there = table.get(axis, {})
     names = grid.get(axis, list(there) or [None])
-    if unknown := [name for name in names if name is not None and name not in there]:
+    known = [None, *there, *[BEST] * (axis == "rates")]
+    if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{path}: [[runs]] names {axis} {', '.join(unknown)}; the file has {', '.join(there)}.")
     return names
 

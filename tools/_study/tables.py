@@ -3,13 +3,17 @@
 import math
 import re
 import statistics
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._plots import Curve, Panel
 from interdomain.tools._study.definition import VALIDATION
+from interdomain.tools._study.intervals import Documents, interval, perplexities
 
 TRAINING = "loss_metrics/global_avg_loss"
 ACCURACY, POSITION = "validation_metrics/accuracy", re.compile(r"validation_position/(\d+)-(\d+)$")
@@ -33,7 +37,8 @@ SHARED = {"data": ("reset_state_at_documents",), "validation": ("tokens", "seq_l
 REPEATED = ("seed", "ranks", "recompute")  # facts in which repetitions of one cell may differ
 NOTES = """\
 Of each run the best validation loss, in nats per token; ± standard deviation over seeds. vs softmax: of the mean perplexities,
-where both read as many tokens of the same text.
+where both read as many tokens of the same text. Of several learning rates the best of each condition is shown.
+95 %: by bootstrap over the validation documents and, of several, over the seeds; of the last validation.
 Training loss: mean over the last quarter of the run; runs of one seed read the same text. Position: of the last validation.
 6ND counts all parameters. State: numbers of all layers per sequence.
 The paper's: FineWeb-Edu in Llama 2's tokens; which part it validated on, it does not say."""
@@ -54,6 +59,7 @@ class Run:
     curves: dict[str, dict[int, float]]
     best: tuple[int, float]  # (tokens, loss) of the lowest validation loss
     trained: int
+    documents: Documents | None  # of a split that has few
 
     @classmethod
     def of(cls, name: str, record: dict[str, Any]) -> "Run":
@@ -78,7 +84,8 @@ class Run:
         source = facts.get("fingerprints") or paths  # older records have paths alone
         text |= {"the training text": source.get("train"), "the validation text": source.get("validation")}
         labels = {k: v for k, v in (record.get("run") or facts_of_run).items() if k != "seed"}
-        return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained)
+        documents = Documents(**record["documents"]) if "documents" in record else None
+        return cls(name, labels, facts["seed"], facts, text, curves, (best, losses[best]), trained, documents)
 
     @property
     def perplexity(self) -> float:
@@ -93,7 +100,7 @@ class Run:
     @property
     def group(self) -> tuple[str, ...]:
         """Runs of one group are compared: the same size and setting."""
-        return tuple(str(value) for name, value in self.labels.items() if name != "condition")
+        return tuple(str(value) for name, value in self.labels.items() if name not in ("condition", "rate"))
 
     @property
     def shared(self) -> dict[str, str]:
@@ -124,6 +131,17 @@ class Cell:
         return self.mean(run.perplexity for run in self.runs)
 
     @property
+    def rate(self) -> str | None:
+        return self.runs[0].labels.get("rate")
+
+    @property
+    def draws(self) -> np.ndarray | None:
+        """Perplexities by bootstrap, of the last validation."""
+        documents = [run.documents for run in self.runs if run.documents is not None]
+        seed = zlib.crc32(self.label.encode())  # of its own: the seeds of two cells are drawn apart
+        return perplexities(documents, seed) if len(documents) == len(self.runs) else None
+
+    @property
     def compute(self) -> float:
         return statistics.mean(run.compute for run in self.runs)
 
@@ -139,7 +157,7 @@ class Cell:
 
 
 def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
-    """Cells by group, the smallest size first; within it by perplexity."""
+    """Cells by group, the smallest size first; within it by perplexity. Of a study with rates all cells at every rate."""
     by_cell: dict[str, list[Run]] = {}
     for run in runs:
         same = {name: value for name, value in run.facts.items() if name not in REPEATED}
@@ -151,13 +169,38 @@ def cells_of(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
     return {group: [cell for cell in cells if cell.group == group] for group in groups}
 
 
+def at_best_rates(runs: list[Run]) -> dict[tuple[str, ...], list[Cell]]:
+    """Cells by group, of each condition the one at its best rate: the one with the most seeds, then by perplexity."""
+
+    def is_best(cell: Cell, cells: list[Cell]) -> bool:
+        same = [other for other in cells if other.label == cell.label]
+        return cell.rate is None or cell is min(same, key=lambda other: (-len(other.runs), other.perplexity[0]))
+
+    return {group: [c for c in cells if is_best(c, cells)] for group, cells in cells_of(runs).items()}
+
+
+def rates(runs: list[Run]) -> list[str]:
+    """Tables of the perplexity at each rate, a row per condition; none for a study without rates."""
+    lines = []
+    for group, cells in cells_of(runs).items():
+        names = [rate for _, rate in sorted({(cell.runs[0].facts["lr"], cell.rate) for cell in cells if cell.rate})]
+        if len(names) > 1:
+            table = [["perplexity by rate", *names]]
+            for label in dict.fromkeys(cell.label for cell in cells):
+                values = {cell.rate: cell.perplexity for cell in cells if cell.label == label}
+                table.append([label, *(_cell(values.get(name), "{:.2f}") for name in names)])
+            lines += ["", f"{' '.join(group)}:", "", *markdown_rows(table)]
+    return lines
+
+
 def rows(runs: list[Run]) -> list[dict[str, Any]]:
     """One row per cell, against softmax of the same group, text and tokens, and beside the paper's figures of the same cell."""
     rows = []
-    for group, cells in cells_of(runs).items():
+    for group, cells in at_best_rates(runs).items():
         for cell in cells:
             comparable = [other for other in cells if other.label == "softmax" and not differences([cell, other])]
-            softmax = [other.perplexity[0] for other in comparable]
+            softmax = comparable[0] if len(comparable) == 1 else None
+            draws, their_draws = cell.draws, softmax and softmax.draws
             first = cell.runs[0]
             paper = PAPER.get(first.facts["model"], {})
             theirs = paper.get(first.facts["condition"])  # a condition with a setting of its own has another name
@@ -175,7 +218,11 @@ def rows(runs: list[Run]) -> list[dict[str, Any]]:
                     compute=cell.compute,
                     loss=cell.mean(run.best[1] for run in cell.runs),
                     perplexity=cell.perplexity,
-                    vs_softmax=cell.perplexity[0] / softmax[0] - 1 if len(softmax) == 1 else None,
+                    interval=None if draws is None else interval(draws),
+                    vs_softmax=softmax and cell.perplexity[0] / softmax.perplexity[0] - 1,
+                    vs_softmax_interval=interval(draws / their_draws - 1)
+                    if draws is not None and their_draws is not None and cell is not softmax
+                    else None,
                     training_loss=cell.mean(run.training_loss for run in cell.runs),
                     accuracy=cell.last(ACCURACY),
                     first_positions=position[min(position)] if position else None,
@@ -199,7 +246,9 @@ COLUMNS = {  # of the table: head, and how a value is written
     "compute": ("6ND", "{:.3e}"),
     "loss": ("best loss", "{:.4f}"),
     "perplexity": ("perplexity", "{:.2f}"),
+    "interval": ("95 %", "{:.2f}"),
     "vs_softmax": ("vs softmax", "{:+.2%}"),
+    "vs_softmax_interval": ("95 %", "{:+.1%}"),
     "training_loss": ("training loss", "{:.3f}"),
     "accuracy": ("accuracy", "{:.1%}"),
     "paper": ("paper: perplexity", "{:.2f}"),
@@ -218,7 +267,7 @@ def _cell(value: Any, form: str) -> str:
     if value is None:
         return "-"
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return ", ".join(map(str, value)) if form == "{}" else " to ".join(map(form.format, value))
     if isinstance(value, tuple):
         return " ± ".join(form.format(x) for x in value if x is not None)  # mean and deviation
     return form.format(value)
@@ -238,8 +287,8 @@ def differences(cells: list[Cell]) -> dict[str, list[str]]:
 
 def page(runs: list[Run]) -> str:
     """The table, what its columns mean, and why runs of one group are not compared."""
-    lines = [*table(rows(runs)), "", NOTES]
-    for group, cells in cells_of(runs).items():
+    lines = [*table(rows(runs)), *rates(runs), "", NOTES]
+    for group, cells in at_best_rates(runs).items():
         for name, values in differences(cells).items():
             differ = f"runs differ in {name} ({'; '.join(values)})"
             lines.append(f"- {' '.join(group)}: {differ}, so no percentage compares them.")
@@ -248,7 +297,7 @@ def page(runs: list[Run]) -> str:
 
 def panels(runs: list[Run]) -> list[Panel]:
     """Perplexity by compute where there are several sizes; of every group by tokens, and the last by position; accuracy."""
-    drawn, groups = [], cells_of(runs)
+    drawn, groups = [], at_best_rates(runs)
     if len({run.labels["size"] for run in runs}) > 1:
         curves = []
         for label in dict.fromkeys(str(run.labels["condition"]) for run in runs):

@@ -96,7 +96,7 @@ class TokenCorpus:
         verify: read everything and compare checksums. Sizes are always compared.
 
     Attributes:
-        num_tokens: of the split.
+        num_tokens, num_documents: of the split.
         fingerprint: sha256 of the manifest; of bare shards, of their names, sizes and index heads.
         answers: which tokens are answers; None if the corpus records none.
 
@@ -124,6 +124,8 @@ class TokenCorpus:
                 shard.verify()
         self._starts = [0, *itertools.accumulate(shard.num_tokens for shard in self.shards)]
         self.num_tokens = self._starts[-1]
+        self._first_documents = [0, *itertools.accumulate(map(len, self.shards))]
+        self.num_documents = self._first_documents[-1]
 
     def _open_folder(self, folder: Path, verify: bool) -> list[IndexedDataset]:
         manifest = read_manifest(folder)
@@ -188,3 +190,9 @@ class TokenCorpus:
         """Positions p in [start, stop) of the stream at which a document begins: int64, ascending."""
         parts = [shard.document_starts(a, b) + base for shard, base, a, b in self._parts(start, stop)]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def documents(self, start: int, stop: int) -> np.ndarray:
+        """The number in the split of the document of each token [start, stop) of the stream, int64."""
+        first = dict(zip((shard.prefix for shard in self.shards), self._first_documents, strict=False))
+        parts = [shard.documents(a, b) + first[shard.prefix] for shard, _, a, b in self._parts(start, stop)]
+        return np.concatenate(parts)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import struct
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,6 +117,12 @@ class IndexedDataset:
         first, last = (bisect_left(range(len(self)), p, key=self._document_start) for p in (start, stop))
         # unique: an empty document starts where the next one does.
         return np.unique([self._document_start(document) for document in range(first, last)]).astype(np.int64)
+
+    def documents(self, start: int, stop: int) -> np.ndarray:
+        """The number of the document of each token [start, stop) of the shard, int64."""
+        first, last = (bisect_right(range(len(self)), p, key=self._document_start) - 1 for p in (start, stop - 1))
+        ends = [min(self._document_start(document + 1), stop) for document in range(first, last + 1)]
+        return np.repeat(np.arange(first, last + 1), np.diff([start, *ends]))
 
     def _document_start(self, document: int) -> int:
         sequence = int(self.doc_idx[document])

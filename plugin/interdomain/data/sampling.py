@@ -7,6 +7,7 @@ B samples per step, rank r of W reads those of [s * B, (s + 1) * B) that are r m
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -79,7 +80,7 @@ class PackedDataset:
         if seq_len < 1:
             raise ValueError(f"seq_len is {seq_len}, it must be at least 1.")
         self.corpus, self.seq_len, self.seed, self.shuffle = corpus, seq_len, seed, shuffle
-        self.num_tokens = corpus.num_tokens
+        self.num_tokens, self.num_documents = corpus.num_tokens, corpus.num_documents
         self.samples_per_epoch = (corpus.num_tokens - 1) // seq_len
         if self.samples_per_epoch < 1:
             raise ValueError(
@@ -135,6 +136,11 @@ class PackedDataset:
         """Positions within sample g, from 0 to seq_len, at which a document begins (0 only if one begins right there)."""
         start = self._start(g)
         return self.corpus.document_starts(start, start + self.seq_len + 1) - start
+
+    def documents(self, g: int) -> np.ndarray:
+        """The number of the document of each label of sample g, [seq_len] int64, below `num_documents`."""
+        start = self._start(g) + 1
+        return self.corpus.documents(start, start + self.seq_len)
 
     def read_batch(self, indices: Iterable[int]) -> np.ndarray:
         """Samples at these global indices: [len(indices), seq_len + 1] int64."""
@@ -213,6 +219,8 @@ class MixtureDataset(PackedDataset):
         self.datasets, self.weights = list(datasets), exact_weights(weights)
         self.seq_len = self.targets = self.datasets[0].seq_len
         self.num_tokens = sum(dataset.num_tokens for dataset in self.datasets)
+        self._first_documents = [0, *itertools.accumulate(dataset.num_documents for dataset in self.datasets)]
+        self.num_documents = self._first_documents[-1]
         assert all(dataset.seq_len == self.seq_len for dataset in self.datasets)
         self._pattern = fair_pattern(self.weights)
         self._rank = np.empty(len(self._pattern), np.int64)  # how many of the same corpus came before, in the pattern
@@ -252,3 +260,7 @@ class MixtureDataset(PackedDataset):
     def document_starts(self, g: int) -> np.ndarray:
         c, i = self.locate(g)
         return self.datasets[c].document_starts(i)
+
+    def documents(self, g: int) -> np.ndarray:
+        c, i = self.locate(g)
+        return self.datasets[c].documents(i) + self._first_documents[c]

@@ -30,6 +30,7 @@ from interdomain.folders import write_whole
 from interdomain.model.config import ModelConfig
 
 SIDECAR = "interdomain.json"
+DOCUMENTS = "validation-documents.json"  # {"nats": [...], "labels": [...]}, of each document of a split that has few
 VALIDATION = "validation.json"  # {"step", "loss", "perplexity"[, "accuracy"]}, where the run validated after the step
 TOKENIZER = "tokenizer.model"
 METADATA = ".metadata"

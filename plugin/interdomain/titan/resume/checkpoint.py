@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 import interdomain
 from interdomain.data import Tokenizer
 from interdomain.files.distributed_checkpoint import (
+    DOCUMENTS,
     METADATA,
     SIDECAR_VERSION,
     VALIDATION,
@@ -167,11 +168,20 @@ class SelfDescribingCheckpoints(CheckpointManager):
             record |= {"lr": optimizers.rates["main"], "peak_lr": optimizers.optimizers[0].defaults["lr"]}
         write_record(folder, record, self.tokenizer)
 
-    def note_validation(self, step: int, loss: float, perplexity: float, accuracy: float | None) -> None:
-        """Write a step's validation beside its checkpoint, where it has one."""
+    def note_validation(
+        self, step: int, loss: float, perplexity: float, accuracy: float | None, documents: list[list[float]] | None
+    ) -> None:
+        """Write a step's validation beside its checkpoint, where it has one.
+
+        documents: sums of losses and of labels, by document, where the split has few.
+        """
         if self.enable and dist.get_rank() == 0 and self._folder_of(step).is_dir():
             result = {"step": step, "loss": loss, "perplexity": perplexity}
             result |= {} if accuracy is None else {"accuracy": accuracy}
+            if documents is not None:
+                losses, labels = documents
+                by_document = {"nats": [float(f"{x:.7g}") for x in losses], "labels": [int(n) for n in labels]}
+                write_whole(self._folder_of(step) / DOCUMENTS, (json.dumps(by_document) + "\n").encode())
             write_whole(self._folder_of(step) / VALIDATION, (json.dumps(result) + "\n").encode())
 
     @user_errors

@@ -28,12 +28,19 @@ from .metrics import InterdomainMetrics, perplexity
 ACCURACY, BY_POSITION = "validation_metrics/accuracy", "validation_position/{:04d}-{:04d}"
 
 
+MOST_DOCUMENTS = 4096  # of a split whose losses are kept by document
+
+
 def windows_of(dataset: PackedDataset | MixtureDataset, tokens: int) -> int:
     """The number of windows that a validation of so many tokens (0: all) takes of the split."""
     held, asked = len(dataset), math.ceil(tokens / dataset.seq_len)
     if asked > held:
         logger.warning("validation.tokens is more than the split holds; using all of its %d windows.", held)
     return min(asked or held, held)
+
+
+def by_document(dataset: PackedDataset | MixtureDataset) -> bool:
+    return dataset.targets == dataset.seq_len and dataset.num_documents <= MOST_DOCUMENTS
 
 
 class Totals:
@@ -50,9 +57,12 @@ class Totals:
         self.meshes, self.answers = meshes, dataset.targets < dataset.seq_len
         # By position: losses and labels; and of answers: right ones and all.
         self.sums = torch.zeros(2, dataset.seq_len + 1, dtype=torch.float64, device=device_here())
+        # By document: losses and labels.
+        self.documents = self.sums.new_zeros(2, dataset.num_documents) if by_document(dataset) else None
 
-    def add(self, labels: Tensor) -> None:
-        """labels: of the pass that was made, [B, T], whole sequences. Collective among the ranks that share them."""
+    def add(self, labels: Tensor, documents: Tensor) -> None:
+        """labels: of the pass that was made, [B, T], whole sequences; documents: their numbers. Collective among the ranks that
+        share them."""
         labels = labels.to(self.sums.device)
         counted, (B, T) = labels != IGNORE_INDEX, labels.shape
         share = T if self.meshes.context is None else T // self.meshes.context.size
@@ -63,6 +73,9 @@ class Totals:
         loss, wrong = self.meshes.gather_sequences(scores)
         self.sums[0, :T] += loss.double().sum(dim=0)
         self.sums[1, :T] += counted.sum(dim=0)
+        if self.documents is not None:
+            seen = torch.stack([loss.double(), counted.double()]).flatten(1)
+            self.documents.index_add_(1, documents.to(self.sums.device).flatten(), seen)
         if self.answers:
             begins = counted & ~F.pad(counted[:, :-1], (1, 0))
             answer = begins.flatten().cumsum(0) * counted.flatten()  # its number, from 1; 0: no answer
@@ -75,6 +88,8 @@ class Totals:
             head.scores = None
         if batch is not None:
             dist.all_reduce(self.sums, group=batch.get_group())
+            if self.documents is not None:
+                dist.all_reduce(self.documents, group=batch.get_group())
         *by_position, answers = self.sums.T.tolist()
         scalars = {ACCURACY: answers[0] / answers[1]} if self.answers else {}
         for begin in (0, *(2**n for n in range((len(by_position) - 1).bit_length()))):
@@ -130,9 +145,10 @@ class FixedValidator:
         self.metrics.time_last_log = time.perf_counter()
         self.validate(model_parts, step)
 
-    def _batches(self) -> Iterator[Batch]:
-        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives; the last batches are filled up with
-        ignored windows so that every rank makes the same number of forward passes (FSDP2's are collective)."""
+    def _batches(self) -> Iterator[tuple[Batch, Tensor]]:
+        """This rank's share, ({"input": [B, T], ...}, labels [B, T]) as the loader gives, and the labels' documents [B, T]; the
+        last batches are filled up with ignored windows so that every rank makes the same number of forward passes (FSDP2's are
+        collective)."""
         per_pass = self.job_config.validation.local_batch_size * self.ranks
         at_once, positions = per_pass * self.passes.together, self.job_config.data.reset_state_at_documents
         for first in range(0, at_once * math.ceil(self.windows / at_once), per_pass):
@@ -141,7 +157,10 @@ class FixedValidator:
             inputs, labels = user_errors(read_batch)(self.dataset, indices, positions)
             labels[torch.tensor([i >= self.windows for i in mine])] = IGNORE_INDEX
             self.metrics.ntokens_since_last_log += labels.numel()
-            yield inputs, labels
+            documents = torch.zeros_like(labels)
+            if by_document(self.dataset):
+                documents = torch.stack([torch.from_numpy(self.dataset.documents(i)) for i in indices])
+            yield (inputs, labels), documents
 
     @torch.no_grad()
     def validate(self, model_parts: list[Any], step: int) -> None:
@@ -151,14 +170,17 @@ class FixedValidator:
         loss = torch.zeros((), dtype=torch.float64, device=device_here())
         everything, totals = self._batches(), Totals(model_parts, self.passes.meshes, self.dataset)
         while batches := list(itertools.islice(everything, self.passes.together)):
-            loss += self.passes.run(batches, backward=False)
-            totals.add(torch.cat([labels for _, labels in batches]))
+            loss += self.passes.run([batch for batch, _ in batches], backward=False)
+            totals.add(
+                torch.cat([labels for (_, labels), _ in batches]), torch.cat([numbers for _, numbers in batches])
+            )
         dims = self.metrics.parallel_dims
         scalars = totals.close(dims.get_optional_mesh("batch"))
         mean = dist_sum(self.passes.meshes.sum_over_model_ranks(loss), dims.get_optional_mesh("loss"))
         mean /= totals.sums[1, :-1].sum().item()  # labels that count
         self.metrics.log_validation(mean, step, scalars)
-        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY))
+        documents = None if totals.documents is None else totals.documents.tolist()
+        self.checkpoints.note_validation(step, mean, perplexity(mean), scalars.get(ACCURACY), documents)
         # As the backward pass leaves the parameters: a checkpoint may be saved next, and the optimizer's state is of shards.
         for part in model_parts:
             for module in part.modules():

@@ -1,0 +1,31 @@
+"""Intervals of a study's perplexities by bootstrap, over validation documents and over seeds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+DRAWS = 2000
+
+
+class Documents(NamedTuple):
+    """Sums over each validation document, of a run's last validation: losses in nats, and labels."""
+
+    nats: list[float]
+    labels: list[int]
+
+
+def perplexities(runs: Sequence[Documents], seed: int) -> np.ndarray:
+    """Perplexities [DRAWS] of runs that differ in the seed alone. Every draw takes as many documents as there are, and as many
+    runs, with replacement. The documents depend on their number alone, so draws of two cells can be compared one by one."""
+    labels = np.array(runs[0].labels, np.float64)
+    documents = np.random.default_rng(0).multinomial(len(labels), np.full(len(labels), 1 / len(labels)), DRAWS)
+    losses = documents @ np.array([run.nats for run in runs]).T / (documents @ labels)[:, None]  # [DRAWS, runs]
+    chosen = np.random.default_rng(seed).integers(len(runs), size=losses.shape)
+    return np.exp(np.take_along_axis(losses, chosen, axis=1).mean(axis=1))
+
+
+def interval(draws: np.ndarray) -> list[float]:
+    """The middle 95 % of the draws."""
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return [float(low), float(high)]
