@@ -3,6 +3,7 @@
 Show attention maps, and what the recurrences learned.
 
 For a text, every layer and head gets an attention map; for a recurrence it is the map that the recurrence implies.
+A layer of interdomain attention also gets its pairing: which value a query reads that matches a key.
 Every recurrence gets its timescales, the share of its modes at the bound on the decay, and the scale of its readout.
 Written are inspect.json and inspect.md (numbers) and maps.safetensors (maps). With matplotlib there are pictures too.
 
@@ -25,14 +26,16 @@ from interdomain.folders import new_folder, require_empty
 from interdomain.model.mixers.ssm import BINDS, SSMDynamics
 from interdomain.tools._bench.pages import markdown_rows
 from interdomain.tools._cli import OUTPUT, STANDALONE, add_device, argument_parser, choose_device, user_errors, visible
+from interdomain.tools._inspect import pairing
 from interdomain.tools._inspect.maps import Layer, by_head, read_layers
-from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_timescales
+from interdomain.tools._inspect.pictures import draw_kernels, draw_maps, draw_pairing, draw_timescales
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 NOTES = f"""\
 error: the largest |map @ v - o|, relative to the largest |o|. RMS of o: of what the output projection reads, for this text.
 own token, distance, spread, negative: of the shares |w_tj| / sum_j |w_tj|, means over queries: the share of the token itself;
 how many tokens back; over how many tokens (exp of the entropy); the share of negative weights. By layer means over heads.
+own value: a query matches one key of the last {pairing.LAGS}: the mean weight of that key's value over the RMS of all weights.
 timescale: 1 / |log|Lambda|| in tokens. at bound: share of modes whose decay the bound reduces by more than {BINDS:.0%}."""
 
 
@@ -83,7 +86,8 @@ def table(rows: list[dict]) -> list[str]:
 
     def cell(name: str, value) -> str:
         if isinstance(value, float):
-            return f"{value:.1%}" if name in ("at bound", "own token", "negative") else f"{value:.3g}"
+            shares = "at bound", "own token", "negative", "own value positive"
+            return f"{value:.1%}" if name in shares else f"{value:.3g}"
         return "-" if value is None else str(value)
 
     return markdown_rows([names, *([cell(name, row.get(name)) for name in names] for row in rows)])
@@ -100,6 +104,8 @@ def draw(folder: Path, layers: dict[int, Layer], labels: list[str]) -> int:
             draw_kernels(folder / f"kernel-layer-{i:02d}.png", f"layer {i}", layer.weights[:, :, 0])
         elif layer.weights is not None:
             draw_maps(folder / f"map-layer-{i:02d}.png", f"layer {i} ({layer.kind})", layer.weights, labels)
+        if layer.pairing is not None:
+            draw_pairing(folder / f"pairing-layer-{i:02d}.png", f"layer {i}", layer.pairing)
     ssms = {
         i: layer.mixer.ssm for i, layer in layers.items() if isinstance(getattr(layer.mixer, "ssm", None), SSMDynamics)
     }
@@ -122,6 +128,12 @@ def main(argv=None) -> int:
     rows, of_heads, without, maps = [], [], [], {}
     for i, layer in layers.items():
         heads = by_head(layer.weights) if layer.weights is not None else {}
+        if layer.pairing is not None:
+            repeated = layer.pairing.repeat_interleave(
+                len(layer.weights) // len(layer.pairing), 0
+            )  # heads share a state
+            heads |= pairing.by_head(repeated)
+            maps[f"pairing-{i:02d}"] = layer.pairing.float().contiguous()
         rows.append(layer_row(i, layer, heads))
         for head, values in enumerate(zip(*heads.values(), strict=True)):
             of_heads.append({"layer": i, "head": head, **dict(zip(heads, values, strict=True))})

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from interdomain.model import Transformer
 from interdomain.model.mixers import fixed_state, softmax
 from interdomain.model.mixers import interdomain as mixer
+from interdomain.tools._inspect.pairing import pairing
 
 # Shapes: T time, H query heads, G heads of values, D value width.
 
@@ -76,6 +77,7 @@ class Layer:
             denominator (paper eq. 9): they sum to 1 but where the mixer holds it away from zero.
         error: the largest |weights @ v - o|, relative to the largest |o|.
         output_rms: root mean square of what the output projection reads; None for a mixer without one.
+        pairing: of interdomain attention, which values its heads pair with a key: `pairing.pairing`.
     """
 
     kind: str
@@ -83,6 +85,7 @@ class Layer:
     weights: Tensor | None = None
     error: float | None = None
     output_rms: float | None = None
+    pairing: Tensor | None = None
 
 
 @torch.no_grad()
@@ -102,6 +105,8 @@ def read_layers(model: Transformer, tokens: Tensor, wanted: list[int]) -> dict[i
             layer.output_rms = inputs[wo][0].square().mean().sqrt().item()
         if calls:
             layer.weights, layer.error = _weights(calls[0], attention, inputs)  # the outermost
+        if kind == "interdomain":
+            layer.pairing = pairing(attention)
     return layers
 
 

@@ -47,6 +47,25 @@ def draw_maps(path: Path, title: str, weights: Tensor, labels: list[str]) -> Non
     figure.savefig(path)
 
 
+def draw_pairing(path: Path, title: str, weights: Tensor) -> None:
+    """A panel per head of weights [H, s, r] over the largest of the head, negative ones in red."""
+    columns = min(4, len(weights))
+    figure = _figure(2.2 * columns + 0.8, 2.4 * -(-len(weights) // columns) + 0.4)
+    axes = figure.subplots(-(-len(weights) // columns), columns, squeeze=False)
+    scaled = (weights / weights.abs().amax((1, 2), keepdim=True)).cpu().numpy()
+    for axis in axes.flat[len(weights) :]:
+        axis.set_axis_off()
+    for head, (axis, values) in enumerate(zip(axes.flat, scaled, strict=False)):
+        image = axis.imshow(values, cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+        axis.set_title(f"head {head}", fontsize="small")
+        axis.tick_params(labelsize=6, length=2)
+    figure.supxlabel("r: how many tokens ago the value came", fontsize="small")
+    figure.supylabel("s: how many tokens ago the key came", fontsize="small")
+    figure.suptitle(f"{title}: weight of a value for a query that matches a key", fontsize="medium")
+    figure.colorbar(image, ax=axes, shrink=0.6)
+    figure.savefig(path)
+
+
 def draw_kernels(path: Path, title: str, kernels: Tensor) -> None:
     """Draw the linear readout's weight of a token by how many tokens ago it came: kernels [H, T], a line per head."""
     figure = _figure(6, 3.2)

@@ -137,6 +137,8 @@ class MixerConfig:
         }
         if self.output_norm == "none":
             unread["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
+        if self.normalize:
+            unread["output_norm"] = "mixer.normalize sets the scale of the output. Choose one of the two"
         if self.c_form == "identity":
             unread["c_scale"] = "with mixer.c_form = 'identity' there is no C. Choose another form"
         if self.query_readout:
