@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from interdomain.data import load_tokenizer
 from interdomain.files.pretrained import load_model, load_pretrained
 from interdomain.model import cell_of
 from interdomain.tools import evaluate
@@ -20,7 +19,6 @@ from interdomain.tools._evaluate import length as _length
 from interdomain.tools._evaluate import perplexity, task_table
 from interdomain.tools._evaluate.perplexity import read_spans
 
-from ..common import small_tokenizer
 from ..model.common import small_config
 
 CONDITIONS = ("interdomain", "softmax")
@@ -29,13 +27,6 @@ TEXTS = ["def f(x):\n    return x\n" * 30, "Straße, 漢字, 🙂. " * 40, "shor
 
 # Through the harness.
 MAX_LENGTH = 90
-CHOICES = [
-    ("import", [" os", " banana fruit", "ed"]),
-    ("def f(", ["x):", "  ", "self, y"]),
-    ("return", [" 1", " self.x.y", " None"]),
-    ("Straße: 漢字", [" a", "字", " für"]),
-    ("class A:\n    pass\n\n\nclass", [" B:", " B(A):\n    def f(self):\n        return 1"]),
-]
 TEXT = "def f(x):\n    return [x, x + 1]\n\n\n" * 9
 RECALLED = ("phonebook_16", "niah_single_1_1024")
 
@@ -79,8 +70,7 @@ def run(*argv):
 # The protocol
 
 
-def test_spans_tile_each_document_or_the_training_stream(corpus, tmp_path):
-    tokenizer = load_tokenizer(small_tokenizer(tmp_path / "tokenizer.model", 500))
+def test_spans_tile_each_document_or_the_training_stream(corpus, tokenizer):
     documents = [tokenizer.encode(text, add_eos=True) for text in TEXTS]
     tiles = [ids[i : i + 60] for ids in documents for i in range(0, len(ids) - 59, 60)]
     stream = [token for ids in documents for token in ids]
@@ -298,7 +288,7 @@ def ran(folders, tmp_path_factory):
     path = tmp_path_factory.mktemp("harness")
     tasks = path / "tasks"
     tasks.mkdir()
-    rows = [{"q": q, "c": c, "a": 0} for q, c in CHOICES]
+    rows = [{"q": "def f(", "c": ["x):", "  ", "self, y"], "a": 0}]
     choice = dict(doc_to_text="{{q}}", doc_to_target="{{a}}", target_delimiter="", doc_to_choice="{{c}}")
     write_task(tasks, "choice", "multiple_choice", rows, ["acc", "acc_norm"], **choice)
     write_task(tasks, "gone", "multiple_choice", rows, ["acc"], dataset_path="nobody/nothing", **choice)
@@ -341,19 +331,11 @@ def ran(folders, tmp_path_factory):
     return results, recalled, said[2:]
 
 
-@torch.no_grad()
-def log_likelihoods(model, tokens, scored):
-    """Log-likelihood of each of the last `scored` tokens, after the tokens before it."""
-    logits = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
-    return logits[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])][-scored:]
-
-
 @HARNESS
+@torch.no_grad()
 @pytest.mark.parametrize("i", range(len(CONDITIONS)), ids=CONDITIONS)
-def test_a_long_text_and_choices(ran, folders, i):
-    """A text in pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits. A
-    choice's tokens are those that it adds to its question; per byte of the choice, in acc_norm."""
-    found = ran[0]["tasks"][str(folders[i])]["results"]
+def test_a_long_text(ran, folders, i):
+    """In pieces of --max-length: the first after an end-of-text token, the last with as much before it as fits."""
     model, tokenizer = load_pretrained(folders[i])
     tokens, total, end = tokenizer.encode(TEXT), 0.0, 0
     assert len(tokens) > 2 * MAX_LENGTH
@@ -362,20 +344,12 @@ def test_a_long_text_and_choices(ran, folders, i):
         scored = min(MAX_LENGTH, len(tokens) - end)
         end += scored
         piece = [tokenizer.eos_id, *tokens[:end]] if end <= MAX_LENGTH else tokens[end - MAX_LENGTH - 1 : end]
-        total -= log_likelihoods(model, piece, scored).sum().item() / math.log(2)
-    bits = found["rolling"]["bits_per_byte"]["value"]
-    assert bits == pytest.approx(total / len(TEXT.encode()), rel=1e-5)
-
-    right = {"acc": 0, "acc_norm": 0}
-    for question, choices in CHOICES:
-        sums = []
-        for choice in choices:
-            tokens = tokenizer.encode(question + choice)
-            sums.append(log_likelihoods(model, tokens, len(tokens) - len(tokenizer.encode(question))).sum().item())
-        norms = [x / len(c) for x, c in zip(sums, choices, strict=True)]
-        for metric, scores in (("acc", sums), ("acc_norm", norms)):
-            right[metric] += (max(scores) == scores[0]) / len(CHOICES)
-    assert {metric: x["value"] for metric, x in found["choice"].items()} == pytest.approx(right)
+        logits = model(torch.tensor([piece[:-1]]))[0].double().log_softmax(-1)
+        total -= logits[torch.arange(len(piece) - 1), torch.tensor(piece[1:])][-scored:].sum().item()
+    results = ran[0]["tasks"][str(folders[i])]["results"]
+    bits = total / math.log(2) / len(TEXT.encode())
+    assert results["rolling"]["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
+    assert [*results["choice"]] == ["acc", "acc_norm"]
 
 
 @HARNESS

@@ -125,10 +125,8 @@ def test_runs_on_other_text_are_not_compared(write, tmp_path):
     for i, (softmax, fingerprints, flags, reason) in enumerate(
         (
             (theirs[0], text, ["--data.corpus", "moved"], None),
-            (theirs[0], text | {"validation": "b2"}, [], "the validation text (b1; b2)"),
             (theirs[0], text | {"train": "b2"}, ["--validation.tokens", "4096"], "the training text (b0; b2)"),
             (theirs[0], none, [], "the training text (b0; data/edu)"),
-            (theirs[1], none, [], None),
             (theirs[1], none, ["--data.corpus", "moved"], "the training text (data/edu; moved)"),
         )
     ):
@@ -332,12 +330,11 @@ def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch):
     runs = [run for run in definition.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
     assert len(runs) > 50
     assert all(run.is_finished for run in runs)
-    recall = [run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1]
-    n_basis = {run.labels["condition"]: run.settings["mixer"].get("n_basis") for run in recall}
+    recall = {run.labels["condition"]: run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1}
+    n_basis = {condition: run.settings["mixer"].get("n_basis") for condition, run in recall.items()}
     assert n_basis.pop("softmax") is None
     assert {*n_basis.values()} == {16}
-    softmax = next(run for run in recall if run.labels["condition"] == "softmax")
-    assert json.loads(softmax.record.read_text())["settings"]["mixer"]["n_basis"] == 16
+    assert json.loads(recall["softmax"].record.read_text())["settings"]["mixer"]["n_basis"] == 16
 
 
 def test_what_is_refused(write, described, tmp_path, refused):
