@@ -224,16 +224,14 @@ def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
 
 # Checkpoints of Megatron-Core. Those that Megatron wrote are in tests/megatron.
 
-OF_LAYERS = "decoder.layers.self_attention.interdomain"
-
 
 def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE):
     """A run's folder with further tensors of these names, and with these settings of Megatron in the layers' records."""
     model, step = small_model(), folder / "iter_0000007"
     megatron.write_checkpoint(folder / "start", model.config, model.state_dict())
     saved = of_checkpoint(folder / "start" / "release")
-    record = megatron.record_of(model.config, backbone)
-    saved[OF_LAYERS] = record.repeat(model.config.n_layers, 1)
+    record = megatron.record_of(model.config, backbone).repeat(model.config.n_layers, 1)
+    saved["decoder.layers.self_attention.interdomain"] = record
     checkpoints.write_tensors(step, saved | dict.fromkeys(tensors, torch.zeros(3)))
     shutil.copyfile(folder / "start" / "release" / megatron.FORMAT, step / megatron.FORMAT)
     (folder / megatron.TRACKER).write_text("7")
