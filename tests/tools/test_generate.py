@@ -76,19 +76,19 @@ def test_sampling_options_and_seed(source, capsys, tokenizer):
 @pytest.mark.parametrize(("no_stop", "status"), [([], 0), (["--no-stop"], 130)])
 def test_the_end_of_text_and_ctrl_c(source, capsys, tokenizer, monkeypatch, no_stop, status):
     """The end is not printed (tests/model/test_generation.py has how it ends a row); Ctrl-C leaves what was written."""
-    word = tokenizer.encode("y")[-1]
+    new = tokenizer.encode("x y")[len(tokenizer.encode("x")) :]
 
     def steps(model, prompts, *, stop, **options):
         assert stop == (None if no_stop else tokenizer.eos_id)
-        yield from [[word], [tokenizer.eos_id]]
+        yield from [[token] for token in (*new, tokenizer.eos_id)]
         if status:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "generate", steps)
     run(source, "--prompt", "x", *no_stop, expect=status)
     out, err = capsys.readouterr()
-    assert out == "xy\n"
-    assert err.startswith("[2 tokens in ")
+    assert out == "x y\n"
+    assert err.startswith(f"[{len(new) + 1} tokens in ")
 
 
 def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(source, capsys, monkeypatch, refused):
