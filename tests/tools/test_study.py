@@ -275,7 +275,7 @@ def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
         run.record.parent.mkdir(parents=True, exist_ok=True)
         run.record.write_bytes(definition.dumped(record))
 
-    path = described(RATES)
+    path = Path(described(RATES))
     assert study.main(["plan", str(path)]) == 0
     assert "\n4 more at the best rate of their condition" in capsys.readouterr().out
     losses = {("softmax", "slow"): 2.2, ("softmax", "fast"): 2.1, ("s4d, own scale", "slow"): 1.9}
