@@ -76,26 +76,25 @@ def test_nan_other_bits_and_exceptions_fail(monkeypatch):
     calls, forward = [], chunkwise.scan_forward
     (case,) = check_kernels.groups(False)["chunkwise-M128"]
 
-    def run(make):
-        replace_chunkwise(monkeypatch, scan_forward=make)
+    def row_of(change):
+        def broken(*args, **kw):
+            o, state, *kept = forward(*args, **kw)
+            return *change(o, state), *kept
+
+        replace_chunkwise(monkeypatch, scan_forward=broken)
         return check_kernels.run_case(case, CPU)
 
-    def nan(*args, **kw):
-        o, state, *kept = forward(*args, **kw)
-        return o * float("nan"), state, *kept
-
-    def unsteady(*args, **kw):
+    def unsteady(o, state):
         calls.append(1)
-        o, state, *kept = forward(*args, **kw)
-        return o, state + 1e-7 * len(calls), *kept
+        return o, state + 1e-7 * len(calls)
 
-    def fails(*args, **kw):
+    def fails(o, state):
         raise RuntimeError("out of resources")
 
-    assert run(nan)["result"] == "FAIL"
-    row = run(unsteady)
+    assert row_of(lambda o, state: (o * float("nan"), state))["result"] == "FAIL"
+    row = row_of(unsteady)
     assert (row["result"], row["bit-equal"]) == ("FAIL", False)
-    assert run(fails)["result"] == "FAIL: RuntimeError: out of resources"
+    assert row_of(fails)["result"] == "FAIL: RuntimeError: out of resources"
 
 
 @pytest.mark.parametrize(("error", "code"), [(1.1, 3), (2.9, 3), (3.1, 1)])

@@ -13,8 +13,6 @@ from interdomain.model.generation import Sampling
 from interdomain.model.generation import generate as generate_tokens
 from interdomain.tools import generate
 
-from ..common import REPOSITORY
-
 
 @pytest.fixture
 def source(exported_model):
@@ -34,33 +32,23 @@ def continuation(folder, prompt, max_tokens, sampling=None, seed=0):
     return ids, [step[0] for step in steps]
 
 
-PROMPTS = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"]
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_text_is_the_decoded_tokens(source, capsys, tokenizer, prompt):
-    run(source, "--prompt", prompt, "--max-tokens", 40, "--temperature", 0)
+def test_one_prompt_and_several(source, capsys, tokenizer):
+    """What is printed are the decoded tokens, of several prompts each as if it were alone."""
+    prompts, options = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"], ["--max-tokens", 25, "--temperature", 0]
+    texts, note = [], "[an empty prompt: the model begins a text]\n"
+    for prompt in prompts:
+        run(source, "--prompt", prompt, *options)
+        out, err = capsys.readouterr()
+        ids, new = continuation(source, prompt, 25)
+        texts.append(tokenizer.decode(ids + new))
+        assert texts[-1].startswith(prompt)
+        assert out == texts[-1] + "\n"
+        rate = r"\[25 tokens in \d+\.\d s, \d+\.\d tokens/s after the first\]\n"
+        assert re.fullmatch(rate, err if prompt else err.removeprefix(note))
+    run(source, *(word for prompt in prompts for word in ("--prompt", prompt)), *options)
     out, err = capsys.readouterr()
-    ids, new = continuation(source, prompt, 40)
-    assert out == tokenizer.decode(ids + new) + "\n"
-    assert out.startswith(prompt)
-    if not prompt:
-        err = err.removeprefix("[an empty prompt: the model begins a text]\n")
-    assert re.fullmatch(r"\[40 tokens in \d+\.\d s, \d+\.\d tokens/s after the first\]\n", err)
-
-
-def test_several_prompts_are_each_alone(source, capsys):
-    alone = []
-    for prompt in PROMPTS:
-        run(source, "--prompt", prompt, "--max-tokens", 25, "--temperature", 0)
-        alone.append(capsys.readouterr().out.removesuffix("\n"))
-    run(source, *(o for p in PROMPTS for o in ("--prompt", p)), "--max-tokens", 25, "--temperature", 0)
-    out, err = capsys.readouterr()
-    blocks = {f"=== {i + 1}: {p!r}\n{text}\n\n" for i, (p, text) in enumerate(zip(PROMPTS, alone, strict=True))}
-    for block in blocks:
-        assert block in out
-    assert len(out) == sum(map(len, blocks))
-    assert err.startswith("[an empty prompt: the model begins a text]\n[100 tokens in ")
+    assert out == "".join(f"=== {i}: {prompts[i - 1]!r}\n{text}\n\n" for i, text in enumerate(texts, 1))
+    assert err.startswith(f"{note}[100 tokens in ")
 
 
 def test_a_terminal_is_given_nothing_to_obey(source, capsys, monkeypatch):
@@ -85,41 +73,36 @@ def test_sampling_options_and_seed(source, capsys, tokenizer):
     assert capsys.readouterr().out != first
 
 
-@pytest.mark.parametrize("no_stop", [[], ["--no-stop"]])
-@pytest.mark.parametrize("status", [0, 130])
+@pytest.mark.parametrize(("no_stop", "status"), [([], 0), (["--no-stop"], 130)])
 def test_the_end_of_text_and_ctrl_c(source, capsys, tokenizer, monkeypatch, no_stop, status):
     """The end is not printed (tests/model/test_generation.py has how it ends a row); Ctrl-C leaves what was written."""
-    word, stops = tokenizer.encode("y")[-1], []
+    new = tokenizer.encode("x y")[len(tokenizer.encode("x")) :]
 
     def steps(model, prompts, *, stop, **options):
-        stops.append(stop)
-        yield from [[word], [tokenizer.eos_id]]
+        assert stop == (None if no_stop else tokenizer.eos_id)
+        yield from [[token] for token in (*new, tokenizer.eos_id)]
         if status:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "generate", steps)
     run(source, "--prompt", "x", *no_stop, expect=status)
     out, err = capsys.readouterr()
-    assert out == "xy\n"
-    assert err.startswith("[2 tokens in ")
-    assert stops == [None if no_stop else tokenizer.eos_id]
+    assert out == "x y\n"
+    assert err.startswith(f"[{len(new) + 1} tokens in ")
 
 
-def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(source, capsys, monkeypatch):
+def test_a_prompt_from_a_pipe_an_empty_one_and_one_that_is_not_utf8(source, capsys, monkeypatch, refused):
     """From a shell, and from a pipe as Python reads it in two locales."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
     run(source, "--max-tokens", 5, "--temperature", 0)
     assert capsys.readouterr().out.startswith("import os")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    run(source, expect=2)
-    assert "error: standard input is empty" in capsys.readouterr().err
-    run(source, "--prompt", os.fsdecode(b"\xe9"), expect=2)
-    assert "the prompt is not UTF-8" in error(capsys)
+    refused(generate.main, [source], "standard input is empty")
+    refused(generate.main, [source, "--prompt", os.fsdecode(b"\xe9")], "the prompt is not UTF-8")
     for errors in ("strict", "surrogateescape"):
         piped = io.TextIOWrapper(io.BytesIO(b"\xe9"), encoding="utf-8", errors=errors)
         monkeypatch.setattr(sys, "stdin", piped)
-        run(source, expect=2)
-        assert "the prompt is not UTF-8" in capsys.readouterr().err
+        refused(generate.main, [source], "the prompt is not UTF-8")
 
 
 ALONE = """
@@ -132,54 +115,28 @@ class NoNetwork(socket.socket):
         raise AssertionError("a socket was opened")
 socket.socket = NoNetwork
 from interdomain.tools.generate import main
-code = main(sys.argv[1:])
-loaded = [n for n, m in sys.modules.items() if m and n.partition(".")[0] in ("torchtitan", "triton", "transformers")]
-sys.exit(code or (f"loaded {loaded}" if loaded else 0))
+sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_it_needs_torch_safetensors_and_sentencepiece_alone(source, tmp_path, tokenizer):
-    options = ["--prompt", "import os", "--max-tokens", "8", "--temperature", "0"]
-    argv, env = [sys.executable, "-c", ALONE, str(source), *options], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    ids, new = continuation(source, "import os", 8)
-    assert done.stdout == tokenizer.decode(ids + new) + "\n"
-
-
-def error(capsys):
-    """The one paragraph on stderr, and nothing on stdout."""
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.strip().split("\n")) == 1, err
-    assert err.startswith("error: ")
-    return err
-
-
-def test_what_cannot_be_is_one_paragraph(source, tmp_path, capsys):
-    """tests/model/test_pretrained.py has all that can be wrong with a folder."""
-    for options, words in (
-        (["--max-tokens", 0], ["--max-tokens", "at least 1"]),
-        (["--prefill-chunk", 0], ["--prefill-chunk", "at least 1"]),
-        (["--temperature", -1], ["temperature", "-1"]),
-    ):
-        run(source, "--prompt", "x", *options, expect=2)
-        message = error(capsys)
-        assert all(word in message for word in words), message
-    run(tmp_path, "--prompt", "x", expect=2)
-    assert "is not a model folder" in error(capsys)
-
-
-def test_a_reader_that_leaves_ends_it_quietly(source):
-    """`generate ... | head`: not a word, and the status of a program that SIGPIPE ended, as with cat."""
-    argv = f"{sys.executable} -m interdomain.tools.generate {source} --prompt x --no-stop --max-tokens 5000"
-    done = subprocess.run(
-        ["bash", "-c", f"{argv} | head -c 20; exit $PIPESTATUS"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def test_it_needs_little_and_ends_quietly_when_its_reader_leaves(source, tmp_path):
+    """torch, safetensors and sentencepiece alone. `generate ... | head`: not a word, and the status of a program that SIGPIPE
+    ended, as with cat."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    command = f"{sys.executable} alone.py {source} --prompt x --no-stop --max-tokens 5000"
+    bash = ["bash", "-c", f"{command} | head -c 20; exit $PIPESTATUS"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, env=env)
     assert done.stdout.startswith("x")
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+def test_what_cannot_be_is_one_paragraph(source, tmp_path, refused):
+    """tests/model/test_pretrained.py has all that can be wrong with a folder."""
+    for folder, options, words in (
+        (source, ["--max-tokens", 0], "--max-tokens must be at least 1"),
+        (source, ["--temperature", -1], "temperature"),
+        (tmp_path, [], "is not a model folder"),
+    ):
+        refused(generate.main, [folder, "--prompt", "x", *options], words)

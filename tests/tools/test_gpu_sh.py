@@ -56,15 +56,11 @@ def test_finished_rows_outlive_a_crash_and_a_hang_that_is_cut(tmp_path):
     assert statuses["check"].startswith("exit status 139")
     assert f"**{CHECK_FAILED}**" in summary
     assert "| row of check |" in summary
-    wanted = {
-        "kernels": ("complete: 1 timings; complete", "| row of kernels |"),
-        "training": ("cut after", "| row of training |"),
-        "inference": ("not run: no time left", ""),
-    }
-    for part, (status, row) in wanted.items():
+    for part, status in (("kernels", "complete: 1 timings; complete"), ("training", "cut after")):
         if not statuses[part].startswith("not run"):  # as on a machine that is too busy to come to it
             assert statuses[part].startswith(status)
-            assert row in summary
+            assert f"| row of {part} |" in summary
+    assert statuses["inference"] == "not run: no time left"
     again = start(tmp_path)
     assert "never overwritten" in again.communicate(timeout=TIMEOUT)[0]
     assert again.returncode == 2

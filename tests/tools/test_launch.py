@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from interdomain.tools import convert, generate, launch
+from interdomain.tools import bench_training, convert, generate, launch
 from interdomain.tools._start.torchrun import CONTINUE, REFUSED
 
 from ..common import REPOSITORY, TIMEOUT
@@ -63,7 +63,7 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "words"),
     [
         (["--mixer.condition", "mamba"], ["mixer.condition", "mamba", "softmax", "s4d-rope"]),
         (["--data.corpus", "no/such/corpus"], ["no/such/corpus"]),
@@ -73,23 +73,22 @@ def test_a_run_that_failed_after_it_saved_something_new_asks_to_be_started_again
         (["--job.config_file=train_configs/125M.toml"], ["without --job.config_file", "./launch.sh FILE.toml"]),
     ],
 )
-def test_refused_in_one_paragraph_before_anything_starts(capsys, tmp_path, monkeypatch, nothing_starts, argv, said):
+def test_refused_before_anything_starts(refused, tmp_path, monkeypatch, nothing_starts, argv, words):
     monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 0)
-    assert launch.main(["--job.dump_folder", str(tmp_path / "out"), *argv]) == 2
-    message = capsys.readouterr().err.partition("error: ")[2].strip()
-    assert "\n" not in message
-    assert all(words in message for words in said)
+    refused(launch.main, ["--job.dump_folder", tmp_path / "out", *argv], *words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(capsys, tmp_path, monkeypatch, nothing_starts):
+def test_gpus_that_pytorch_cannot_use_are_no_reason_to_train_on_the_cpu(
+    capsys, refused, tmp_path, monkeypatch, nothing_starts
+):
     monkeypatch.setattr(launch.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     for name, value in (("is_available", False), ("device_count", 0)):
         monkeypatch.setattr(launch.torch.cuda, name, lambda value=value: value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     dry(capsys)  # on a login node it says what would run elsewhere
-    assert launch.main(["--job.dump_folder", str(tmp_path / "out")]) == 2
-    assert "this machine has GPUs (/dev/nvidia0)" in capsys.readouterr().err
+    for main, option in ((launch.main, "--job.dump_folder"), (bench_training.main, "--output")):
+        refused(main, [option, tmp_path / "out"], "this machine has GPUs (/dev/nvidia0)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launch.refuse_idle_gpus()
 
@@ -178,43 +177,45 @@ esac
 """
 
 
-def test_titan_chooses_an_environment(tmp_path, monkeypatch):
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """The working folder, with launch.sh and what it installs; checkout(text, *pythons): and Pythons of this text."""
+    for name in ("INTERDOMAIN_PYTHON", "INTERDOMAIN_VENV"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("launch.sh", "pyproject.toml", "constraints.txt", "constraints-titan03.txt"):
         shutil.copy(REPOSITORY / name, tmp_path)
-    for folder in (".venv/bin", ".venv-titan03/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "python").write_text(f'#!/bin/sh\necho {folder} "$@" >> {tmp_path}/log\n')
-        (tmp_path / folder / "python").chmod(0o755)
-    monkeypatch.delenv("INTERDOMAIN_PYTHON", raising=False)
-    monkeypatch.delenv("INTERDOMAIN_VENV", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def checkout(text, *pythons):
+        for python in map(Path, pythons):
+            python.parent.mkdir(parents=True)
+            python.write_text(text)
+            python.chmod(0o755)
+
+    return checkout
+
+
+def test_titan_chooses_an_environment(checkout, monkeypatch):
+    checkout('#!/bin/sh\necho $0 "$@" >> log\n', ".venv/bin/python", ".venv-titan03/bin/python")
 
     def start(*words):
-        return subprocess.run(["./launch.sh", *words], cwd=tmp_path, capture_output=True, text=True)
+        return subprocess.run(["./launch.sh", *words], capture_output=True, text=True)
 
     assert start("--titan", "0.3", "run.toml", "--dry-run").returncode == 0
-    log = (tmp_path / "log").read_text()
+    log = Path("log").read_text()
     assert "pip install" in log
-    assert "torchtitan==0.3.0" in (tmp_path / "constraints-titan03.txt").read_text()
+    assert "torchtitan==0.3.0" in Path("constraints-titan03.txt").read_text()
     assert "-c constraints-titan03.txt -e .[titan03]" in log
-    assert log.splitlines()[-1] == ".venv-titan03/bin -m interdomain.tools.launch run.toml --dry-run"
+    assert log.endswith("/.venv-titan03/bin/python -m interdomain.tools.launch run.toml --dry-run\n")
     assert start("--titan", "0.4").stderr == "error: --titan must be 0.2 or 0.3: got 0.4.\n"
     monkeypatch.setenv("INTERDOMAIN_PYTHON", "python")
     assert "leave one out" in start("--titan", "0.3").stderr
 
 
-def test_starts_at_once_install_once_and_repair_what_was_killed(tmp_path, monkeypatch):
+def test_starts_at_once_install_once_and_repair_what_was_killed(checkout, tmp_path, monkeypatch):
     """Killed when it had a Python and no pip, and in the middle of pip. Other constraints are installed anew."""
-    for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
-        shutil.copy(REPOSITORY / name, tmp_path)
-    for folder in ("tools", ".venv/bin"):
-        (tmp_path / folder).mkdir(parents=True)
-    for python in ("tools/python3.11", ".venv/bin/python"):
-        (tmp_path / python).write_text(STAND_IN)
-        (tmp_path / python).chmod(0o755)
+    checkout(STAND_IN, "tools/python3.11", ".venv/bin/python")
     monkeypatch.setenv("PATH", str(tmp_path / "tools"), prepend=os.pathsep)
-    for name in ("INTERDOMAIN_PYTHON", "INTERDOMAIN_VENV"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
 
     def start():
         return subprocess.Popen(["./launch.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -125,10 +125,8 @@ def test_runs_on_other_text_are_not_compared(write, tmp_path):
     for i, (softmax, fingerprints, flags, reason) in enumerate(
         (
             (theirs[0], text, ["--data.corpus", "moved"], None),
-            (theirs[0], text | {"validation": "b2"}, [], "the validation text (b1; b2)"),
             (theirs[0], text | {"train": "b2"}, ["--validation.tokens", "4096"], "the training text (b0; b2)"),
             (theirs[0], none, [], "the training text (b0; data/edu)"),
-            (theirs[1], none, [], None),
             (theirs[1], none, ["--data.corpus", "moved"], "the training text (data/edu; moved)"),
         )
     ):
@@ -171,13 +169,13 @@ def described(tmp_path, monkeypatch):
     def described(text=STUDY):
         path = tmp_path / f"mine{next(numbers) or ''}.toml"
         path.write_text(text.replace("{folder}", str(tmp_path)))
-        return path
+        return str(path)
 
     return described
 
 
 def test_the_runs_of_a_study(described, capsys):
-    runs = {run.name: run for run in definition.read_study(described()).runs}
+    runs = {run.name: run for run in definition.read_study(Path(described())).runs}
     assert [*runs] == [
         *(f"{size}/{condition}/seed-1" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
         *(f"{size}/{condition}/seed-2" for size in ("debug", "short") for condition in ("softmax", "s4d-own-scale")),
@@ -189,26 +187,23 @@ def test_the_runs_of_a_study(described, capsys):
     assert short.config.mixer.linear_scale == 1
     file = runs["debug/softmax/seed-1"].write_config()  # what ./launch.sh reads is what was planned
     assert replace(make_plan(read_job_config(["--job.config_file", str(file)]), 1), computed=first.computed) == first
-    assert study.main(["plan", str(described()), "--only", "*/seed-42"]) == 0
+    assert study.main(["plan", described(), "--only", "*/seed-42"]) == 0
     assert "| debug/softmax/seed-42 | 1,377,408 | 1,024 a token | 163,840 |" in capsys.readouterr().out
 
 
-def test_a_begun_run_with_other_settings_is_refused(described, tmp_path, capsys):
-    """A finished run is refused likewise. Before the first checkpoint nothing is lost."""
+def test_a_begun_run_with_other_settings_is_refused(described, refused, capsys):
+    """tests/titan/test_study_run.py has a finished one. Before the first checkpoint nothing is lost."""
     study_file, changed = described(), described(STUDY.replace("[sizes.debug]", "optimizer.lr = 1e-2\n[sizes.debug]"))
-    run = {run.name: run for run in definition.read_study(study_file).runs}["debug/softmax/seed-1"]
+    run = {run.name: run for run in definition.read_study(Path(study_file)).runs}["debug/softmax/seed-1"]
     begun = run.write_config().read_text()
-    assert study.main(["plan", str(changed)]) == 0
+    assert study.main(["plan", changed]) == 0
     (run.folder / "checkpoint/step-20").mkdir(parents=True)
     (run.folder / "checkpoint/step-20/.metadata").touch()
-    capsys.readouterr()
     for command in ("plan", "run"):
-        assert study.main([command, str(changed)]) == 2
-        assert f"{run.folder}/run.toml was made with other settings: optimizer.lr 0.003 there, 0.01 here" in (
-            capsys.readouterr().err
-        )
+        words = f"{run.folder}/run.toml was made with other settings: optimizer.lr 0.003 there, 0.01 here"
+        refused(study.main, [command, changed], words)
     assert (run.folder / "run.toml").read_text() == begun
-    assert study.main(["plan", str(study_file), "--only", run.name]) == 0
+    assert study.main(["plan", study_file, "--only", run.name]) == 0
     assert "| at step 20 of 40 |" in capsys.readouterr().out
 
 
@@ -220,17 +215,13 @@ def test_runs_as_jobs_of_slurm(described, tmp_path, monkeypatch, capsys):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    options, corpus = "--synthetic mqar --synthetic-examples 200 --validation-fraction 0.2", f"{tmp_path}/recall"
-    data = f'[all]\ndata.corpus = "{corpus}"\n'
-    study_file = described(
-        f'[corpora]\n"{corpus}" = "{options}"\n'.join(STUDY.replace("[all]\n", f"@{data}").split("@"))
-    )
-    command = ["run", str(study_file), "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
+    corpus, options = f"{tmp_path}/recall", "--synthetic mqar --synthetic-examples 200 --validation-fraction 0.2"
+    data = f'[corpora]\n"{corpus}" = "{options}"\n[all]\ndata.corpus = "{corpus}"\n'
+    study_file = described(STUDY.replace("[all]\n", data))
+    command = ["run", study_file, "--only", "debug/softmax/*", "--sbatch", "sbatch --nodes=2 site.sbatch"]
     assert study.main(command) == 2
     *_, error, _, make = capsys.readouterr().err.splitlines()
-    assert error.startswith(
-        f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no such"
-    )
+    assert error.startswith(f"3 run(s), the first of them debug/softmax/seed-1: data.corpus = '{corpus}': there is no")
     assert not (tmp_path / "asked").exists()
     assert prepare_data.main(shlex.split(make.partition(" prepare-data ")[2])) == 0
     assert study.main(command) == 0
@@ -284,7 +275,7 @@ def test_more_seeds_at_the_best_rate(described, tmp_path, capsys):
         run.record.parent.mkdir(parents=True, exist_ok=True)
         run.record.write_bytes(definition.dumped(record))
 
-    path = described(RATES)
+    path = Path(described(RATES))
     assert study.main(["plan", str(path)]) == 0
     assert "\n4 more at the best rate of their condition" in capsys.readouterr().out
     losses = {("softmax", "slow"): 2.2, ("softmax", "fast"): 2.1, ("s4d, own scale", "slow"): 1.9}
@@ -316,7 +307,7 @@ def test_ctrl_c_goes_on_to_the_runs(described, tmp_path, monkeypatch, capsys):
     (tmp_path / "run").write_text(f"#!{sys.executable}\nimport os, signal, time\n{count}\n{press}\n")
     (tmp_path / "run").chmod(0o755)
     monkeypatch.setattr(_study_run.sys, "executable", str(tmp_path / "run"))
-    (one, *_) = definition.read_study(described()).runs
+    (one, *_) = definition.read_study(Path(described())).runs
     assert _study_run.run_here([one], 1) == launch.CONTINUE
     assert f"{one.name}: left at step 0" in capsys.readouterr().out
 
@@ -333,56 +324,38 @@ def test_the_studies_of_the_repository(monkeypatch):
         assert {run.settings["mixer"].get("c_scale") for run in named} <= {1}
 
 
-def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch, described, capsys):
-    """The committed records stay those of their runs, whether they have it or not. A condition's own is refused."""
+def test_an_n_basis_of_all_conditions_is_not_for_softmax(monkeypatch):
+    """The committed records stay those of their runs, whether they have it or not."""
     monkeypatch.chdir(REPOSITORY)
     runs = [run for run in definition.read_study(Path("train_configs/studies/small.toml")).runs if run.record.is_file()]
     assert len(runs) > 50
     assert all(run.is_finished for run in runs)
-    recall = [run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1]
-    given = {run.labels["condition"]: run.settings["mixer"].get("n_basis") for run in recall}
-    assert given.pop("softmax") is None
-    assert {*given.values()} == {16}
-    softmax = next(run for run in recall if run.labels["condition"] == "softmax")
-    recorded = json.loads(softmax.record.read_text())
-    assert recorded["settings"]["mixer"]["n_basis"] == 16
-    assert softmax.plan.n_params == recorded["facts"]["parameters"]
-    own = STUDY.replace('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')
-    assert study.main(["plan", str(described(own))]) == 2
-    assert "debug/softmax/seed-1: mixer.n_basis = 8 is not possible" in capsys.readouterr().err
+    recall = {run.labels["condition"]: run for run in runs if run.labels["setting"] == "mqar" and run.seed == 1}
+    n_basis = {condition: run.settings["mixer"].get("n_basis") for condition, run in recall.items()}
+    assert n_basis.pop("softmax") is None
+    assert {*n_basis.values()} == {16}
+    assert json.loads(recall["softmax"].record.read_text())["settings"]["mixer"]["n_basis"] == 16
 
 
-def test_what_is_refused(write, described, tmp_path, capsys):
+def test_what_is_refused(write, described, tmp_path, refused):
     with SummaryWriter(str(tmp_path / "other" / "tb")) as writer:
         writer.add_scalar("loss", 1.0, 1)
+
+    def changed(old, new):
+        return described(STUDY.replace(old, new))
+
     for argv, words in (
-        (["show", "no such run", "--output", str(tmp_path)], "exists and is not empty"),
-        (["show", str(tmp_path / "other")], "holds no run of this project"),
-        (["show", str(tmp_path / "nowhere")], "nowhere holds no TensorBoard events. Give a run's folder"),
-        (
-            ["show", write("never", "softmax", {1: math.nan})],
-            "was never validated: train with validation.enable = true",
-        ),
-        (["show", str(described())], "no run is finished. Train with: interdomain study run"),
-        (
-            ["plan", str(described()), "--only", "x"],
-            "--only x matches no run. A run's name is like debug/softmax/seed-1",
-        ),
-        (["plan", str(described("sizes.debug.model.flavor = 'debug'"))], "names no conditions: add a table"),
-        (["plan", str(described(STUDY + "seeds = []"))], "seeds = [] names no run. Give a list with at least one"),
-        (["plan", str(described(STUDY + "sizse = 1"))], "[[runs]] has no sizse; allowed: sizes, conditions"),
-        (
-            ["plan", str(described(STUDY.replace('ns = ["softmax"]', 'ns = ["sofmax"]')))],
-            "names conditions sofmax; the file",
-        ),
-        (
-            ["plan", str(described(STUDY.replace("linear_scale", "linaer_scale")))],
-            "no setting mixer.linaer_scale. Near",
-        ),
-        (
-            ["run", str(described(STUDY.replace("linear_scale = 1", "normalize = true")))],
-            "own-scale/seed-1: mixer.normalize = True is not possible",
-        ),
+        (["show", "no such run", "--output", tmp_path], "exists and is not empty"),
+        (["show", tmp_path / "other"], "holds no run of this project"),
+        (["show", write("never", "softmax", {1: math.nan})], "was never validated: train with validation.enable"),
+        (["show", described()], "no run is finished. Train with: interdomain study run"),
+        (["plan", described(), "--only", "x"], "--only x matches no run. A run's name is like debug/softmax/seed-1"),
+        (["plan", described("sizes.debug.model.flavor = 'debug'")], "names no conditions: add a table"),
+        (["plan", changed("[1, 2]", "[]")], "seeds = [] names no run. Give a list with at least one"),
+        (["plan", changed("seeds", "sizse")], "[[runs]] has no sizse; allowed: sizes, conditions"),
+        (["plan", changed('ns = ["softmax"]', 'ns = ["sofmax"]')], "names conditions sofmax; the file"),
+        (["plan", changed("linear_scale", "linaer_scale")], "no setting mixer.linaer_scale. Near"),
+        (["plan", changed('condition = "softmax"', 'condition = "softmax"\nmixer.n_basis = 8')], "n_basis = 8 is not"),
+        (["run", changed("linear_scale = 1", "normalize = true")], "own-scale/seed-1: mixer.normalize = True is not"),
     ):
-        assert study.main(argv) == 2
-        assert words in capsys.readouterr().err
+        refused(study.main, argv, words)
