@@ -12,8 +12,9 @@ from interdomain.model.layers import rope_of
 from interdomain.tools import convert
 from interdomain.tools import inspect_model as inspect
 from interdomain.tools._inspect import maps as _maps
+from interdomain.tools._inspect.pairing import LAGS, by_head
 
-from ..model.common import OPTIONS, random_tokens, variant
+from ..model.common import OPTIONS, lively, random_tokens, small_config, variant
 from .checkpoints import small_model, write_checkpoint
 
 T = 21
@@ -48,6 +49,8 @@ def test_the_map_makes_the_mixer_s_output(condition, option):
         x, o = seen[2 * i : 2 * i + 2]
         mixer = layer.mixer
         rope = rope_of(model.config, torch.arange(T), x.dtype) if mixer.config.rope else None
+        if mixer.o_norm is not None:  # its output, not the map's
+            continue
         v = mixer._features("v", mixer.wv(x), rope, None, None)
         if mixer.config.normalize:
             v = v[..., :-1]
@@ -59,6 +62,24 @@ def test_the_map_makes_the_mixer_s_output(condition, option):
             made = torch.sigmoid(mixer.wg(x[0])) * made
         torch.testing.assert_close(made, o[0], rtol=1e-9, atol=1e-11 * o.abs().max().item())
         assert layer.output_rms == pytest.approx(o.square().mean().sqrt().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("readout", ["complex", "real", "hermitian"])
+def test_pairing(readout):
+    """w(s, r) of docs/pairing.md, with phi_n = C beta Lambda^n."""
+    layer = read(lively(small_config("interdomain", readout=readout)), [0])[0]
+    exponents, _ = layer.mixer.dynamics([layer.mixer])[0]
+    log_decay, C = (torch.view_as_complex(x.contiguous()) for x in (exponents, layer.mixer.ssm.C))
+    beta = (log_decay.exp() - 1) / (log_decay / layer.mixer.ssm.log_dt.exp()[:, None])
+    powers = beta[:, None] * (log_decay[:, None] * torch.arange(LAGS, dtype=torch.float64)[:, None]).exp()
+    phi = powers @ C.mT  # [H, lags, M]
+    left = {"complex": phi, "real": phi.real, "hermitian": phi.conj()}[readout]
+    expected = (left @ (phi.real if readout == "real" else phi).mT).real
+    torch.testing.assert_close(layer.pairing, expected, rtol=1e-9, atol=1e-11 * expected.abs().max().item())
+    assert by_head(expected)["own value positive"] == by_head(layer.pairing)["own value positive"]
+    if readout != "complex":  # a sum of squares
+        assert by_head(layer.pairing)["own value positive"] == [1] * 4
 
 
 @torch.no_grad()
@@ -117,7 +138,7 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys, refused):
     out = tmp_path / "out"
     run(folders["interdomain"], "--text", TEXT, "--output", out)
     printed = capsys.readouterr().out
-    pictures = {"map-layer-00.png", "map-layer-01.png", "timescales.png"}
+    pictures = {f"{kind}-layer-0{i}.png" for kind in ("map", "pairing") for i in (0, 1)} | {"timescales.png"}
     assert {p.name for p in out.iterdir()} == pictures | {"inspect.json", "inspect.md", "maps.safetensors"}
     assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     written = json.loads((out / "inspect.json").read_text())
@@ -129,7 +150,7 @@ def test_what_is_written(folders, tmp_path, tokenizer, capsys, refused):
     assert first["timescale max"] > 4.1
     layers = _maps.read_layers(load_model(folders["interdomain"], dtype=torch.float64), torch.tensor(ids), [0, 1])
     maps = load_file(out / "maps.safetensors")
-    assert list(maps) == ["layer-00", "layer-01"]
+    assert sorted(maps) == ["layer-00", "layer-01", "pairing-00", "pairing-01"]
     torch.testing.assert_close(maps["layer-01"], layers[1].weights.float())
     assert first["distance"] == pytest.approx(sum(_maps.by_head(layers[0].weights)["distance"]) / 4)
     page = (out / "inspect.md").read_text()
@@ -149,7 +170,7 @@ def test_other_mixers_and_no_matplotlib(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(_maps, "CORES", [core for core in _maps.CORES if core.kind != "softmax"])  # no mixer of ours
     run(folders["hybrid"], "--text-file", text, "--output", tmp_path / "hybrid")
     assert "layer 1: no map for this mixer (SoftmaxMixer)" in capsys.readouterr().out
-    assert list(load_file(tmp_path / "hybrid" / "maps.safetensors")) == ["layer-00"]
+    assert list(load_file(tmp_path / "hybrid" / "maps.safetensors")) == ["layer-00", "pairing-00"]
 
 
 def test_bad_requests(folders, tmp_path, refused):
