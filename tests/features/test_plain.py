@@ -29,37 +29,6 @@ def test_by_the_letter(dtype):
         assert_agree(got, literal(case, *problem), TOLERANCES[dtype])
 
 
-def test_pieces_are_the_whole():
-    """A sequence in pieces, shorter than the filter too, each with what came before; and one token at a time."""
-    case = Case(T=9, **MIXES["k"])
-    leaves, rope, dy = make(case)
-    whole = run(case, leaves, rope, dy)["y"]
-    x = leaves["x"].detach()
-    padded = torch.cat([x.new_zeros(2, 3, 24), x], dim=1)
-    for sizes in ([1, 1, 5, 2], [1] * 9):
-        parts, start = [], 0
-        for n in sizes:
-            parts.append(
-                input_features(
-                    x[:, start : start + n],
-                    case.R,
-                    conv=(leaves["weight"], leaves["bias"]),
-                    past=padded[:, start : start + 3],
-                    rope=tuple(t[start : start + n] for t in rope),
-                    silu=True,
-                    norm=(leaves["scale"], leaves["shift"]),
-                )
-            )
-            start += n
-        torch.testing.assert_close(torch.cat(parts, dim=1).detach(), whole, rtol=0, atol=1e-14)
-
-
-def test_zeros_have_no_direction_and_no_nan():
-    case = Case(T=4, W=0, scale=0.0, **{n: v for n, v in MIXES["k"].items() if n != "W"})
-    for name, grad in run(case, *make(case, torch.float32)).items():
-        assert grad.isfinite().all(), name
-
-
 def test_low_precision_parameters_and_autocast():
     """bf16 parameters, as FSDP casts them, and autocast: still one rounding at the end."""
     case = Case(T=9, **MIXES["k"])

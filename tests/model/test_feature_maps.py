@@ -5,7 +5,6 @@ import torch
 
 from interdomain.model.feature_maps import MAX_GAIN, PositiveRandomFeatures, divided, feature_map
 from interdomain.model.initialize import initial_value
-from interdomain.scan import interdomain_scan
 
 from .common import lively, random_tokens, small_config
 
@@ -101,15 +100,3 @@ def test_no_scale_matters(options):
         mixer.wv.weight.mul_(2.0**9)
         assert torch.equal(output(), 2**9 * first)
     torch.testing.assert_close(2**9 * first[:, 0], values[0][:, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_weights_of_a_conjugated_readout_sum_to_a_square():
-    """For features that do not vary the denominator is |eta|^2 times their product; unconjugated it has either sign."""
-    signs = {}
-    for readout in ("complex", "hermitian", "real"):
-        model = lively(small_config("interdomain", n_heads=16, head_dim=2, readout=readout))
-        log_decay, mixing = model.dynamics()[0]
-        ones = torch.ones(1, 60, 16, 1, dtype=torch.float64)
-        denominators = interdomain_scan(ones, ones, ones, log_decay, mixing)[0]
-        signs[readout] = (denominators < 0).any().item()
-    assert signs == {"complex": True, "hermitian": False, "real": False}

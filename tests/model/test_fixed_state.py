@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.costs.flops import forward_flops_per_token, state_size
+from interdomain.model.costs.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fixed_state import recurrence
 
@@ -95,19 +95,6 @@ def test_documents(kind):
     assert_same(recurrence, inputs(kind, 130), documents + torch.tensor([[0], [1]]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_continue_a_piece(kind):
-    given = inputs(kind, 70)
-    whole, end = recurrence(**given)
-    S, out, at = given.pop("initial_state"), [], 0
-    for n in (66, 1, 1, 2):
-        piece = {name: None if x is None else x[:, at : at + n] for name, x in given.items()}
-        o, S = recurrence(**piece, initial_state=S)
-        out, at = [*out, o], at + n
-    torch.testing.assert_close(torch.cat(out, dim=1), whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(S, end, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("strength", [30, 1e4, float("inf")])
 @pytest.mark.parametrize("kind", [kind for kind, (decay, *_) in KINDS.items() if decay])
 def test_strong_gates_in_float32(kind, strength):
@@ -167,13 +154,6 @@ def test_layer_by_the_letter(condition):
             wanted = literal(layer.attention, condition, x)
             assert wanted.std() > 0.01
             torch.testing.assert_close(layer.attention(x), wanted, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("size", ["debug", "125M", "350M", "760M", "1.3B"])
-def test_state_is_as_large_as_interdomain_attentions(size):
-    sizes = {condition: state_size(build_config(size, condition)) for condition in ("interdomain", *FIXED_STATE)}
-    assert len(set(sizes.values())) == 1
-    assert state_size(build_config(size, "gla", state_heads=16)) == build_config(size).dim ** 2 // 16
 
 
 @pytest.mark.parametrize("condition", FIXED_STATE)

@@ -5,7 +5,7 @@ import torch
 
 from interdomain import scan
 
-from .common import BACKENDS, CASES, Case, assert_agree, function, linear_or_query, op_inputs, paper, run_case
+from .common import CASES, Case, assert_agree, linear_or_query, op_inputs, paper, run_case
 
 
 def one_step(linear):
@@ -29,23 +29,6 @@ def test_steps_are_the_paper_s_loop(case, linear):
         return steps(linear, tokens, (theta, table), state)
 
     assert_agree(run_case(case, linear, run), paper(case, linear), "float64")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@linear_or_query
-def test_prefill_in_pieces_then_steps(backend, linear):
-    inputs, _ = op_inputs(Case(T=100, G=3), torch.float64, linear=linear)
-    inputs = {n: x.detach() for n, x in inputs.items()}
-    whole, final = function(linear)(**inputs, backend=backend)
-    tokens = [inputs[n] for n in (("z",) if linear else ("q", "k", "v"))]
-    tables = [inputs[n] for n in ("log_decay", "readout" if linear else "mixing")]
-    state, outputs = inputs["initial_state"], []
-    for start, stop in ((0, 1), (1, 66), (66, 90)):
-        piece = [x[:, start:stop] for x in tokens]
-        out, state = function(linear)(*piece, *tables, initial_state=state, backend=backend)
-        outputs.append(out)
-    out, state = steps(linear, [x[:, 90:] for x in tokens], tables, state)
-    assert_agree({"out": torch.cat((*outputs, out), dim=1), "state": state}, {"out": whole, "state": final}, "float64")
 
 
 @linear_or_query

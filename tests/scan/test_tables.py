@@ -19,16 +19,6 @@ def as_complex(x):
     return torch.view_as_complex(x.double().contiguous())
 
 
-def test_decay_is_exact_at_the_initialisation():
-    dt = torch.tensor([1e-3, 1e-2, 1e-1])
-    log_A_real = torch.full((3, 64), math.log(0.5))
-    A_imag = s4d_inv(64, torch.float32).expand(3, -1)
-    theta = scan.decay_exponent(dt, log_A_real, A_imag)
-    assert torch.equal(theta[..., 0], -(dt[:, None] * log_A_real.exp()))
-    assert torch.equal(theta[..., 1], dt[:, None] * A_imag)
-    assert theta[..., 1].abs().max() > 120  # radians per token: what `powers` is made for
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_decay_is_bounded_smooth_and_overflow_safe(dtype):
     x = torch.tensor([1e-30, 1e-6, 0.05, 0.5, 0.99, 1.0, 1.01, 2.0, 50.0, 1e6, 1e30], dtype=dtype)
@@ -78,34 +68,6 @@ def test_powers(dtype):
     assert error.max() < (1e-7 if dtype == torch.float32 else TOLERANCES["float64"][0])
     table = torch.view_as_complex(got)
     torch.testing.assert_close(table[:, 32], torch.ones_like(table[:, 32]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["full", "diagonal", "identity"])
-@pytest.mark.parametrize("readout", scan.READOUTS)
-def test_mixing_matrix_is_the_complex_product(readout, kind):
-    H, M = 2, 5
-    torch.manual_seed(0)
-    gain, x, y = (torch.randn(H, M, 2, dtype=torch.float64) for _ in range(3))
-    C = {"full": torch.randn(H, M, M, 2).double(), "diagonal": torch.randn(H, M, 2).double(), "identity": None}[kind]
-    W = scan.mixing_matrix(gain, C, readout)
-    assert W.shape == (H, 2 * M, 2 * M)
-    b = torch.einsum("hnm,hm->hn", W, torch.cat((x[..., 0], x[..., 1]), dim=-1))
-    got = (torch.complex(b[:, :M], b[:, M:]) * as_complex(y)).sum(-1).real
-
-    dense = torch.eye(M, dtype=torch.complex128).expand(H, M, M) if C is None else as_complex(C)
-    dense = torch.diag_embed(dense) if dense.ndim == 2 else dense
-    u, gamma = (torch.einsum("hmn,hn->hm", dense, as_complex(gain) * as_complex(s)) for s in (x, y))
-    expected = {
-        "complex": (u * gamma).real,
-        "hermitian": (u.conj() * gamma).real,
-        "real": u.real * gamma.real,
-    }[readout].sum(-1)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-    c = torch.randn(H, M, dtype=torch.float64)
-    w = scan.readout_vector(gain, C, c)
-    got = (torch.complex(w[:, :M], w[:, M:]) * as_complex(y)).sum(-1).real
-    torch.testing.assert_close(got, (c * gamma).sum(-1).real, rtol=1e-12, atol=1e-12)
 
 
 def test_errors():
