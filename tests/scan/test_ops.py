@@ -6,10 +6,9 @@ import inspect
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from interdomain import scan
-from interdomain.scan import chunkwise, ops
+from interdomain.scan import ops
 from interdomain.scan.library import tag_caches
 
 from .common import BACKENDS, Case, assert_agree, function, gradients, linear_or_query, op_inputs, run_op
@@ -99,31 +98,6 @@ def test_nothing_is_made_on_the_default_device():
         results = {b: run_op(inputs, cotangents, backend=b, documents=documents) for b in BACKENDS}
     for result in results.values():
         assert_agree(result, results["reference"], "float32")
-
-
-@pytest.mark.parametrize(("listed", "runs"), [(True, 1), (False, 2)])
-@linear_or_query
-def test_selective_activation_checkpointing(linear, listed, runs, monkeypatch):
-    inputs, cotangents = op_inputs(CASE, torch.float32, linear=linear)
-    op = torch.ops.interdomain.linear_scan.default if linear else torch.ops.interdomain.scan.default
-    name, calls = "linear_forward" if linear else "scan_forward", []
-    forward = getattr(chunkwise, name)
-    monkeypatch.setattr(chunkwise, name, lambda *args, **kw: calls.append(1) or forward(*args, **kw))
-
-    def policy(ctx, func, *args, **kwargs):
-        saved = listed and func == op
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def block(*tensors):
-        out, state = function(linear)(**dict(zip(inputs, tensors, strict=True)))
-        return out * 2, state
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    outputs = checkpoint(block, *inputs.values(), use_reentrant=False, context_fn=contexts)
-    grads = gradients(outputs, cotangents, inputs)
-    assert len(calls) == runs
-    plain = run_op(inputs, (2 * cotangents[0], cotangents[1]), linear)
-    assert all(torch.equal(grads[n], plain[n]) for n in grads)
 
 
 class Outputs(TorchDispatchMode):
