@@ -37,10 +37,6 @@ def test_what_stages_hold_is_the_model(tensor):
     assert held(model, [stages[0], stages[2]]).layers == ((0, 1), (3,))  # of one rank
 
 
-def test_one_rank_receives_nothing():
-    assert received("interdomain") == {}
-
-
 def test_shards_and_replicas():
     """Parameters in bf16, three micro-batches, each forward and backward, the head once; gradients once, in float32."""
     block, head = MATRICES + 2 * DIM, EMBEDDING + DIM
