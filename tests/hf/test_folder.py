@@ -145,23 +145,3 @@ def test_a_new_model_starts_as_the_native_one_does(loaded):
                 torch.testing.assert_close(found.std(), tensor.std(), rtol=0.15, atol=0, msg=name)
             elif name.endswith(("log_A_real", "A_imag", "norm.weight", "norm.bias")):
                 assert torch.equal(found, tensor), name
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        (dict(mixer="mamba"), "mixer is 'mamba'; allowed"),
-        (dict(mixer="hybrid", layer_settings=[dict(mixer="softmax")] * 3), "layer_settings.*divide 2"),
-        (
-            dict(mixer="hybrid", layer_settings=[dict(mixer="softmax"), dict(readout="imag")]),
-            "readout = 'imag' is unknown",
-        ),
-        (dict(hidden_size=30), "hidden_size"),
-        (dict(num_key_value_heads=3), "num_key_value_heads must divide"),
-        (dict(query_readout=False, num_key_value_heads=2), "n_kv_heads = 2 is not possible"),
-    ],
-)
-def test_a_configuration_that_is_none(loaded, setting, words):
-    code = code_of(loaded("interdomain")[1])
-    with pytest.raises(ValueError, match=words):
-        code.InterdomainConfig(**{**dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2), **setting})

@@ -88,13 +88,6 @@ def test_recurrence(kind, T):
     assert_same(recurrence, inputs(kind, T))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents(kind):
-    """The first row goes on from the state; the second begins with a document. One of one token, one over two chunks."""
-    documents = torch.repeat_interleave(torch.tensor([0, 1, 2, 3]), torch.tensor([3, 1, 100, 26])).expand(2, -1)
-    assert_same(recurrence, inputs(kind, 130), documents + torch.tensor([[0], [1]]))
-
-
 @pytest.mark.parametrize("strength", [30, 1e4, float("inf")])
 @pytest.mark.parametrize("kind", [kind for kind, (decay, *_) in KINDS.items() if decay])
 def test_strong_gates_in_float32(kind, strength):

@@ -46,13 +46,6 @@ def test_every_backend_is_the_paper_s(linear, case, backend):
     check(case, linear, backend)
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-@linear_or_query
-def test_the_chunk_does_not_change_the_function(linear, chunk, monkeypatch):
-    monkeypatch.setattr(chunkwise, "CHUNK", chunk)
-    check(CASES[3], linear, "chunkwise")
-
-
 BOUND = -scan.MAX_DECAY_PER_TOKEN
 # Backend, problem, decay of every mode if set, tokens of a chunk.
 FLOAT32 = [
