@@ -5,10 +5,9 @@ import logging
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import features
-from interdomain.features import input_features, support
+from interdomain.features import input_features
 
 from ..scan.devices import pretend_gpu  # noqa: F401
 from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
@@ -110,22 +109,3 @@ def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
     with pytest.raises(ValueError, match=message):
         features._choose("triton", x, change.get("head_dim", 8), change.get("width", 4), (table, table))
     assert features._choose("torch", x, change.get("head_dim", 8), 4, None) == "torch"
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_shapes_without_a_kernel(mix, monkeypatch):
-    """The ops' fake implementations and the gradients' shapes and dtypes, as torch.compile and FSDP see them."""
-    monkeypatch.setattr(support, "unsupported", lambda *args: None)
-    case = Case(T=5, past=bool(MIXES[mix].get("W", 4)), **MIXES[mix])
-    real, rope, dy = make(case, torch.bfloat16, torch.float32)
-    with FakeTensorMode() as mode:
-        leaves = {n: mode.from_tensor(x) for n, x in real.items()}
-        rope = rope and tuple(map(mode.from_tensor, rope))
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            got = run(case, leaves, rope, mode.from_tensor(dy), backend="triton")
-    assert (got["y"].shape, got["y"].dtype) == ((2, 5, 3, 8), torch.bfloat16)
-    for name, x in real.items():
-        assert (got[f"d{name}"].shape, got[f"d{name}"].dtype) == (x.shape, x.dtype)
-    # Kept: the inputs, nothing else; the weight as [E, W].
-    assert sorted(x.numel() for x in kept) == sorted(x.numel() for x in (*real.values(), *(rope or ())))

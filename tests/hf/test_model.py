@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from interdomain.files.pretrained import from_transformers, stored_name, to_transformers
 
 from ..model.common import VARIANTS, lively, random_tokens, small_config, variant
-from .common import CASES, CLOSE, KINDS, code_of, padded, random_texts
+from .common import CASES, CLOSE, code_of, padded, random_texts
 
 EXACT = dict(rtol=1e-9, atol=1e-10)
 
@@ -55,18 +55,6 @@ def test_logits_gradients_and_steps(classes, condition, option):
             assert cache.states[i][0].shape[2] == (own.mixer.window or 75)
 
 
-@pytest.mark.parametrize("case", KINDS)
-def test_in_float32(loaded, case):
-    native, model = loaded(case)
-    tokens = random_texts(2, 33)
-    assert code_of(model).__name__.startswith("transformers_modules.")
-    assert code_of(model, "scan").input_features is not None  # the package's kernels
-    with torch.no_grad():
-        wanted = native(tokens)
-        torch.testing.assert_close(model(tokens).logits, wanted, **CLOSE)
-        torch.testing.assert_close(model(tokens, logits_to_keep=5).logits, wanted[:, -5:], **CLOSE)
-
-
 @pytest.mark.parametrize("sides", [("left", "left"), ("right", "left"), ("left", "right"), ("right", "right")])
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
@@ -92,8 +80,11 @@ def test_turns_of_unequal_length(classes, case, sides):
 @torch.no_grad()
 def test_positions_masks_and_embeddings(loaded):
     _, model = loaded("interdomain")
+    assert code_of(model).__name__.startswith("transformers_modules.")
+    assert code_of(model, "scan").input_features is not None  # the package's kernels
     tokens, mask = padded([random_texts(1, 5), random_texts(1, 12, seed=2)], "left")
     out = model(tokens, attention_mask=mask)
+    assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=5).logits, out.logits[:, -5:])
     counted = (mask.cumsum(1) - 1).clamp_min(0)
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=counted).logits, out.logits)
     assert torch.equal(model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None]).logits, out.logits)

@@ -5,7 +5,7 @@ import torch
 
 from interdomain.model import ModelState
 
-from .common import IN_TIME, VARIANTS, lively, positions_of, random_tokens, small_config, variant
+from .common import IN_TIME, VARIANTS, positions_of, random_tokens, variant
 
 # float64; the state and the piecewise pass sum the same numbers in another order. Logits are O(1) to O(10).
 TOLERANCE = dict(rtol=0, atol=1e-10)
@@ -101,10 +101,8 @@ def test_state_is_differentiable():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)  # sums over tokens and vocabulary
 
 
-def test_impossible_calls_are_refused():
-    model = lively(small_config("interdomain"), backend="trition")
-    with pytest.raises(ValueError, match=r"'trition'; allowed: auto, chunkwise"):
-        model(random_tokens(model.config, 1, 3))
+def test_a_state_of_packed_documents_is_refused():
+    model = variant("interdomain")
     with pytest.raises(ValueError, match="leave one out"):
         model(random_tokens(model.config, 1, 4), model.init_state(1), positions=torch.arange(4)[None])
 

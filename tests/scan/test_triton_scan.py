@@ -269,7 +269,8 @@ def test_opcheck_and_compile(linear):
     inputs, cotangents = on_device(*op_inputs(Case(T=5, H=1, G=1 if linear else 2, R=4, D=3), FP32, BF16, linear))
     fn = functools.partial(function(linear), backend="chunkwise")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.linear_scan if linear else ops.scan, (*inputs.values(), "chunkwise"), test_utils=tests)
+    op, args = (ops.linear_scan, ("chunkwise",)) if linear else (ops.scan, ("chunkwise", True))  # `a` is kept
+    torch.library.opcheck(op, (*inputs.values(), *args), test_utils=tests)
     results = []
     for call in (fn, torch.compile(fn, fullgraph=True, backend="aot_eager")):
         outputs = call(**inputs)
