@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
@@ -15,6 +14,7 @@ from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fixed_state import recurrence
 
 from .common import small_config, variant
+from .test_flops import counted
 from .test_mixer import short_conv
 
 # decay per head or per channel, or none; beta; one head of queries and keys for all
@@ -153,21 +153,16 @@ def test_layer_by_the_letter(condition):
 def test_products(condition):
     """Torch's count of products, in whole chunks; the triangular system, which torch does not see, is half of a product."""
     config, T = small_config(condition), 128
-
-    def counted(T):
-        with FlopCounterMode(display=False) as counter:
-            Transformer(config)(torch.zeros(1, T, dtype=torch.int64))
-        return counter.get_total_flops()
-
-    found, flops, shape = (counted(2 * T) - counted(T)) / T, forward_flops_per_token(config, T), (32 // 2, 32)
+    model, flops = Transformer(config), forward_flops_per_token(config, T)
+    once, twice = (counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T))
     wanted = flops["linear"] + flops["head"] + flops["mixer"]
     if condition == "gla":  # pairs of blocks: half of the scores, and of each token with itself no product
         wanted -= 2 * config.n_layers * 32 * 64 - 2 * config.n_layers * 32 * 63 / 2
     if condition == "mamba2":  # one head's scores serve all
         assert flops["mixer"] == 2 * config.n_layers * (64 * 8 + 64 * 64 + 2 * 8 * 64)
     if "deltanet" in condition:
-        wanted -= 2 * config.n_layers * 64 * (shape[0] + shape[0]) * 2 // 2
-    assert found == wanted
+        wanted -= 2 * config.n_layers * 64 * 2 * 16
+    assert (twice - once) / T == wanted
 
 
 def test_what_does_not_fit_is_refused():
