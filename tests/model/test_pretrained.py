@@ -131,6 +131,9 @@ DAMAGE = {
         "norm.weight is torch.int64",
     ),
 }
+for name, value in dict(num_hidden_layers=10**9, hidden_size=2**40, tokenizer=[1], weights=[1], facts=[1]).items():
+    wrong = {name: value}
+    DAMAGE[str(wrong)] = (lambda f, wrong=wrong: edit_json(f / CONFIG, **wrong), "config.json is damaged")
 
 
 @pytest.mark.parametrize("name", DAMAGE)
