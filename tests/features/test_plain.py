@@ -1,15 +1,15 @@
+# ruff: noqa: F811 (a fixture is imported)
 """The plain form against the paper's equations; refusals of `input_features`; its choice of a backend; ops without a kernel."""
 
 import logging
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import features
-from interdomain.features import input_features, support
-from interdomain.scan import library, triton_support
+from interdomain.features import input_features
 
+from ..scan.devices import pretend_gpu  # noqa: F401
 from .common import MIXES, TOLERANCES, Case, assert_agree, literal, make, run
 
 CASES = [Case(T=T, **mix) for T in (2, 9) for mix in MIXES.values()]  # shorter than the filter, and longer
@@ -27,37 +27,6 @@ def test_by_the_letter(dtype):
         assert all(got[f"d{n}"].dtype == x.dtype for n, x in problem[0].items())
         assert got["y"].dtype == dtype
         assert_agree(got, literal(case, *problem), TOLERANCES[dtype])
-
-
-def test_pieces_are_the_whole():
-    """A sequence in pieces, shorter than the filter too, each with what came before; and one token at a time."""
-    case = Case(T=9, **MIXES["k"])
-    leaves, rope, dy = make(case)
-    whole = run(case, leaves, rope, dy)["y"]
-    x = leaves["x"].detach()
-    padded = torch.cat([x.new_zeros(2, 3, 24), x], dim=1)
-    for sizes in ([1, 1, 5, 2], [1] * 9):
-        parts, start = [], 0
-        for n in sizes:
-            parts.append(
-                input_features(
-                    x[:, start : start + n],
-                    case.R,
-                    conv=(leaves["weight"], leaves["bias"]),
-                    past=padded[:, start : start + 3],
-                    rope=tuple(t[start : start + n] for t in rope),
-                    silu=True,
-                    norm=(leaves["scale"], leaves["shift"]),
-                )
-            )
-            start += n
-        torch.testing.assert_close(torch.cat(parts, dim=1).detach(), whole, rtol=0, atol=1e-14)
-
-
-def test_zeros_have_no_direction_and_no_nan():
-    case = Case(T=4, W=0, scale=0.0, **{n: v for n, v in MIXES["k"].items() if n != "W"})
-    for name, grad in run(case, *make(case, torch.float32)).items():
-        assert grad.isfinite().all(), name
 
 
 def test_low_precision_parameters_and_autocast():
@@ -113,16 +82,6 @@ def test_refusals(options, message):
         input_features(**{"x": X, "head_dim": 8, **options})
 
 
-@pytest.fixture
-def pretend_gpu(monkeypatch):
-    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
-    monkeypatch.setattr(triton_support, "_INSTALLED", True)
-    library._log_once.cache_clear()
-    with FakeTensorMode():
-        yield
-    library._log_once.cache_clear()
-
-
 def test_auto_takes_the_kernels_on_cuda(pretend_gpu, caplog):
     x = torch.empty(2, 5, 24, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level(logging.INFO):
@@ -150,22 +109,3 @@ def test_what_the_kernels_do_not_have(pretend_gpu, change, message):
     with pytest.raises(ValueError, match=message):
         features._choose("triton", x, change.get("head_dim", 8), change.get("width", 4), (table, table))
     assert features._choose("torch", x, change.get("head_dim", 8), 4, None) == "torch"
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_shapes_without_a_kernel(mix, monkeypatch):
-    """The ops' fake implementations and the gradients' shapes and dtypes, as torch.compile and FSDP see them."""
-    monkeypatch.setattr(support, "unsupported", lambda *args: None)
-    case = Case(T=5, past=bool(MIXES[mix].get("W", 4)), **MIXES[mix])
-    real, rope, dy = make(case, torch.bfloat16, torch.float32)
-    with FakeTensorMode() as mode:
-        leaves = {n: mode.from_tensor(x) for n, x in real.items()}
-        rope = rope and tuple(map(mode.from_tensor, rope))
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-            got = run(case, leaves, rope, mode.from_tensor(dy), backend="triton")
-    assert (got["y"].shape, got["y"].dtype) == ((2, 5, 3, 8), torch.bfloat16)
-    for name, x in real.items():
-        assert (got[f"d{name}"].shape, got[f"d{name}"].dtype) == (x.shape, x.dtype)
-    # Kept: the inputs, nothing else; the weight as [E, W].
-    assert sorted(x.numel() for x in kept) == sorted(x.numel() for x in (*real.values(), *(rope or ())))

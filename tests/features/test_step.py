@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interdomain.features import input_features, input_features_step, support
+from interdomain.features import input_features, input_features_step
 
 from ..scan.devices import DEVICE
 from .common import EPS, TOLERANCES
@@ -177,17 +176,6 @@ def check_compiled(name, backend):
 
 def test_compiles_without_a_graph_break():
     check_compiled("interdomain", "torch")
-
-
-def test_the_kernel_is_chosen_on_cuda(monkeypatch):
-    monkeypatch.setattr(support, "unsupported", lambda *args: None)
-    x, options, past, rope = make(LAYERS["interdomain"], torch.bfloat16)
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor
-        x, past, rope = fake(x), fake(past), tuple(map(fake, rope))
-        options |= {n: tuple(map(fake, options[n])) for n in ("conv", "norm")}
-        y = input_features_step(x[:, 0], 8, past=past, rope=rope, **options)
-    assert (y.shape, y.dtype) == ((2, 9, 8), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from interdomain.files.megatron_checkpoint import part_of, write_checkpoint
-from interdomain.model import ModelConfig, Transformer, meta_model
+from interdomain.model import CONDITIONS, ModelConfig, Transformer, meta_model
+from interdomain.model.config import FIXED_STATE
 
 from ..model.common import lively, random_tokens, small_config
 
@@ -46,10 +47,7 @@ LEGS = {
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
 # Models of which the first gradients are compared, on two tensor-parallel ranks.
 CASES = {
-    **{
-        name: (name, {}) for name in ("softmax", "interdomain-norope", "single-query-norope", "dual-linear", "s4d-rope")
-    },
-    **{name: (name, {}) for name in ("single-query", "dual-linear-norope", "s4d")},
+    **{name: (name, {}) for name in CONDITIONS if name not in ("interdomain", *FIXED_STATE)},
     "gate, kv2, hermitian": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian")),
     "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
     "gate, s4d": ("s4d", dict(output_gate=True)),
@@ -59,9 +57,7 @@ CASES = {
     "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
     "hybrid": ("single-query", dict(softmax_every=2, window=7, n_kv_heads=2, c_form="diagonal")),
 }
-REFUSED = {
-    "kv1": ("interdomain", dict(n_kv_heads=1)),
-}
+REFUSED = {"kv1": ("interdomain", dict(n_kv_heads=1))}
 
 
 def config_of(case="interdomain") -> ModelConfig:
@@ -163,8 +159,6 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
     run = open_run(case, **options)
     run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
-    if name == "one":
-        seen["logits"] = run.model(batches_of(0)[0]["tokens"], None, None).detach()
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
     while run.step < max(until, 1):

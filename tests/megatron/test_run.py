@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from interdomain.megatron import layer_spec, overrides, run, spec, train
-from interdomain.model import SIZES, build_config
+from interdomain.megatron import layer_spec, run, spec, train
+from interdomain.model import build_config
 
 from ..common import TIMEOUT
 
@@ -72,7 +72,6 @@ def test_settings_reach_the_layer(parse, corpus):
         ("--tensor-parallel 3", "= 3 does not divide the 4 rank(s)"),
         ("--micro-batch 3 --global-batch 8", "must be a multiple of 12: 4 data-parallel rank(s) x --micro-batch 3"),
         ("--load nowhere", "--load nowhere holds no checkpoint of Megatron-Core"),
-        ("--mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
     ],
 )
 def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypatch):
@@ -96,7 +95,6 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
         ),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
-        (f"{GOOD} --mixer.linear_scale 2", "mixer.linear_scale = 2.0 is not possible"),
         (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
         (f"{GOOD} --mixer.readout imaginary", "invalid choice: 'imaginary'"),
         (f"{GOOD} --mixer.rope perhaps", "'perhaps' is neither True nor False"),
@@ -130,11 +128,6 @@ def test_specs():
         layer_spec("gla")
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
-    with pytest.raises(ValueError, match=r"mixer.condition = 's5' is unknown"):
-        layer_spec("s5")
-    for size in SIZES:
-        config = spec.transformer_config(build_config(size))
-        assert (config.hidden_size, config.ffn_hidden_size) == (build_config(size).dim, build_config(size).ffn_hidden)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +149,6 @@ def test_a_model_that_could_not_be_converted_is_refused_when_it_is_built(setting
     )
     with pytest.raises(ValueError, match=f"^{next(iter(settings))} = .* No folder could be made"):
         attention.module(config, 1, ranks, **attention.params)
-
-
-def test_the_group_of_the_dynamics():
-    ((key, values),) = overrides(3e-3, 1e-5).items()
-    assert values == {"wd_mult": 0.0, "max_lr": 1e-3, "min_lr": 1e-5, "lr_mult": 1 / 3}
-    names = {"ssm.log_dt": True, "k_norm.weight": True, "v_norm.bias": True, "k_conv.weight": False}
-    for name, ours in names.items():
-        matched = key.with_name_predicate.fn(None, f"module.decoder.layers.0.self_attention.core.{name}")
-        assert matched is ours
 
 
 @pytest.mark.parametrize(

@@ -42,18 +42,6 @@ def test_every_gradient(name, computed):
         assert difference(found[parameter].double(), gradient) < limit, parameter
 
 
-def test_all_conditions_are_among_the_cases():
-    from interdomain.megatron.spec import SUPPORTED
-
-    assert {condition for condition, _ in ranks.CASES.values()} | {"interdomain"} == {*SUPPORTED}
-
-
-def test_logits(computed):
-    tokens = ranks.tokens_of(0)[: ranks.MICRO, :-1]
-    wanted = ranks.plain_model()(tokens)
-    assert difference(computed[1][0]["logits"], wanted) < 1e-5
-
-
 @functools.cache
 def plain_steps():
     return ranks.plain_steps()

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interdomain.model import CONDITIONS, Execution, ModelConfig, Transformer, build_config
+from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config
 from interdomain.model.config import FIXED_STATE
 
 SMALL = dict(dim=32, n_layers=2, n_heads=4, head_dim=8, n_basis=6, vocab_size=61, max_seq_len=128)
@@ -61,11 +61,11 @@ def variant(condition: str, option: str = "plain", dtype=torch.float64) -> Trans
     return lively(small_config(condition, **OPTIONS[option]), dtype)
 
 
-def lively(config: ModelConfig, dtype=torch.float64, backend: str = "auto", seed: int = 0) -> Transformer:
+def lively(config: ModelConfig, dtype=torch.float64) -> Transformer:
     """A model away from its initial values: nothing is zero, one or equal for all heads, and the mixer's output is O(1)."""
-    model = Transformer(config, Execution(backend))
-    model.init_weights(seed)
-    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config)
+    model.init_weights(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)

@@ -5,7 +5,6 @@ import torch
 
 from interdomain.model.feature_maps import MAX_GAIN, PositiveRandomFeatures, divided, feature_map
 from interdomain.model.initialize import initial_value
-from interdomain.scan import interdomain_scan
 
 from .common import lively, random_tokens, small_config
 
@@ -24,7 +23,8 @@ def favor(heads: int, width: int = R) -> PositiveRandomFeatures:
 
 
 def test_favor_estimates_the_softmax_kernel_without_bias():
-    """Over 4,000 heads, each with draws of its own, the mean lies within four standard errors of exp(q.k / sqrt(R))."""
+    """Over 4,000 heads, each with draws of its own, the mean lies within four standard errors of exp(q.k / sqrt(R)). The
+    vectors of a head are orthogonal, and the lengths vary as those of normal vectors do."""
     module, (q, k) = favor(4000), 0.7 * normal(2, 5, R)
     # As keys both: a query's features are divided by the largest of them.
     features = [module(x[None, :, None].expand(1, 5, 4000, R))[0] for x in (q, k)]
@@ -33,16 +33,11 @@ def test_favor_estimates_the_softmax_kernel_without_bias():
     error = estimates.std(dim=0) / 4000**0.5
     assert ((estimates.mean(dim=0) - wanted).abs() < 4 * error).all()
     assert (error < 0.05 * wanted).all()  # so that the line above says something
-
-
-def test_orthogonal_vectors_are_each_normal():
-    w = favor(500).frequencies.double() * R**0.25
+    w = module.frequencies.double() * R**0.25
     gram = w @ w.mT
     lengths = gram.diagonal(dim1=1, dim2=2)
     assert (gram - torch.diag_embed(lengths)).abs().max() < 1e-4
-    assert abs(lengths.mean() - R) < 0.3  # chi-squared: R, and sqrt(2 R) around it, of 8,000 vectors
-    assert abs(lengths.std() - (2 * R) ** 0.5) < 0.2
-    assert w.mean(dim=(0, 1)).abs().max() < 0.05  # no direction is preferred
+    assert abs(lengths.std() - (2 * R) ** 0.5) < 0.2  # chi-squared
 
 
 @pytest.mark.parametrize("name", ["elu", "softplus", "favor"])
@@ -101,15 +96,3 @@ def test_no_scale_matters(options):
         mixer.wv.weight.mul_(2.0**9)
         assert torch.equal(output(), 2**9 * first)
     torch.testing.assert_close(2**9 * first[:, 0], values[0][:, 0], rtol=1e-4, atol=1e-4)
-
-
-def test_weights_of_a_conjugated_readout_sum_to_a_square():
-    """For features that do not vary the denominator is |eta|^2 times their product; unconjugated it has either sign."""
-    signs = {}
-    for readout in ("complex", "hermitian", "real"):
-        model = lively(small_config("interdomain", n_heads=16, head_dim=2, readout=readout))
-        log_decay, mixing = model.dynamics()[0]
-        ones = torch.ones(1, 60, 16, 1, dtype=torch.float64)
-        denominators = interdomain_scan(ones, ones, ones, log_decay, mixing)[0]
-        signs[readout] = (denominators < 0).any().item()
-    assert signs == {"complex": True, "hermitian": False, "real": False}

@@ -6,15 +6,15 @@ import types
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from interdomain.model import Transformer, build_config
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.costs.flops import forward_flops_per_token, state_size
+from interdomain.model.costs.flops import forward_flops_per_token
 from interdomain.model.mixers import fla_kernels
 from interdomain.model.mixers.fixed_state import recurrence
 
 from .common import small_config, variant
+from .test_flops import counted
 from .test_mixer import short_conv
 
 # decay per head or per channel, or none; beta; one head of queries and keys for all
@@ -88,26 +88,6 @@ def test_recurrence(kind, T):
     assert_same(recurrence, inputs(kind, T))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_documents(kind):
-    """The first row goes on from the state; the second begins with a document. One of one token, one over two chunks."""
-    documents = torch.repeat_interleave(torch.tensor([0, 1, 2, 3]), torch.tensor([3, 1, 100, 26])).expand(2, -1)
-    assert_same(recurrence, inputs(kind, 130), documents + torch.tensor([[0], [1]]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_continue_a_piece(kind):
-    given = inputs(kind, 70)
-    whole, end = recurrence(**given)
-    S, out, at = given.pop("initial_state"), [], 0
-    for n in (66, 1, 1, 2):
-        piece = {name: None if x is None else x[:, at : at + n] for name, x in given.items()}
-        o, S = recurrence(**piece, initial_state=S)
-        out, at = [*out, o], at + n
-    torch.testing.assert_close(torch.cat(out, dim=1), whole, rtol=0, atol=1e-12)
-    torch.testing.assert_close(S, end, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("strength", [30, 1e4, float("inf")])
 @pytest.mark.parametrize("kind", [kind for kind, (decay, *_) in KINDS.items() if decay])
 def test_strong_gates_in_float32(kind, strength):
@@ -169,32 +149,20 @@ def test_layer_by_the_letter(condition):
             torch.testing.assert_close(layer.attention(x), wanted, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", ["debug", "125M", "350M", "760M", "1.3B"])
-def test_state_is_as_large_as_interdomain_attentions(size):
-    sizes = {condition: state_size(build_config(size, condition)) for condition in ("interdomain", *FIXED_STATE)}
-    assert len(set(sizes.values())) == 1
-    assert state_size(build_config(size, "gla", state_heads=16)) == build_config(size).dim ** 2 // 16
-
-
 @pytest.mark.parametrize("condition", FIXED_STATE)
 def test_products(condition):
     """Torch's count of products, in whole chunks; the triangular system, which torch does not see, is half of a product."""
     config, T = small_config(condition), 128
-
-    def counted(T):
-        with FlopCounterMode(display=False) as counter:
-            Transformer(config)(torch.zeros(1, T, dtype=torch.int64))
-        return counter.get_total_flops()
-
-    found, flops, shape = (counted(2 * T) - counted(T)) / T, forward_flops_per_token(config, T), (32 // 2, 32)
+    model, flops = Transformer(config), forward_flops_per_token(config, T)
+    once, twice = (counted(lambda t=t: model(torch.zeros(1, t, dtype=torch.int64))) for t in (T, 2 * T))
     wanted = flops["linear"] + flops["head"] + flops["mixer"]
     if condition == "gla":  # pairs of blocks: half of the scores, and of each token with itself no product
         wanted -= 2 * config.n_layers * 32 * 64 - 2 * config.n_layers * 32 * 63 / 2
     if condition == "mamba2":  # one head's scores serve all
         assert flops["mixer"] == 2 * config.n_layers * (64 * 8 + 64 * 64 + 2 * 8 * 64)
     if "deltanet" in condition:
-        wanted -= 2 * config.n_layers * 64 * (shape[0] + shape[0]) * 2 // 2
-    assert found == wanted
+        wanted -= 2 * config.n_layers * 64 * 2 * 16
+    assert (twice - once) / T == wanted
 
 
 def test_what_does_not_fit_is_refused():

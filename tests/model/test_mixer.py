@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from interdomain.model import Execution, Transformer
 from interdomain.model.config import FIXED_STATE
-from interdomain.model.feature_maps import feature_map, rope_tables
+from interdomain.model.feature_maps import rope_tables
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.scan.reference import paper_linear, paper_scan
 
@@ -154,8 +154,3 @@ def test_rope_angles():
             # float32 values of exact angles, at a million tokens as at one.
             assert cos[t, 0, i].item() == pytest.approx(math.cos(angle), abs=1e-7)
             assert sin[t, 0, i].item() == pytest.approx(math.sin(angle), abs=1e-7)
-
-
-def test_a_feature_map_that_there_is_not():
-    with pytest.raises(ValueError, match="there is no feature map 'relu': use one of silu, rff, favor, elu, softplus"):
-        feature_map("relu", 1, 4)

@@ -8,10 +8,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from interdomain.model import loss, meta_model
-from interdomain.model.feature_maps import rope_tables
 from interdomain.model.loss import IGNORE_INDEX
 from interdomain.model.shard import SHARDED, Part, shard_of
 
@@ -44,8 +42,6 @@ CASES = {
 RANKS = 4
 TOPOLOGIES = ((4, 1), (1, 4), (2, 2))  # ranks of context parallelism, of tensor parallelism
 STAGES = (("tok_embeddings", "layers.0"), (), ("layers.1", "norm"), ("output",))
-
-
 COMPILED = "kv2, gate"
 
 
@@ -121,33 +117,6 @@ def summed(found, context, tensor):
     return found
 
 
-class Collectives(TorchDispatchMode):
-    """Exchanges with other ranks: the operation, and how many numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace not in ("aten", "prim"):
-            self.seen.append((func.name(), sum(x.numel() for x in args if isinstance(x, torch.Tensor))))
-        return func(*args, **(kwargs or {}))
-
-
-def collectives(mesh):
-    """Exchanges of softmax's block, forward and backward: the block has no other operations than PyTorch's and those."""
-    model = variant("softmax")
-    distribute(model, mesh)
-    model.set_parts(heads=part_of(mesh))
-    h = torch.randn(3, T // mesh.size(), model.config.dim, dtype=torch.float64, requires_grad=True)
-    rope = rope_tables(torch.arange(T), model.config.head_dim, 1e4, torch.float64)
-    with Collectives() as forward:
-        out = model.layers["0"](h, rope, ())
-    with Collectives() as backward:
-        out.sum().backward()
-    return forward.seen, backward.seen
-
-
 def run_rank(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
@@ -164,7 +133,6 @@ def run_rank(rank, folder):
         if rank < 2:  # the first ranks of tensor parallelism
             found = summed(loss_and_gradients(COMPILED, (None, grid["tp"]), compiled=True), None, grid["tp"])
             torch.save(found, folder / f"{COMPILED} on {rank}, compiled.pt")
-            torch.save(collectives(grid["tp"]), folder / f"collectives {rank}.pt")
     dist.destroy_process_group()
 
 
@@ -191,16 +159,6 @@ def test_stages_are_the_model_to_the_bit():
     whole, staged = (loss_and_gradients("interdomain, packed", staged=staged) for staged in (False, True))
     for name, x in whole.items():
         assert torch.equal(x, staged[name]), name
-
-
-def test_a_block_exchanges_activations_only(computed):
-    """Two gathers of a rank's tokens and two sums of all tokens, forward and backward; nothing of the parameters."""
-    numbers = 3 * T * 32
-    for rank in range(2):
-        for seen in torch.load(computed / f"collectives {rank}.pt"):
-            assert sorted(seen) == 2 * [("interdomain::gather_shards", numbers // 2)] + 2 * [
-                ("interdomain::scatter_shards", numbers)
-            ]
 
 
 @pytest.mark.parametrize("part", ["shard", "heads"])

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from interdomain.model.feature_maps import rope_tables
 from interdomain.model.generation import prefill
 from interdomain.model.mixers.softmax import Attended, SoftmaxMixer
 
-from .common import Largest, positions_of, random_tokens, small_config, variant
+from .common import Largest, positions_of, random_tokens, variant
 from .test_mixer import literal, rotate
 
 
@@ -28,25 +27,17 @@ def plain(mixer, x, window=None):
     return o.reshape(B, T, dim) @ mixer.wo.weight.T
 
 
-@pytest.mark.parametrize("n_kv_heads", [None, 2])
-def test_plain_masked_softmax(n_kv_heads):
-    config = small_config("softmax", n_kv_heads=n_kv_heads)
-    torch.manual_seed(0)
-    mixer = SoftmaxMixer(config).double()
-    x = 3 * torch.randn(2, 33, config.dim, dtype=torch.float64)
-    with torch.no_grad():
-        found = mixer(x, rope_tables(torch.arange(33), config.head_dim, 1e4, torch.float64))
-        torch.testing.assert_close(found, plain(mixer, x), rtol=0, atol=1e-12)
-
-
 def rms(x, norm):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("T", [5, 7, 14, 40])  # in a window of 7, one, two, and several blocks with a rest
-@pytest.mark.parametrize(("condition", "option"), [("softmax", "window"), ("s4d", "hybrid"), ("s4d", "hybrid, window")])
-def test_hybrids_and_windows_by_the_letter(condition, option, T):
+@pytest.mark.parametrize(
+    ("condition", "option"),
+    [("softmax", "plain"), ("softmax", "kv2"), ("softmax", "window"), ("s4d", "hybrid"), ("s4d", "hybrid, window")],
+)
+def test_by_the_letter(condition, option, T):
     model = variant(condition, option)
     tokens = random_tokens(model.config, 2, T)
     x = model.tok_embeddings.weight[tokens]

@@ -37,10 +37,6 @@ def test_what_stages_hold_is_the_model(tensor):
     assert held(model, [stages[0], stages[2]]).layers == ((0, 1), (3,))  # of one rank
 
 
-def test_one_rank_receives_nothing():
-    assert received("interdomain") == {}
-
-
 def test_shards_and_replicas():
     """Parameters in bf16, three micro-batches, each forward and backward, the head once; gradients once, in float32."""
     block, head = MATRICES + 2 * DIM, EMBEDDING + DIM
@@ -63,9 +59,6 @@ def test_context():
     dynamics = LAYERS * 4 * (1 + 2 * 32 + 2 * 32**2)
     assert got.pop("context") == 3 * 2 * LAYERS * B * (state + tail)
     assert got == fsdp == {"shards": fsdp["shards"], "dynamics": 4 * dynamics * 2 * 3 // 4}
-    again = received("interdomain", context=4, precision="bf16", checkpointing="full")["context"]
-    assert again == 3 * 3 * LAYERS * B * (state + tail)
-    assert received("softmax", context=4, seq_len=4 * T)["context"] == 3 * 2 * LAYERS * 4 * B * T * 2 * DIM
 
 
 def test_tensor():
@@ -73,8 +66,6 @@ def test_tensor():
     hidden, norms = B * T * DIM // 2, 4 * (2 * LAYERS + 1) * DIM
     got = received("softmax", tensor=2, micro_batches=3)
     assert got == {"tensor": 3 * (4 * hidden * (8 * LAYERS + 4) + 4 * B * T) + norms}
-    again = received("softmax", tensor=2, micro_batches=3, checkpointing="selective")["tensor"]
-    assert again - got["tensor"] == 3 * 4 * hidden * 2 * LAYERS
     mixed = received("softmax", tensor=2, precision="bf16-products")["tensor"]  # the embedding's are float32
     assert mixed == 2 * hidden * (8 * LAYERS + 2) + 4 * hidden * 2 + 4 * B * T + norms
     stage = received("softmax", [["layers.1"]], tensor=4, context=2)

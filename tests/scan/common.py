@@ -188,6 +188,10 @@ def function(linear):
     return scan.linear_scan if linear else scan.interdomain_scan
 
 
+def step_of(linear):
+    return scan.linear_step if linear else scan.interdomain_step
+
+
 def op_inputs(case, dtype, activations=None, linear=False):
     """The op's own inputs as leaves, rounded to dtype (activations: q, k, v, cotangent of the output), and cotangents."""
     leaves, cotangents = make(case)

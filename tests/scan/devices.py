@@ -10,6 +10,9 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from interdomain.scan import library, triton_support
 
 from ..common import REPOSITORY
 
@@ -44,6 +47,16 @@ def use_kernels(monkeypatch):
         monkeypatch.setattr(support, "unsupported", lambda *args: None)
         monkeypatch.setattr(ops, "KERNEL_DEVICES", ("cuda", "cpu"))
     poison(monkeypatch)
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """Tensors on "cuda" without numbers, where the choice of a backend sees a new GPU and Triton."""
+    monkeypatch.setattr(triton_support, "_has_bf16_tensor_cores", lambda index: True)
+    monkeypatch.setattr(triton_support, "_INSTALLED", True)
+    library._log_once.cache_clear()
+    with FakeTensorMode():
+        yield
 
 
 def in_process(*command, **environment):

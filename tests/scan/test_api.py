@@ -25,7 +25,6 @@ QUERY_ERRORS = [
     ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
     ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
     ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
-    ({"q": zeros(2, 5, 6, 3)}, "q has shape"),
     ({"log_decay": zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
     ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
     ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
@@ -39,7 +38,6 @@ LINEAR_ERRORS = [
     ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
     ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
     ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),
-    ({"readout": zeros(2, 12, dtype=torch.float64)}, "readout is torch.float64; allowed .*: torch.float32"),
 ]
 STEP_ERRORS = [
     ({"k": QUERY["k"]}, "a step has no time axis"),

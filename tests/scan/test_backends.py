@@ -46,13 +46,6 @@ def test_every_backend_is_the_paper_s(linear, case, backend):
     check(case, linear, backend)
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-@linear_or_query
-def test_the_chunk_does_not_change_the_function(linear, chunk, monkeypatch):
-    monkeypatch.setattr(chunkwise, "CHUNK", chunk)
-    check(CASES[3], linear, "chunkwise")
-
-
 BOUND = -scan.MAX_DECAY_PER_TOKEN
 # Backend, problem, decay of every mode if set, tokens of a chunk.
 FLOAT32 = [
@@ -103,37 +96,3 @@ def test_half_precision_inputs(backend, linear):
     assert rounded == ({"out", "dz"} if linear else {"out", "dq", "dk", "dv"})
     for names, tolerance in ((rounded, "bfloat16"), (got.keys() - rounded, "float32")):
         assert_agree({n: got[n] for n in names}, {n: expected[n] for n in names}, tolerance)
-
-
-@linear_or_query
-@every_backend
-def test_gradcheck(backend, linear, monkeypatch):
-    monkeypatch.setattr(chunkwise, "CHUNK", 2)
-    inputs, _ = op_inputs(Case(T=5, B=1, H=1, G=2, R=2, D=1, M=2), torch.float64, linear=linear)
-
-    def call(*tensors):
-        return function(linear)(**dict(zip(inputs, tensors, strict=True)), backend=backend)
-
-    assert torch.autograd.gradcheck(call, tuple(inputs.values()))
-
-
-@linear_or_query
-def test_causality(linear):
-    """Changing tokens from 40 on leaves no bit of the outputs before different, in a chunk that holds both."""
-    inputs, _ = op_inputs(Case(T=70), torch.float64, linear=linear)
-    changed = {n: x.detach().clone() for n, x in inputs.items()}
-    for n in changed.keys() & {"q", "k", "v", "z"}:
-        changed[n][:, 40:] = 3 - changed[n][:, 40:]
-    out, other = (function(linear)(**x, backend="chunkwise")[0] for x in (inputs, changed))
-    assert torch.equal(other[:, :40], out[:, :40])
-    assert not torch.equal(other[:, 40:], out[:, 40:])
-
-
-def test_strided_inputs():
-    """q, k, v cut out of one projection, as the model makes them; a cotangent that is one number."""
-    inputs, cotangents = op_inputs(Case(T=70, H=2, G=1, R=6, D=6), torch.float64)
-    packed = torch.stack([inputs[n].detach() for n in "qkv"], dim=3).flatten(2).requires_grad_()
-    views = dict(zip("qkv", packed.unflatten(2, (2, 3, 6)).unbind(3), strict=True))
-    for first in (cotangents[0], cotangents[0][:, :1, :1, :1].expand_as(cotangents[0])):
-        both = first, cotangents[1]
-        assert_agree(run_op(inputs | views, both, backend="chunkwise"), exact(inputs, both), "float64")

@@ -5,17 +5,13 @@ import torch
 
 from interdomain import scan
 
-from .common import BACKENDS, CASES, Case, assert_agree, function, linear_or_query, op_inputs, paper, run_case
-
-
-def one_step(linear):
-    return scan.linear_step if linear else scan.interdomain_step
+from .common import CASES, Case, assert_agree, linear_or_query, op_inputs, paper, run_case, step_of
 
 
 def steps(linear, tokens, tables, state):
     outputs = []
     for t in range(tokens[0].shape[1]):
-        out, state = one_step(linear)(*(x[:, t] for x in tokens), *tables, state)
+        out, state = step_of(linear)(*(x[:, t] for x in tokens), *tables, state)
         outputs.append(out)
     return torch.stack(outputs, dim=1), state
 
@@ -31,34 +27,17 @@ def test_steps_are_the_paper_s_loop(case, linear):
     assert_agree(run_case(case, linear, run), paper(case, linear), "float64")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@linear_or_query
-def test_prefill_in_pieces_then_steps(backend, linear):
-    inputs, _ = op_inputs(Case(T=100, G=3), torch.float64, linear=linear)
-    inputs = {n: x.detach() for n, x in inputs.items()}
-    whole, final = function(linear)(**inputs, backend=backend)
-    tokens = [inputs[n] for n in (("z",) if linear else ("q", "k", "v"))]
-    tables = [inputs[n] for n in ("log_decay", "readout" if linear else "mixing")]
-    state, outputs = inputs["initial_state"], []
-    for start, stop in ((0, 1), (1, 66), (66, 90)):
-        piece = [x[:, start:stop] for x in tokens]
-        out, state = function(linear)(*piece, *tables, initial_state=state, backend=backend)
-        outputs.append(out)
-    out, state = steps(linear, [x[:, 90:] for x in tokens], tables, state)
-    assert_agree({"out": torch.cat((*outputs, out), dim=1), "state": state}, {"out": whole, "state": final}, "float64")
-
-
 @linear_or_query
 def test_step_keeps_its_state_in_fp32(linear):
     inputs, _ = op_inputs(Case(T=1), torch.float32, torch.bfloat16, linear)
     state = inputs.pop("initial_state").detach()
     before = state.clone()
     tokens = {n: x[:, 0] if n in ("q", "k", "v", "z") else x for n, x in inputs.items()}
-    out, new = one_step(linear)(**tokens, state=state)
+    out, new = step_of(linear)(**tokens, state=state)
     assert (out.dtype, new.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(state, before)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        again = one_step(linear)(**tokens, state=state)
+        again = step_of(linear)(**tokens, state=state)
     assert torch.equal(out, again[0])
     assert torch.equal(new, again[1])
 
@@ -69,7 +48,7 @@ def test_step_in_place(case, linear):
     """Over the state itself: where nothing is recorded (in other arithmetic), where something is, and compiled."""
     inputs = {n: x.detach() for n, x in op_inputs(case, torch.float64, linear=linear)[0].items()}
     inputs |= {n: x[:, 0] for n, x in inputs.items() if n in ("q", "k", "v", "z")}
-    state, fn = inputs.pop("initial_state"), one_step(linear)
+    state, fn = inputs.pop("initial_state"), step_of(linear)
     expected = dict(zip(("out", "state"), fn(**inputs, state=state), strict=True))
     last = "z" if linear else "v"
     leaf = inputs | {last: inputs[last].clone().requires_grad_()}

@@ -11,7 +11,7 @@ import torch
 from interdomain import scan
 from interdomain.scan import ops
 
-from .common import Case, assert_agree, linear_or_query, op_inputs
+from .common import Case, assert_agree, linear_or_query, op_inputs, step_of
 from .devices import DEVICE, on_kernels, use_kernels
 
 pytest.importorskip("triton")
@@ -21,10 +21,6 @@ pytestmark = on_kernels
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     use_kernels(monkeypatch)
-
-
-def step_of(linear):
-    return scan.linear_step if linear else scan.interdomain_step
 
 
 @torch.no_grad()

@@ -1,3 +1,4 @@
+# ruff: noqa: F811 (a fixture is imported)
 """Decisions about the Triton kernels that need no run: refusals, the choice of `auto`, fake shapes, segments.
 
 Needs neither a GPU nor Triton's interpreter.
@@ -7,20 +8,11 @@ import logging
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interdomain import scan
-from interdomain.scan import library, ops, triton_support
+from interdomain.scan import triton_support
 
-from .devices import in_process
-
-
-@pytest.fixture
-def pretend_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
-    library._log_once.cache_clear()
-    with FakeTensorMode():
-        yield
+from .devices import in_process, pretend_gpu  # noqa: F401
 
 
 def fake_inputs(dtype=torch.bfloat16, R=64, D=64):
@@ -79,16 +71,6 @@ def test_a_machine_without_a_compiler_says_so(compiler, said, monkeypatch, tmp_p
     problem = triton_support.cannot_launch.__wrapped__()
     assert said in problem
     assert "apt-get install gcc python3-dev" in problem
-
-
-def test_shapes_on_cuda_without_one(pretend_gpu):
-    """The ops' fake implementations, as torch.compile and FSDP see them."""
-    q, k, v = fake_inputs()
-    theta, W = torch.empty(4, 64, 2, device="cuda"), torch.empty(4, 128, 128, device="cuda")
-    o, state, a, entered = ops.scan(q, k, v, theta, W, None, "chunkwise", True, group="ranks")
-    assert (o.shape, o.dtype, state.shape, state.dtype) == (v.shape, v.dtype, (2, 4, 64, 128, 2), torch.float32)
-    assert (a.shape, a.dtype) == ((2, 4, 100, 128), torch.bfloat16)
-    assert (entered.shape, entered.dtype) == (state.shape, state.dtype)
 
 
 def test_nothing_imports_triton_before_it_runs():
