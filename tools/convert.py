@@ -8,12 +8,14 @@ read back and compared with the source: every value, and the logits of a forward
 
     interdomain convert outputs/debug/checkpoint/step-400 --output exports/debug-400 --dtype bfloat16
     interdomain convert exports/debug --to-checkpoint --output outputs/start
+    interdomain convert exports/softmax --to-checkpoint --uptrain hybrid.toml --output outputs/start
 
 Documentation: docs/checkpoints.md; for Megatron-Core docs/megatron.md
 """
 
 import json
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from interdomain.files.model_card import write_card
 from interdomain.files.model_code import write_code
 from interdomain.folders import new_folder
 from interdomain.model import ModelConfig, Transformer, cell_of, meta_model
+from interdomain.model.initialize import initial_value
 from interdomain.tools._cli import OUTPUT, argument_parser, user_errors
 
 CHECK_TOKENS = 64
@@ -48,6 +51,10 @@ def parse(argv):
     back = p.add_mutually_exclusive_group()
     text = "write a checkpoint to train from (--checkpoint.initial_load_path DIR)"
     back.add_argument("--to-checkpoint", action="store_true", help=text)
+    text = (
+        "with --to-checkpoint: start another model of that size, which this run's TOML file describes, such as a hybrid"
+    )
+    p.add_argument("--uptrain", type=Path, metavar="RUN.toml", help=text)
     back.add_argument("--to-megatron", action="store_true", help="write a checkpoint for Megatron-Core (--load DIR)")
     text = "tokenizer of the prepared corpus (file or folder), for checkpoints of Megatron-Core: required there only"
     p.add_argument("--tokenizer", type=Path, metavar="PATH", help=text)
@@ -57,6 +64,8 @@ def parse(argv):
             "--dtype and --tokenizer are for making a standalone folder. A checkpoint to train from is float32, and the "
             "folder has its tokenizer: leave them out."
         )
+    if args.uptrain and not args.to_checkpoint:
+        raise ValueError("--uptrain makes a checkpoint to train from: add --to-checkpoint.")
     args.dtype = args.dtype or "float32"
     return args
 
@@ -178,7 +187,9 @@ def to_megatron(args) -> str:
 
 def to_checkpoint(args) -> str:
     config, record, tensors, tokenizer = read_folder(args)
-    facts = record.get("facts", {})
+    facts, copied = record.get("facts", {}), f"{len(tensors)} tensors"
+    if args.uptrain:
+        config, tensors, copied = uptrained(args.uptrain, config, tensors)
     sidecar = {
         "format_version": checkpoints.SIDECAR_VERSION,
         "model": config.to_dict(),
@@ -195,7 +206,34 @@ def to_checkpoint(args) -> str:
         index = checkpoints.tensor_index(folder)
         for name, tensor in tensors.items():
             require_same(name, checkpoints.read_tensors(folder, [name], index)[name], tensor)
-    return f"{len(tensors)} tensors; start with --checkpoint.initial_load_path {args.output}"
+    return f"{copied}; start with --checkpoint.initial_load_path {args.output}"
+
+
+def uptrained(
+    run: Path, source: ModelConfig, tensors: dict[str, torch.Tensor]
+) -> tuple[ModelConfig, dict[str, torch.Tensor], str]:
+    """(configuration of a run's model, its tensors, in words how many are copied): those with the name and shape of one of the
+    source's are copied, the others drawn as at a run's start.
+
+    Raises: ValueError if the models differ in more than their mixers.
+    """
+    from interdomain.titan.plan.run_plan import model_config  # of the extra `train`
+    from interdomain.titan.settings.job_config import job_config_of, read_toml
+
+    job = job_config_of(read_toml(run))
+    config = model_config(job)
+    shapes = {name: tensor.shape for name, tensor in meta_model(config).state_dict().items()}
+    there = replace(source, mixers=config.mixers, max_seq_len=config.max_seq_len)
+    differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(there, f.name)]
+    if differing:
+        other = [f"{n} {getattr(there, n)} in the folder, {getattr(config, n)} in {run}" for n in differing]
+        raise ValueError(f"the models must be alike but for their mixers: {'; '.join(other)}. Change [model].")
+    same = {name for name, shape in shapes.items() if name in tensors and tensors[name].shape == shape}
+    started = {
+        name: tensors[name] if name in same else initial_value(name, shape, config, job.debug.seed)
+        for name, shape in shapes.items()
+    }
+    return config, started, f"{len(same)} tensors copied, {len(shapes) - len(same)} drawn"
 
 
 @user_errors

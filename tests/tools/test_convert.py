@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from interdomain.files import distributed_checkpoint as checkpoints
 from interdomain.files import megatron_checkpoint as megatron
 from interdomain.files.pretrained import BASE, read_config
-from interdomain.model import cell_of, count_parameters
+from interdomain.model import Transformer, cell_of, count_parameters
 from interdomain.tools import convert
 
 from .checkpoints import small_model, write_checkpoint
@@ -115,6 +115,29 @@ def test_every_bit_arrives_and_goes_back(tmp_path, tokenizer, output, capsys, co
     for name in ("config.json", "README.md"):  # facts differ: step 0, started from step 100
         assert first.pop(name) != second.pop(name)
     assert first == second
+
+
+def test_uptraining(tmp_path, tokenizer, refused, capsys):
+    """A hybrid from a softmax model: its softmax layer whole, projections and all else copied, the rest as a run draws it."""
+    pytest.importorskip("torchtitan", reason="the extra `train` is not installed")
+    model = small_model("softmax")
+    run(write_checkpoint(tmp_path / "run", model, tokenizer), tmp_path / "folder")
+    file = tmp_path / "hybrid.toml"
+    sizes = 'flavor = "debug"\ndim = 32\nn_layers = 2\nn_heads = 4\nvocab_size = 420'
+    file.write_text(
+        f'[model]\n{sizes}\n[mixer]\nsoftmax_every = 2\nn_basis = 6\nreadout = "hermitian"\n[debug]\nseed = 7'
+    )
+    run(tmp_path / "folder", tmp_path / "start", "--to-checkpoint", "--uptrain", file)
+    assert "21 tensors copied, 12 drawn; start with" in capsys.readouterr().out
+    config, _ = checkpoints.read_sidecar(tmp_path / "start")
+    assert [(layer.mixer.kind, layer.mixer.readout) for layer in config.layers] == [
+        ("interdomain", "hermitian"), ("softmax", "complex"),
+    ]  # fmt: skip
+    drawn = Transformer(config)
+    drawn.init_weights(7)
+    assert_same(of_checkpoint(tmp_path / "start"), {**drawn.state_dict(), **model.state_dict()})
+    file.write_text(file.read_text().replace("n_heads = 4", "n_heads = 2"))
+    refused(tmp_path / "folder", "n_heads 4 in the folder, 2 in", "--to-checkpoint", "--uptrain", file)
 
 
 def test_the_card_says_what_the_run_recorded(checkpoint, output, tokenizer):
