@@ -20,7 +20,8 @@ class Count(TorchDispatchMode):
         self.seen = collections.Counter()
     def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
         space, _, name = func._schema.name.partition("::")
-        if "c10d" in space and "wait" not in name or name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"):
+        reads = "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "lift_fresh"
+        if "c10d" in space and "wait" not in name or name in reads:
             self.seen[name] += 1
         return func(*args, **(kwargs or {}))
 
