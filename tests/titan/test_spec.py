@@ -8,7 +8,6 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torchtitan.config import ConfigManager
@@ -148,7 +147,6 @@ def test_what_is_not_honoured_is_refused(setting, alone, capsys):
 
 
 MICRO_BATCHES = {
-    "with a rest": ({"training__local_batch_size": 3}, "Set training.local_batch_size to a multiple of 4"),
     "too few": ({"training__local_batch_size": 2}, "Set training.local_batch_size to a multiple of 4"),
     "none": ({"parallelism__pipeline_parallel_microbatch_size": 0}, "or another micro-batch"),
     "of a part of a step": ({"training__global_batch_size": 12}, "it must be a multiple of 8"),
@@ -177,11 +175,6 @@ def test_a_list_is_written_with_commas_as_for_torchtitan():
 def test_the_settings_of_the_model_are_missing(capsys):
     job = ConfigManager().parse_args(["--model.name", "interdomain"])
     assert "job.custom_config_module" in refusal(capsys, spec.plan_of, job)
-
-
-def test_masks_are_asked_for_as_torchtitans_validator_does(alone):
-    with pytest.raises(TypeError):
-        spec.TitanTransformer.get_attention_masks(SimpleNamespace(), input_batch=torch.zeros(1))
 
 
 def toml_of(path, **settings):
