@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from interdomain.files.distributed_checkpoint import read_tensors, tensor_index
 
-from ..ranks import Ranks
+from ..common import REPOSITORY
+from ..ranks import Ranks, environment
 from . import driver
 
 TINY = Path(__file__).parent / "tiny.toml"
@@ -34,6 +37,14 @@ def flags(corpus, folder, toml=TINY, **settings):
         else:
             arguments += [f"--{name}", str(value)]
     return arguments
+
+
+def start_launcher(corpus, folder, *options, output=subprocess.PIPE, **settings):
+    """The launcher on the tiny run, as a user starts it. options: of the launcher itself."""
+    _, _, *arguments = flags(corpus, folder, **settings)  # the launcher says itself which file
+    command = [sys.executable, "-m", "interdomain.tools.launch", TINY, *arguments, *options]
+    pipes = {"stdout": output, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, env=environment(), **pipes)
 
 
 def parallel(**degrees):
