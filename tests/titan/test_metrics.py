@@ -15,12 +15,13 @@ from interdomain.titan.watch.metrics import InterdomainMetrics, mixer_statistics
 
 from .runs import TINY
 
+ALONE = SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1))
+
 
 def test_life_signs_at_the_start():
     model = Transformer(build_config("debug", n_basis=8, vocab_size=64))
     model.init_weights()
-    alone = SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1))
-    signs = mixer_statistics([model], alone)
+    signs = mixer_statistics([model], ALONE)
     for i, layer in enumerate(model.layers.values()):
         dt, name = layer.attention.ssm.log_dt.exp(), f"mixer/layer_{i:02d}"
         # Every mode starts with Re A = -1/2: |Lambda| = exp(-Delta / 2), a timescale of 2 / Delta tokens.
@@ -30,7 +31,7 @@ def test_life_signs_at_the_start():
         assert signs[f"{name}/dt_median"] == pytest.approx(dt.quantile(0.5).item(), rel=1e-5)
         assert signs[f"{name}/share_at_decay_bound"] == 0
         assert signs[f"{name}/c_rms"] == pytest.approx(2**0.5 / 8, rel=0.1)  # drawn with sqrt(2) / M
-    assert mixer_statistics([Transformer(build_config("debug", "softmax", vocab_size=64))], alone) == {}
+    assert mixer_statistics([Transformer(build_config("debug", "softmax", vocab_size=64))], ALONE) == {}
 
 
 def test_modes_that_are_pushed_against_the_bound_are_counted():
@@ -43,7 +44,7 @@ def test_modes_that_are_pushed_against_the_bound_are_counted():
         wanted[:, :pushed] = 2.0
         with torch.no_grad():
             ssm.log_A_real.copy_((wanted / ssm.log_dt.exp()[:, None]).log())
-    signs = mixer_statistics([model], SimpleNamespace(pipeline=SimpleNamespace(size=lambda: 1)))
+    signs = mixer_statistics([model], ALONE)
     assert [signs[f"mixer/layer_{i:02d}/share_at_decay_bound"] for i in range(4)] == [0, 0.25, 1, 1]
     assert signs["mixer/layer_03/timescale_tokens_min"] == pytest.approx(1, rel=1e-3)
     assert signs["mixer/layer_03/c_rms"] == 1  # there is no C

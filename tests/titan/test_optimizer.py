@@ -26,13 +26,6 @@ def optimizers(condition="interdomain", job=None, **overrides):
     return model, GroupedOptimizers([model], (job or configuration()).optimizer)
 
 
-def groups_by_name(model, container):
-    """{group name: (group, names of its parameters)}"""
-    names = {id(p): name for name, p in model.named_parameters()}
-    (optimizer,) = container.optimizers
-    return {g["name"]: (g, sorted(names[id(p)] for p in g["params"])) for g in optimizer.param_groups}
-
-
 # Per layer, as the paper lists them: scales and biases of the two input norms, Delta, A (two), C, and c where it is read.
 NORMS = ["k_norm.bias", "k_norm.weight", "v_norm.bias", "v_norm.weight"]
 SSM = [*NORMS, "ssm.A_imag", "ssm.C", "ssm.log_A_real", "ssm.log_dt"]
@@ -49,17 +42,18 @@ FIXED = {
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_the_ssm_group_of_every_condition(condition):
     model, container = optimizers(condition)
-    groups = groups_by_name(model, container)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {g["name"]: sorted(names[id(p)] for p in g["params"]) for g in container.optimizers[0].param_groups}
     per_layer = [*SSM, *([] if CONDITIONS[condition].get("query_readout") else ["ssm.c"])]
     per_layer = FIXED.get(condition, per_layer)
     expected = sorted(f"layers.{i}.attention.{name}" for i in range(4) for name in per_layer)
-    everything = sorted(name for name, _ in model.named_parameters())
+    everything = sorted(names.values())
     if condition == "softmax" or not per_layer:
-        assert {name: members for name, (_, members) in groups.items()} == {"main": everything}
+        assert groups == {"main": everything}
     else:
         assert list(groups) == ["main", "ssm"]  # TorchTitan logs the first group's rate as "lr"
-        assert groups["ssm"][1] == expected
-        assert sorted(groups["main"][1] + expected) == everything
+        assert groups["ssm"] == expected
+        assert sorted(groups["main"] + expected) == everything
 
 
 def test_the_recipe_of_the_groups():
@@ -94,7 +88,7 @@ def test_warmup_and_cosine_step_by_step():
     assert taken[3] == (3e-3, 1e-3)
 
 
-@pytest.mark.parametrize(("decay_type", "decay_ratio"), [("cosine", 1.0), ("linear", 0.25), ("sqrt", 0.25)])
+@pytest.mark.parametrize(("decay_type", "decay_ratio"), [("linear", 0.25), ("sqrt", 0.25)])
 def test_without_a_floor_the_shapes_are_torchtitans(decay_type, decay_ratio):
     settings = {"min_lr": 0.0, "total_steps": 20, "decay_type": decay_type, "decay_ratio": decay_ratio}
     job = configuration(**{f"lr_scheduler__{name}": value for name, value in settings.items()})

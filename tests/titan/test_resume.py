@@ -1,7 +1,5 @@
 """Interrupted and continued runs: to the bit on the same ranks, with the same batches on others."""
 
-import json
-
 import pytest
 
 from .runs import assert_close_tensors, assert_same_run, assert_same_tensors
@@ -41,15 +39,6 @@ def test_a_changed_learning_rate_takes_effect_on_resume(runs):
             assert log[f"lr/{group}"] == pytest.approx(1e-5 + (its_peak - 1e-5) * 0.75)  # cos(pi / 3) = 1 / 2
     assert at_four["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the step itself starts from the same weights
     assert runs.said("1 other rate").count("optimizer.lr: 0.003 -> 0.0002") == 1
-
-
-def test_a_checkpoint_says_what_it_is(runs, corpus):
-    folder = runs.checkpoint("2 text", 6)
-    record = json.loads((folder / "interdomain.json").read_text())
-    assert record["size"] == "debug with vocab_size 512, max_seq_len 64"
-    assert (record["condition"], record["step"], record["tokens"]) == ("interdomain", 6, 3072)
-    assert (record["model"]["vocab_size"], record["run"]["tokens_per_step"]) == (512, 512)
-    assert (folder / "tokenizer.model").read_bytes() == (corpus / "tokenizer.model").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,8 @@ def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     start(1, 2, 1.0)
     start(2, 3, 1.0)
     events = read_events(tmp_path / "tb")
-    text = events.Tensors("run/configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert json.loads(text.strip("`\n")) == json.loads(json.dumps(job.to_dict(), default=str))
-    plan = events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "6 of 512 tokens" in plan
+    assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
+    assert "6 of 512 tokens" in events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
     facts = facts_of(events, "hyperparameters")
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
