@@ -84,10 +84,7 @@ ALLOWED = {
         *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
-    "files": {
-        *("torch", "safetensors", "numpy"),
-        *("interdomain.model", "interdomain.data", "interdomain.folders"),
-    },
+    "files": {"torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"},
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
         "interdomain.files",  # what a saved folder holds

@@ -119,25 +119,21 @@ def test_slurm_s_restarts_must_be_a_number(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("job", "restarts", "taken"),
-    [("42", 1, True), ("42", 2, False), ("41", 0, False)],
-    ids=["earlier start", "same start", "another job"],
+    ("job", "restarts", "beats", "taken"),
+    [("42", 1, 40, True), ("42", 2, 40, False), ("41", 0, 40, False), ("41", 0, 5, True)],
+    ids=["earlier start", "same start", "another job", "about to end"],
 )
-def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, taken):
-    """Refused, but for an earlier start of the same SLURM job: cut off with its node it beats on, and the job was requeued."""
+def test_a_living_holder_elsewhere(tmp_path, monkeypatch, job, restarts, beats, taken):
+    """Refused, but for an earlier start of the same SLURM job: cut off with its node it beats on, and the job was requeued. One
+    that is about to end is waited for."""
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    beating(monkeypatch, held(tmp_path, slurm_job=job, slurm_restarts=restarts), 40)
+    beating(monkeypatch, held(tmp_path, slurm_job=job, slurm_restarts=restarts), beats)
     if taken:
         acquire(tmp_path)
     else:
         with pytest.raises(ValueError, match=r"another run: process 7 on nid007, since .*--job.dump_folder"):
             FolderLock(tmp_path).acquire()
-
-
-def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
-    beating(monkeypatch, held(tmp_path), 5)
-    acquire(tmp_path)
 
 
 def test_a_run_that_was_taken_for_dead_writes_nothing_more(tmp_path):

@@ -66,6 +66,7 @@ def test_more_ranks_than_the_batch_divides_over(ranks, larger, local):
     assert (plan.global_batch, plan.local_batch) == (larger or 128, local)
 
 
+EACH = {"replicas": 2, "context": 2, "tensor": 2, "pipeline": 4}
 LONG = {"training__seq_len": 2**17, "training__local_batch_size": 1, "training__global_batch_size": 8}
 LONG |= {"validation__seq_len": 2**17, "validation__local_batch_size": 1, "activation_checkpoint__mode": "selective"}
 
@@ -75,14 +76,7 @@ LONG |= {"validation__seq_len": 2**17, "validation__local_batch_size": 1, "activ
     [
         (256, {"replicas": 32}, {}, "replicas 32 x shards 8", 256, 1),  # a rank needs a sequence of its own
         (512, {"replicas": 4, "context": 4}, {}, "replicas 4 x shards 32 x context 4", 128, 1),
-        (
-            512,
-            {"replicas": 2, "context": 2, "tensor": 2, "pipeline": 4},
-            {},
-            "replicas 2 x shards 16 x context 2 x tensor 2 x pipeline 4",
-            128,
-            4,
-        ),
+        (512, EACH, {}, "replicas 2 x shards 16 x context 2 x tensor 2 x pipeline 4", 128, 4),
         (256, {"context": 16, "tensor": 4}, LONG, "shards 4 x context 16 x tensor 4", 8, 2),
     ],
 )
@@ -132,9 +126,8 @@ def test_stages_of_a_pipeline():
     looped = {**PIPELINE, "parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
     plan = make_plan(parse(**looped), 2)
     assert plan.stages == (first[:2], ("layers.1", "layers.2"), ("layers.3",), last[2:])
-    assert (
-        "Interleaved1F1B, idle 20.0% of a step; layers by stage 0 | 1-2 | 3 | none" in plan.describe()
-    )  # 1 / (2 x 2 + 1)
+    words = "Interleaved1F1B, idle 20.0% of a step; layers by stage 0 | 1-2 | 3 | none"  # 1 / (2 x 2 + 1)
+    assert words in plan.describe()
     assert make_plan(parse(**PIPELINE), 2).n_params == make_plan(parse(), 1).n_params
     gpipe = {"parallelism__pipeline_parallel_schedule": "GPipe", "training__local_batch_size": 8}  # fewer than ranks
     assert make_plan(parse(**PIPELINE | gpipe), 2).accumulation == 1
@@ -180,9 +173,8 @@ def test_switches_stand_over_the_condition():
 
 def test_a_hybrid_s_plan():
     hybrid = make_plan(parse(mixer__condition="s4d", mixer__softmax_every=2, mixer__window=8, mixer__n_kv_heads=2), 1)
-    assert hybrid.config == build_config(
-        "debug", "s4d", softmax_every=2, window=8, n_kv_heads=2, vocab_size=512, max_seq_len=64
-    )
+    settings = dict(softmax_every=2, window=8, n_kv_heads=2, vocab_size=512, max_seq_len=64)
+    assert hybrid.config == build_config("debug", "s4d", **settings)
     said = hybrid.describe()
     assert "s4d, softmax_every 2, n_kv_heads 2, window 8 (" in said
     assert "16,384 numbers per layer and sequence (2 x s4d)" in said

@@ -105,22 +105,6 @@ def test_every_chart_of_the_layout_finds_its_curves(runs):
         assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
 
 
-def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(runs):
-    """Events to step 6 and a checkpoint of step 3: the real trainer runs steps 4 to 6 again and says so."""
-    drawn = runs.at("1 after two") / "tb"
-    before, after = (read_curves(folder) for folder in (runs.at("2 text") / "tb", drawn))
-    assert list(after[LOSS]) == list(before[LOSS]) == list(range(1, 7))
-    assert after["n_tokens_seen"] == before["n_tokens_seen"] == {step: 512 * step for step in range(1, 7)}
-    assert [after[LOSS][step] == before[LOSS][step] for step in (1, 2, 3)] == [True] * 3  # the old points
-    assert after[LOSS] == pytest.approx(before[LOSS], rel=1e-5)
-    restarts = sorted(drawn.glob("events*"))
-    assert len(restarts) == 2
-    again = read_events(restarts[1]).Scalars(LOSS)
-    assert [event.step for event in again] == [4, 5, 6]
-    merged = read_events(drawn).Scalars(LOSS)
-    assert [event.wall_time for event in merged[3:]] == [event.wall_time for event in again]
-
-
 def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):
     log = RunLog(tmp_path / "tb", make_plan(job, 1), job, 1, {})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -58,3 +58,6 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
     assert ours["curves"] == calm["curves"]
     assert [*ours["curves"]["validation_metrics/loss"]] == ["1", "4", "8", "12"]
     assert ours["environment"]["commit"]
+    files["calm"].write_text(files["calm"].read_text().replace("steps = 12", "steps = 13"))
+    assert study.main(["show", str(files["calm"])]) == 2
+    assert "was made with other settings: training.steps 12 there, 13 here" in capsys.readouterr().err
