@@ -37,14 +37,8 @@ def row(case: Case, seeds: int) -> tuple[list[str], float]:
         raise RuntimeError(f"{case}: {failed[0]}")
     worst = max(results, key=lambda one: one["worst"] / one["bound"])
     margin = worst["bound"] / worst["worst"]
-    return [
-        str(case),
-        str(seeds),
-        f"{worst['bound']:.1e}",
-        f"{worst['worst']:.1e}",
-        worst["in"],
-        f"{margin:.1f}",
-    ], margin
+    numbers = [f"{worst['bound']:.1e}", f"{worst['worst']:.1e}", worst["in"], f"{margin:.1f}"]
+    return [str(case), str(seeds), *numbers], margin
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -84,10 +84,7 @@ ALLOWED = {
         *("pyarrow", "zstandard", "datasets", "tokenizers", "tiktoken"),  # late, where a file needs them
     },
     "model": {"torch", "numpy", "interdomain.scan", "interdomain.features"},
-    "files": {
-        *("torch", "safetensors", "numpy"),
-        *("interdomain.model", "interdomain.data", "interdomain.folders"),
-    },
+    "files": {"torch", "safetensors", "numpy", "interdomain.model", "interdomain.data", "interdomain.folders"},
     "hf": {
         *("torch", "transformers", "interdomain.scan", "interdomain.features", "interdomain.model"),
         "interdomain.files",  # what a saved folder holds
@@ -298,19 +295,8 @@ for name in {theirs!r}:
 warnings.simplefilter("error")
 import importlib
 for name in {ours!r}:
-    print(name, importlib.import_module(name).__file__)
+    importlib.import_module(name)
 """
-
-
-def test_the_wheel_imports_from_anywhere(wheel, tmp_path):
-    ours = ["interdomain", "interdomain.scan", "interdomain.features", "interdomain.model", "interdomain.data"]
-    ours.append("interdomain.tools.convert")
-    done = python(STRICT.format(theirs=[], ours=ours), tmp_path, PYTHONPATH=str(wheel))
-    assert done.returncode == 0, done.stderr
-    for line, name in zip(done.stdout.splitlines(), ours, strict=True):
-        got, file = line.split(" ", 1)
-        assert got == name
-        assert Path(file).is_relative_to(wheel), f"{name} came from {file}, not from the wheel"
 
 
 def test_imports_are_silent_and_open_no_socket(tmp_path):
@@ -319,12 +305,9 @@ def test_imports_are_silent_and_open_no_socket(tmp_path):
     Megatron always warns, in our modules too.
     """
     needs = {"interdomain.hf": "transformers", "interdomain.titan": "torchtitan"}
+    of_torchtitan_0_3 = "interdomain.titan.spec_0_3", "interdomain.titan.host.titan_0_3"
     missing = (
-        *(
-            "interdomain.megatron",
-            "interdomain.titan.spec_0_3",
-            "interdomain.titan.host.titan_0_3",
-        ),  # of TorchTitan 0.3.0
+        *("interdomain.megatron", *of_torchtitan_0_3),
         *(ours for ours, theirs in needs.items() if not importlib.util.find_spec(theirs)),
     )
     theirs = [{"torchtitan": "torchtitan.train"}.get(name, name) for ours, name in needs.items() if ours not in missing]

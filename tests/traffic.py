@@ -4,6 +4,7 @@ Collectives of Python and of C++, functional or not, inside custom ops, compiled
 receive: all call an op of the namespace c10d, in whatever thread. Tensors on the CPU; the backend may be gloo or fake.
 """
 
+import collections
 import contextlib
 
 import torch
@@ -30,9 +31,8 @@ KEY = torch._C.DispatchKey.BackendSelect  # every call has it, in any thread; wh
 
 @contextlib.contextmanager
 def counted():
-    """-> {group: {collective: [calls, bytes received]}}, which the calls of this process fill. group: its description (of a
-    DeviceMesh, "mesh_" and the dimension) and its size."""
-    found = {}
+    """-> {collective: bytes received}, which the calls of this process fill."""
+    received = collections.Counter()
 
     def watch(op):
         # The longest name that the op's begins with: reduce_scatter_tensor_coalesced_ is no reduce.
@@ -40,11 +40,8 @@ def counted():
 
         def call(keys, *args):
             size = [sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, torch.Tensor)) for arg in args[:2]]
-            box = next(x for x in args if isinstance(x, torch.ScriptObject))  # a ReduceOp comes after the group
-            group = ProcessGroup.unbox(box)
-            counts = found.setdefault(f"{group.group_desc} {group.size()}", {}).setdefault(kind, [0, 0])
-            counts[0] += 1
-            counts[1] += RECEIVED[kind](*size, group.size())
+            group = next(x for x in args if isinstance(x, torch.ScriptObject))  # a ReduceOp comes after the group
+            received[kind] += RECEIVED[kind](*size, ProcessGroup.unbox(group).size())
             return op.redispatch(keys.remove(KEY), *args)
 
         return call
@@ -55,7 +52,7 @@ def counted():
                 op = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
                 if _begins(op, tuple(RECEIVED)):
                     library.impl(op, watch(op), "BackendSelect", with_keyset=True)
-        yield found
+        yield received
 
 
 def _begins(op, names):

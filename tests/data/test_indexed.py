@@ -2,7 +2,6 @@
 
 import re
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,36 +19,8 @@ def write(prefix, documents=DOCUMENTS, vocab_size=2000):
         return writer.finalize()
 
 
-def reference_read(prefix):
-    """An independent reader of the published layout: dtype code and documents."""
-    data = Path(f"{prefix}.idx").read_bytes()
-    assert data[:9] == b"MMIDIDX\0\0"
-    version, code, n_seq, n_doc = struct.unpack_from("<QBQQ", data, 9)
-    assert version == 1
-    assert len(data) == 34 + 20 * n_seq + 8 == 34 + 12 * n_seq + 8 * n_doc
-    lengths = np.frombuffer(data, "<i4", n_seq, 34)
-    offsets = np.frombuffer(data, "<i8", n_seq, 34 + 4 * n_seq)
-    assert np.array_equal(np.frombuffer(data, "<i8", n_doc, 34 + 12 * n_seq), np.arange(n_seq + 1))
-    raw, dtype = Path(f"{prefix}.bin").read_bytes(), {8: "<u2", 4: "<i4"}[code]
-    return code, [np.frombuffer(raw, dtype, n, o).tolist() for n, o in zip(lengths, offsets, strict=True)]
-
-
-@pytest.mark.parametrize(("vocab_size", "code"), [(65499, 8), (65500, 4)])
-def test_layout(tmp_path, vocab_size, code):
-    documents = [*DOCUMENTS, [vocab_size - 1, 0]]
-    record = write(tmp_path / "a", documents, vocab_size)
-    assert reference_read(tmp_path / "a") == (code, documents)
-    assert write(tmp_path / "b", [])["tokens"] == len(IndexedDataset(tmp_path / "b")) == 0
-    IndexedDataset(tmp_path / "b").verify()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
-    assert (record["name"], record["documents"], record["tokens"]) == ("a", 4, 12)
-    for kind in ("bin", "idx"):
-        assert record[f"{kind}_sha256"] == file_sha256(tmp_path / f"a.{kind}")
-        assert record[f"{kind}_bytes"] == (tmp_path / f"a.{kind}").stat().st_size
-
-
-def hand_built(prefix, code, documents, dtype=None):
-    """An index by hand; a document is a list of sequences."""
+def by_hand(prefix, code, documents, dtype=None):
+    """A shard as Megatron publishes the layout; a document is a list of sequences."""
     dtype = np.dtype(dtype or DTYPES[code])
     sequences = [np.array(s, dtype) for d in documents for s in d]
     lengths = np.array([len(s) for s in sequences], "<i4")
@@ -63,9 +34,23 @@ def hand_built(prefix, code, documents, dtype=None):
     return prefix
 
 
+@pytest.mark.parametrize(("vocab_size", "code"), [(65499, 8), (65500, 4)])
+def test_layout(tmp_path, vocab_size, code):
+    documents = [*DOCUMENTS, [vocab_size - 1, 0]]
+    record = write(tmp_path / "a", documents, vocab_size)
+    by_hand(tmp_path / "expected", code, [[document] for document in documents])
+    assert (record["name"], record["documents"], record["tokens"]) == ("a", 4, 12)
+    for kind in ("bin", "idx"):
+        path = tmp_path / f"a.{kind}"
+        assert path.read_bytes() == (tmp_path / f"expected.{kind}").read_bytes()
+        assert (record[f"{kind}_sha256"], record[f"{kind}_bytes"]) == (file_sha256(path), path.stat().st_size)
+    assert write(tmp_path / "b", [])["tokens"] == len(IndexedDataset(tmp_path / "b")) == 0
+    IndexedDataset(tmp_path / "b").verify()
+
+
 def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
     for code in DTYPES:
-        dataset = IndexedDataset(hand_built(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
+        dataset = IndexedDataset(by_hand(tmp_path / str(code), code, [[[1, 2], [3]], [], [[4, 5, 6]]]))
         assert dataset.num_tokens == 6
         assert [document.tolist() for document in dataset] == [[1, 2, 3], [], [4, 5, 6]]
         assert dataset.tokens(2, 5).tolist() == [3, 4, 5]
@@ -74,7 +59,7 @@ def test_reads_every_integer_dtype_and_documents_of_several_sequences(tmp_path):
         dataset.verify()
     for code in (6, 7, 0, 9):
         with pytest.raises(ValueError, match=f"dtype code {code}"):
-            IndexedDataset(hand_built(tmp_path / "a", code, [[[1]]], dtype="<u2"))
+            IndexedDataset(by_hand(tmp_path / "a", code, [[[1]]], dtype="<u2"))
 
 
 def test_every_truncation_and_a_damaged_index_are_refused(tmp_path):
@@ -98,13 +83,13 @@ def test_every_truncation_and_a_damaged_index_are_refused(tmp_path):
         IndexedDataset(tmp_path / "a").verify()
 
 
-@pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5], [70000]])
+@pytest.mark.parametrize("tokens", [[2000], [-1, 3], [], [[1]], [1.5]])
 def test_writer_refuses_ids_outside_the_vocabulary_and_never_overwrites(tmp_path, tokens):
     with pytest.raises(ValueError, match="ids from 0 to 1999"):
         write(tmp_path / "a", [[1], tokens])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a.bin").write_bytes(b"of a writer that was killed: without an index it is no shard")
     write(tmp_path / "a")
-    assert reference_read(tmp_path / "a")[1] == DOCUMENTS
+    assert [document.tolist() for document in IndexedDataset(tmp_path / "a")] == DOCUMENTS
     with pytest.raises(FileExistsError, match="never overwritten"):
         write(tmp_path / "a")

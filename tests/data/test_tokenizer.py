@@ -12,19 +12,8 @@ from interdomain.data import StreamDecoder, TokenCorpus, load_tokenizer
 from interdomain.tools import prepare_data
 
 TEXTS = [
-    *(
-        "",
-        " ",
-        "   ",
-        "\n",
-        "\r\n",
-        "🙂",
-        "\ufffd",
-        "x" * 5000,
-        " leading and trailing ",
-        "<|endoftext|> in text",
-        "<s>",
-    ),
+    *("", " ", "   ", "\n", "\r\n", "🙂", "\ufffd"),
+    *("x" * 5000, " leading and trailing ", "<|endoftext|> in text", "<s>"),
     "\t\tif x:\r\n\t\t    return\t\r\n",
     "def f(x):\n    if x:\n        return  x\n\n\n",
     "emoji 🙂👩‍👩‍👧 flags 🇯🇵, 漢字, ελληνικά, עברית, e\u0301 and \u00e9",
@@ -48,9 +37,7 @@ def test_round_trip_without_control_tokens(any_kind):
     assert [any_kind.decode(ids) for ids in rows] == texts
     assert not {any_kind.bos_id, any_kind.eos_id}.intersection(i for ids in rows for i in ids)
     assert max(i for ids in rows for i in ids) < any_kind.vocab_size
-    ended = any_kind.encode("a b", add_eos=True)
-    assert ended == [*any_kind.encode("a b"), any_kind.eos_id]
-    assert any_kind.decode(ended) == "a b"
+    assert any_kind.decode(any_kind.encode("a b", add_eos=True)) == "a b"
 
 
 def test_sentencepiece_is_in_llama_2s_style(files):
@@ -127,14 +114,14 @@ def test_what_is_no_tokenizer(files, tmp_path, monkeypatch):
     for name in ("x.model", "x.tiktoken", "nothing", "."):
         with pytest.raises(FileNotFoundError, match="There is no tokenizer"):
             load_tokenizer(tmp_path / name)
-    data = {"x.model": b"", "y.model": b"\0" * 1000, "x.txt": b"text", "a.json": b"{}", "b.json": b"[]"}
-    ranks, described = files["tiktoken"].read_bytes(), json.loads(files["tiktoken"].with_suffix(".json").read_text())
-    data |= {"alone.tiktoken": ranks, "x.tiktoken": ranks + b"nonsense\n", "y.tiktoken": ranks[9:], "z.tiktoken": ranks}
-    about = {"x": described, "y": described, "z": {**described, "eos_token": "<none>"}}
+    ranks, described = files["tiktoken"].read_bytes(), files["tiktoken"].with_suffix(".json").read_bytes()
+    data = {"x.model": b"", "y.model": b"\0" * 1000, "x.txt": b"text", "a.json": b"{}", "alone.tiktoken": ranks}
+    data |= {"x.tiktoken": ranks + b"nonsense\n", "y.tiktoken": ranks[9:], "z.tiktoken": ranks}
+    for name in ("x.json", "y.json"):
+        (tmp_path / name).write_bytes(described)
+    (tmp_path / "z.json").write_bytes(described.replace(b'"eos_token": "<|endoftext|>"', b'"eos_token": "<none>"'))
     for name in data:
         (tmp_path / name).write_bytes(data[name])
-        if name.endswith(".tiktoken") and name[0] in about:
-            (tmp_path / name).with_suffix(".json").write_text(json.dumps(about[name[0]]))
         with pytest.raises(ValueError, match=f"{name} is not a tokenizer"):
             load_tokenizer(tmp_path / name)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))

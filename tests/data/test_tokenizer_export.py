@@ -87,7 +87,7 @@ def test_control_tokens_keep_their_ids(files, tmp_path, place, control):
     ("option", "value"),
     [
         *(("model_type", "unigram"), ("normalization_rule_name", "nmt_nfkc")),
-        *(("byte_fallback", False), ("remove_extra_whitespaces", True), ("add_dummy_prefix", False)),
+        *(("byte_fallback", False), ("remove_extra_whitespaces", True)),
     ],
 )
 def test_what_has_no_exact_counterpart_is_not_written(tmp_path, option, value):

@@ -8,17 +8,14 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from interdomain.tools import compare_runs
 
-from ..common import REPOSITORY
-from ..ranks import environment, forks
-from ..titan.runs import AXES, COMPILED, INTERLEAVED, TINY, Runs, flags, parallel
+from ..ranks import forks
+from ..titan.runs import AXES, COMPILED, INTERLEAVED, Runs, parallel, start_launcher
 from ..titan.test_random_kills import children
 
 TABLE = os.environ.get("INTERDOMAIN_MATRIX", "")
@@ -51,10 +48,6 @@ def combinations(ranks):
         found = {axis: n for axis, n in zip(AXES, degrees, strict=True) if n > 1}
         if math.prod(degrees) == ranks:
             yield found
-
-
-def name_of(degrees):
-    return " x ".join(f"{axis} {n}" for axis, n in degrees.items())
 
 
 def continued(runs, name, source, **settings):
@@ -117,7 +110,7 @@ def test_every_combination(runs, table):
     table, and one rank from its own."""
     before, every = "1 one", [(ranks, degrees) for ranks in (2, 4) for degrees in combinations(ranks)]
     for ranks, degrees in (*every, (8, {"pipeline": 2, "context": 2, "tensor": 2})):
-        name = f"{ranks} {name_of(degrees)}"
+        name = f"{ranks} " + " x ".join(f"{axis} {n}" for axis, n in degrees.items())
         runs.add(name, **parallel(**degrees), **EVERY, probes=["gradients"])
         continued(runs, f"{name}, continued from {before}", before, **parallel(**degrees))
         continued(runs, f"1 one rank, continued from {name}", name, **parallel())
@@ -156,29 +149,11 @@ def test_generated_code_from_the_cache_of_an_earlier_start(axis, runs, table):
 
 def test_killed_and_continued_on_other_ranks(tmp_path, corpus):
     """Four starts of one run, three of them killed: its losses are those of a run on one rank that nobody disturbed."""
-    every = {
-        "training__steps": 40,
-        "checkpoint__enable": True,
-        "checkpoint__interval": 2,
-        "metrics__enable_tensorboard": True,
-    }
+    longer = {"training__steps": 40, "validation__enable": False, "metrics__enable_tensorboard": True}
 
     def start(folder, **degrees):
-        _, _, *ours = flags(corpus, tmp_path / folder, **every, **parallel(**degrees))
-        ranks = str(math.prod(degrees.values()))
-        command = [
-            sys.executable,
-            "-m",
-            "interdomain.tools.launch",
-            str(TINY),
-            *ours,
-            "--ranks",
-            ranks,
-            "--max-restarts",
-            "0",
-        ]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), **pipes)
+        once = ["--ranks", math.prod(degrees.values()), "--max-restarts", 0]
+        return start_launcher(corpus, tmp_path / folder, *once, **EVERY | longer | parallel(**degrees))
 
     starts = [{"context": 2, "tensor": 2}, {"tensor": 2, "pipeline": 2}, {"shards": 2, "pipeline": 2}]
     for until, degrees in zip((10, 20, 30), starts, strict=True):

@@ -3,7 +3,6 @@
 import json
 import random
 import string
-import sys
 
 import pytest
 import torch
@@ -11,13 +10,8 @@ import torch.distributed as dist
 
 from interdomain.tools import prepare_data
 
-from .. import ranks
+from ..ranks import forks
 from .runs import RUNS, Runs
-
-
-def torchrun_command(ranks, *program):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
-    return [str(part) for part in command]
 
 
 def refusal(capsys, act, *arguments, **named):
@@ -27,12 +21,6 @@ def refusal(capsys, act, *arguments, **named):
     error = capsys.readouterr().err
     assert len(error.strip().splitlines()) == 1
     return error
-
-
-@pytest.fixture(scope="session")
-def launch(tmp_path_factory):
-    """launch(ranks, FILE, *arguments): the output of a program on ranks that are forks."""
-    return lambda *given: ranks.launch(tmp_path_factory.mktemp("log") / "log.txt", *given)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +79,7 @@ def pairs(tmp_path_factory):
 def runs(tmp_path_factory, corpus, short, pairs):
     """All runs of runs.py, none of which has begun."""
     folder = tmp_path_factory.mktemp("runs")
-    started = Runs(folder, {"text": corpus, "short": short, "pairs": pairs}, ranks.forks())
+    started = Runs(folder, {"text": corpus, "short": short, "pairs": pairs}, forks())
     for name, given in RUNS.items():
         started.add(name, **given)
     yield started

@@ -78,14 +78,14 @@ def watch(trainer, probes, spoil, seen):
 
     def step(batches):
         try:
-            with counted() if "traffic" in probes else contextlib.nullcontext({}) as kinds:
+            with counted() if "traffic" in probes else contextlib.nullcontext({}) as received:
                 train_step(batches)
         finally:  # it may end the run
             if "states" in probes:
                 every = named | trainer.optimizers.state_dict()
                 tensors = sorted((name, digest(x)) for name, x in every.items() if isinstance(x, torch.Tensor))
                 seen["states"][trainer.step] = hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
-        seen.setdefault("traffic", sum(received for found in kinds.values() for _, received in found.values()))
+        seen.setdefault("traffic", sum(received.values()))
         if "gradients" in probes and "gradients" not in seen:
             seen["gradients"] = {name: whole(p.grad) for name, p in named.items()}
 

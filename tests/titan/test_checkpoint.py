@@ -70,11 +70,7 @@ def test_ranks_share_the_reading_and_miss_nothing(folder):
 def test_another_run_is_refused_before_its_tensors_are_read(new, folder, capsys):
     norope = build_config("debug", "interdomain-norope")  # the very same tensors
     for settings, said in (
-        ({"model": build_config("debug", "softmax")}, "mixer.kind is interdomain there and softmax here"),
-        (
-            {"model": build_config("debug", softmax_every=2)},
-            "mixer.layers is interdomain there and interdomain, softmax_every 2 here",
-        ),
+        ({"model": build_config("debug", softmax_every=2)}, "interdomain there and interdomain, softmax_every 2 here"),
         ({"model": norope}, "mixer.rope is True there and False here"),
         ({"width": 8}, "weight is [7, 300] there and [8, 300] here"),
         ({"tokens_per_step": 1024}, "tokens_per_step is 512 there and 1024 here"),
@@ -222,20 +218,14 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing(new, folder, tmp_path, 
     assert names(folder) == ["step-1", "step-2", "step-3"]
 
 
-@pytest.mark.parametrize("behind", [True, False], ids=["asynchronous save", "record"])
-def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys, behind):
-    """The system's error may be hidden behind one of PyTorch's."""
+def test_a_full_disk_is_explained_and_leaves_nothing_half_written(new, folder, capsys):
+    """In an asynchronous save PyTorch's own error hides the system's; test_launch.py fills a disk under a synchronous one."""
     run = new(async_mode="async")
-    if behind:
-        run.save(5)
-        run.manager.save_future.result()  # else it may still write when its folder is removed
-        run.manager.save_future = Future()
-        hidden = RuntimeError(f"writing failed: {os.strerror(errno.ENOSPC)}")
-        run.manager.save_future.set_exception(CheckpointException("write", {1: (hidden, None)}))
-        error = refusal(capsys, run.manager._async_wait)
-    else:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        run.manager.tokenizer.write = lambda folder: (_ for _ in ()).throw(full)
-        error = refusal(capsys, run.save, 5)
+    run.save(5)
+    run.manager.save_future.result()  # else it may still write when its folder is removed
+    run.manager.save_future = Future()
+    hidden = RuntimeError(f"writing failed: {os.strerror(errno.ENOSPC)}")
+    run.manager.save_future.set_exception(CheckpointException("write", {1: (hidden, None)}))
+    error = refusal(capsys, run.manager._async_wait)
     assert f"The disk is full: saving {folder / 'step-5'} failed (No space left on device)" in error
     assert names(folder) == ["step-1", "step-2", "step-3"]

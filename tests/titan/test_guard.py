@@ -1,16 +1,10 @@
 """Steps 2, 3, 5 and 6 are not finite on rank 1 of 2 (loss, gradient, both, loss): skipped on both ranks, counted, limited."""
 
-import itertools
 import math
 
 import pytest
-import torch
 
 from interdomain.files.distributed_checkpoint import read_sidecar
-from interdomain.titan.settings.schema import Optimizer
-from interdomain.titan.step.optimizer import GroupedOptimizers
-
-from ..common import NothingReadBack
 
 pytestmark = pytest.mark.e2e
 
@@ -47,20 +41,3 @@ def test_repeated_it_ends_the_run(runs):
 def test_weights_that_are_not_finite_are_never_saved(runs):
     assert "error: the weights are not finite, so " in runs.said("2 not finite")
     assert not (runs.at("2 not finite") / "checkpoint").exists()
-
-
-def test_the_decision_stays_on_the_device(alone):
-    """On CUDA one value read by the host would make every step wait for the whole backward pass."""
-    model = torch.nn.Linear(3, 3)
-    optimizers = GroupedOptimizers([model], Optimizer(lr=0.1))
-    weights = [model.weight.detach().clone()]
-    for norm in (1.0, math.nan, 1.0):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, norm)
-        loss, norm = torch.tensor(1.0), torch.tensor(norm)
-        with NothingReadBack():
-            skip, _ = optimizers.guard.verdict(loss, norm, asked=False)
-            optimizers.step(skip)
-        weights.append(model.weight.detach().clone())
-    assert [torch.equal(a, b) for a, b in itertools.pairwise(weights)] == [False, True, False]
-    assert optimizers.guard.skipped == 1

@@ -16,7 +16,7 @@ import pytest
 
 from interdomain.files.distributed_checkpoint import VALIDATION, finished_steps, read_sidecar
 from interdomain.titan.resume.lock import NAME
-from interdomain.tools._curves import read_curves
+from interdomain.tools._curves import read_curves, read_events
 from interdomain.tools._start import torchrun
 from interdomain.tools._start.torchrun import CONTINUE
 
@@ -114,3 +114,9 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(story, runs):
     record = read_sidecar(ours)[1]
     assert (record["tokens"], record["skipped_steps"]) == (3072, 0)
     assert_same_tensors(ours, runs.checkpoint("2 text", 6))
+    drawn = [
+        read_events(folder / "tb").Scalars("loss_metrics/global_avg_loss")
+        for folder in (story.folder, runs.at("2 text"))
+    ]
+    ours, undisturbed = ([(event.step, event.value) for event in events] for events in drawn)
+    assert ours == undisturbed  # one curve, although steps ran again

@@ -21,8 +21,7 @@ from interdomain.tools._curves import curves_of, read_events
 from .. import slurm_stand_in
 from ..common import REPOSITORY, TIMEOUT
 from ..ranks import environment
-from .conftest import torchrun_command
-from .runs import TINY, flags
+from .runs import flags, start_launcher
 
 pytestmark = pytest.mark.e2e
 
@@ -34,12 +33,10 @@ def nodes(tmp_path_factory, corpus):
     settings = {"checkpoint__enable": True, "validation__enable": True, "metrics__enable_tensorboard": True}
     settings |= {"training__local_batch_size": 4, "training__steps": 200, "checkpoint__interval": 200}
     settings |= {"metrics__disable_color_printing": False}  # left to the program
-    _, _, *ours = flags(corpus, folder / "run", **settings)  # the launcher says itself which file
-    command = [sys.executable, "-m", "interdomain.tools.launch", TINY, *ours, "--ranks", "1", "--max-restarts", "0"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    once = ["--ranks", "1", "--max-restarts", "0"]
     with pytest.MonkeyPatch.context() as patch:
         slurm_stand_in.allocations(folder, patch)("localhost", "localhost")
-        with subprocess.Popen([str(part) for part in command], env=environment(), **pipes) as running:
+        with start_launcher(corpus, folder / "run", *once, **settings) as running:
             for line in running.stdout:
                 said += line
                 if re.search(r"step: +6 ", line):
@@ -87,9 +84,15 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(corpus, runs,
     assert all(path.stat().st_size > limit for path in before.glob("*.distcp"))
     settings = {"training__local_batch_size": 4, "checkpoint__enable": True, "checkpoint__interval": 1}
     # One rank's lines on the console; a refusal is not tried again.
-    program = ["--local-ranks-filter", "0", "--max-restarts", "1", "-m", "interdomain.titan.entry"]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--local-ranks-filter=0",
+        "--max-restarts=1",
+    ]
     done = subprocess.run(
-        torchrun_command(2, *program, *flags(corpus, tmp_path, **settings)),
+        [sys.executable, "-m", *torchrun, "-m", "interdomain.titan.entry", *flags(corpus, tmp_path, **settings)],
         preexec_fn=functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit)),
         **{"env": environment(), "cwd": REPOSITORY, "capture_output": True, "text": True, "timeout": TIMEOUT},
     )

@@ -26,13 +26,6 @@ def optimizers(condition="interdomain", job=None, **overrides):
     return model, GroupedOptimizers([model], (job or configuration()).optimizer)
 
 
-def groups_by_name(model, container):
-    """{group name: (group, names of its parameters)}"""
-    names = {id(p): name for name, p in model.named_parameters()}
-    (optimizer,) = container.optimizers
-    return {g["name"]: (g, sorted(names[id(p)] for p in g["params"])) for g in optimizer.param_groups}
-
-
 # Per layer, as the paper lists them: scales and biases of the two input norms, Delta, A (two), C, and c where it is read.
 NORMS = ["k_norm.bias", "k_norm.weight", "v_norm.bias", "v_norm.weight"]
 SSM = [*NORMS, "ssm.A_imag", "ssm.C", "ssm.log_A_real", "ssm.log_dt"]
@@ -49,17 +42,18 @@ FIXED = {
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_the_ssm_group_of_every_condition(condition):
     model, container = optimizers(condition)
-    groups = groups_by_name(model, container)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = {g["name"]: sorted(names[id(p)] for p in g["params"]) for g in container.optimizers[0].param_groups}
     per_layer = [*SSM, *([] if CONDITIONS[condition].get("query_readout") else ["ssm.c"])]
     per_layer = FIXED.get(condition, per_layer)
     expected = sorted(f"layers.{i}.attention.{name}" for i in range(4) for name in per_layer)
-    everything = sorted(name for name, _ in model.named_parameters())
+    everything = sorted(names.values())
     if condition == "softmax" or not per_layer:
-        assert {name: members for name, (_, members) in groups.items()} == {"main": everything}
+        assert groups == {"main": everything}
     else:
         assert list(groups) == ["main", "ssm"]  # TorchTitan logs the first group's rate as "lr"
-        assert groups["ssm"][1] == expected
-        assert sorted(groups["main"][1] + expected) == everything
+        assert groups["ssm"] == expected
+        assert sorted(groups["main"] + expected) == everything
 
 
 def test_the_recipe_of_the_groups():
@@ -94,7 +88,7 @@ def test_warmup_and_cosine_step_by_step():
     assert taken[3] == (3e-3, 1e-3)
 
 
-@pytest.mark.parametrize(("decay_type", "decay_ratio"), [("cosine", 1.0), ("linear", 0.25), ("sqrt", 0.25)])
+@pytest.mark.parametrize(("decay_type", "decay_ratio"), [("linear", 0.25), ("sqrt", 0.25)])
 def test_without_a_floor_the_shapes_are_torchtitans(decay_type, decay_ratio):
     settings = {"min_lr": 0.0, "total_steps": 20, "decay_type": decay_type, "decay_ratio": decay_ratio}
     job = configuration(**{f"lr_scheduler__{name}": value for name, value in settings.items()})
@@ -104,28 +98,6 @@ def test_without_a_floor_the_shapes_are_torchtitans(decay_type, decay_ratio):
     assert [main for main, _ in taken] == pytest.approx([3e-3 * theirs(step) for step in range(20)], rel=1e-12)
 
 
-def test_the_schedule_continues_under_the_new_configuration():
-    def build(peak):
-        job = configuration(optimizer__lr=peak, lr_scheduler__total_steps=0)
-        _, container = optimizers(job=job)
-        return container, GroupedSchedulers(container, job.lr_scheduler, 9)
-
-    old, old_schedule = build(3e-3)
-    for _ in range(5):
-        old.step()
-        old_schedule.step()
-    assert old_schedule.state_dict() == {"last_epoch": 5}  # nothing of the old rates travels
-    new, new_schedule = build(2e-4)
-    # torch.distributed.checkpoint loads it before the optimizer.
-    new_schedule.load_state_dict(old_schedule.state_dict())
-    new.load_state_dict(old.state_dict())
-    main, ssm = new.optimizers[0].param_groups
-    expected = 1e-5 + (2e-4 - 1e-5) * (1 + math.cos(math.pi * 3 / 6)) / 2
-    assert main["lr"] == pytest.approx(expected, rel=1e-12)
-    assert ssm["lr"] == pytest.approx(expected, rel=1e-12)
-    assert (main["weight_decay"], ssm["weight_decay"]) == (0.1, 0.0)
-
-
 COSINE, CONSTANT, AT_THE_END = {}, {"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.25}
 
 
@@ -133,8 +105,7 @@ COSINE, CONSTANT, AT_THE_END = {}, {"lr_scheduler__decay_ratio": 0.0}, {"lr_sche
     ("first", "then", "jumps_to"),
     [
         (COSINE, {}, "0.00169"),  # stretched: back up, half way
-        (COSINE, {"lr_scheduler__total_steps": 20}, None),  # the floor, on and on
-        (COSINE, {"lr_scheduler__total_steps": 20, "optimizer__lr": 1e-3}, None),
+        (COSINE, {"lr_scheduler__total_steps": 20, "optimizer__lr": 1e-3}, None),  # the floor, on and on
         (COSINE, {"lr_scheduler__allow_jump": True}, None),
         (COSINE, CONSTANT, "0.003"),
         (CONSTANT, CONSTANT, None),

@@ -6,8 +6,6 @@ INTERDOMAIN_SOAK=8 ./launch.sh test tests/titan/test_random_kills.py -n 0     (t
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,9 +14,7 @@ import pytest
 from interdomain.tools import compare_runs
 from interdomain.tools._start.torchrun import REFUSED
 
-from ..common import REPOSITORY
-from ..ranks import environment
-from .runs import TINY, assert_same_tensors, flags
+from .runs import assert_same_tensors, start_launcher
 
 KILLS = int(os.environ.get("INTERDOMAIN_SOAK", "0"))
 KINDS = (("SIGKILL", "rank"), ("SIGKILL", "torchrun"), ("SIGTERM", "torchrun"), ("SIGUSR1", "rank"))
@@ -38,11 +34,8 @@ def test_random_kills_change_no_bit(tmp_path, corpus):
     settings |= {"checkpoint__enable": True, "checkpoint__interval": 10, "checkpoint__async_mode": "async"}
 
     def start(name):
-        """The launcher, as a user starts it; what it says is added to a log."""
-        _, _, *ours = flags(corpus, tmp_path / name, **settings)
-        command = [sys.executable, "-m", "interdomain.tools.launch", str(TINY), *ours, "--ranks", "2"]
-        log = open(tmp_path / f"{name}.txt", "ab")  # noqa: SIM115
-        return subprocess.Popen(command, cwd=REPOSITORY, env=environment(), stdout=log, stderr=subprocess.STDOUT)
+        with open(tmp_path / f"{name}.txt", "ab") as log:
+            return start_launcher(corpus, tmp_path / name, "--ranks", 2, output=log, **settings)
 
     assert start("undisturbed").wait() == 0
     log, run, hits = tmp_path / "disturbed.txt", start("disturbed"), []

@@ -7,8 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.data import server_ingester
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -45,58 +43,40 @@ def start(tmp_path, job, monkeypatch):
     return start
 
 
-@pytest.fixture(params=["python", "fast"])
-def shown(request, tmp_path):
-    """shown(): {run: {tag: {step: value}}} as TensorBoard draws it: by its own process, which it asks over gRPC, or where that
-    has no build (aarch64) by Python. The two treat steps that come again differently."""
-    server = None
-    if request.param == "fast":
-        try:
-            binary = server_ingester.get_server_binary()
-        except server_ingester.NoDataServerError:
-            pytest.skip("no tensorboard-data-server for this machine")
-        channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
-        server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(tmp_path), **channel)
-
-    def shown():
-        if server:
-            server.start()
-            provider = server.data_provider
-        else:
-            multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
-            multiplexer.Reload()
-            provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
-        runs = provider.read_scalars(RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000)
-        drawn = {}
-        for run, tags in runs.items():
-            for tag, points in tags.items():
-                assert [p.step for p in points] == sorted({p.step for p in points}), f"{run} {tag}: a zigzag"
-                drawn.setdefault(run, {})[tag] = {p.step: p.value for p in points}
-        return drawn
-
-    yield shown
-    if server:
-        server._stdin_handle.close()
+def drawn_by_tensorboard(logdir):
+    """{tag: {step: value}} of the run "tb", from TensorBoard's own process, which it asks over gRPC."""
+    try:
+        binary = server_ingester.get_server_binary()
+    except server_ingester.NoDataServerError:
+        pytest.skip("no tensorboard-data-server for this machine")
+    channel = {"channel_creds_type": ChannelCredsType.LOCAL, "reload_interval": 0}
+    server = server_ingester.SubprocessServerDataIngester(server_binary=binary, logdir=str(logdir), **channel)
+    server.start()
+    scalars = {"experiment_id": "", "plugin_name": "scalars", "downsample": 1000}
+    tags = server.data_provider.read_scalars(RequestContext(), **scalars)["tb"]
+    server._stdin_handle.close()
+    return {tag: {point.step: point.value for point in points} for tag, points in tags.items()}
 
 
-def test_steps_run_again_replace_the_old_ones(start, shown):
-    """A run from the beginning in a used folder replaces all."""
+@pytest.mark.parametrize(
+    "read", [lambda folder: read_curves(folder / "tb"), drawn_by_tensorboard], ids=["python", "fast"]
+)
+def test_steps_run_again_replace_the_old_ones(start, tmp_path, read):
+    """A run from the beginning in a used folder replaces all. TensorBoard's two readers treat such steps differently."""
     start(1, 9, 0.0)
     start(1, 6, 1.0)
     start(4, 8, 2.0)
     start(6, 7, 3.0)
     losses = [1.0] * 3 + [2.0] * 2 + [3.0] * 2
-    assert shown()["tb"] == {LOSS: dict(zip(range(1, 8), losses, strict=True)), RARE: {1: 1.0, 6: 3.0}}
+    assert read(tmp_path) == {LOSS: dict(zip(range(1, 8), losses, strict=True)), RARE: {1: 1.0, 6: 3.0}}
 
 
 def test_the_folder_says_what_the_run_is(start, job, tmp_path):
     start(1, 2, 1.0)
     start(2, 3, 1.0)
     events = read_events(tmp_path / "tb")
-    text = events.Tensors("run/configuration/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert json.loads(text.strip("`\n")) == json.loads(json.dumps(job.to_dict(), default=str))
-    plan = events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
-    assert "6 of 512 tokens" in plan
+    assert facts_of(events, "configuration") == json.loads(json.dumps(job.to_dict(), default=str))
+    assert "6 of 512 tokens" in events.Tensors("run/plan/text_summary")[-1].tensor_proto.string_val[0].decode()
     facts = facts_of(events, "hyperparameters")
     assert (facts["model"], facts["condition"]) == ("debug with vocab_size 512, max_seq_len 64", "interdomain")
     assert (facts["lr"], facts["ssm_lr"], facts["seed"], facts["tokens"]) == (3e-3, 1e-3, 42, 6 * 512)
@@ -123,22 +103,6 @@ def test_every_chart_of_the_layout_finds_its_curves(runs):
     assert list(curves["machine/tokens_per_second"]) == list(steps)
     for step in steps:
         assert curves["machine/tokens_per_second"][step] == pytest.approx(2 * curves["throughput(tps)"][step], rel=1e-5)
-
-
-def test_a_run_killed_and_continued_on_other_ranks_is_one_curve(runs):
-    """Events to step 6 and a checkpoint of step 3: the real trainer runs steps 4 to 6 again and says so."""
-    drawn = runs.at("1 after two") / "tb"
-    before, after = (read_curves(folder) for folder in (runs.at("2 text") / "tb", drawn))
-    assert list(after[LOSS]) == list(before[LOSS]) == list(range(1, 7))
-    assert after["n_tokens_seen"] == before["n_tokens_seen"] == {step: 512 * step for step in range(1, 7)}
-    assert [after[LOSS][step] == before[LOSS][step] for step in (1, 2, 3)] == [True] * 3  # the old points
-    assert after[LOSS] == pytest.approx(before[LOSS], rel=1e-5)
-    restarts = sorted(drawn.glob("events*"))
-    assert len(restarts) == 2
-    again = read_events(restarts[1]).Scalars(LOSS)
-    assert [event.step for event in again] == [4, 5, 6]
-    merged = read_events(drawn).Scalars(LOSS)
-    assert [event.wall_time for event in merged[3:]] == [event.wall_time for event in again]
 
 
 def test_a_full_disk_ends_the_curve_and_not_the_run(tmp_path, job, caplog):

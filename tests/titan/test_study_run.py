@@ -9,7 +9,7 @@ import pytest
 from interdomain.tools import study
 from interdomain.tools._study import definition
 
-from ..ranks import environment, forks
+from ..ranks import environment, forks, run_alone
 from .runs import TINY
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +33,7 @@ seeds = [7]
 """
 
 
-def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, monkeypatch, capsys):
+def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
     files = {name: tmp_path / f"{name}.toml" for name in ("calm", "disturbed")}
     for name, file in files.items():
         file.write_text(STUDY.format(tiny=TINY, folder=tmp_path / name, corpus=corpus))
@@ -52,7 +52,7 @@ def test_a_study_goes_on_after_any_kill(corpus, launch, tmp_path, monkeypatch, c
         monkeypatch.setenv(name, value)
     assert study.main(run) == 0
     (tmp_path / "entry.py").write_text("from interdomain.titan.entry import main\nmain()\n")
-    launch(1, tmp_path / "entry.py", calm.write_config())
+    run_alone(tmp_path / "log.txt", tmp_path / "entry.py", calm.write_config())
     assert calm.is_finished  # which writes its record
     ours, calm = (json.loads(run.record.read_text()) for run in (ours, calm))
     assert ours["curves"] == calm["curves"]

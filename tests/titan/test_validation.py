@@ -52,55 +52,29 @@ def validator(corpus, model=None, rank=0, ranks=1, **settings):
     )
 
 
-@torch.no_grad()
-def plain_mean(model, corpus, windows):
-    dataset = open_dataset(read_job_config(flags(corpus, "folder")), "validation")
-    rows = torch.from_numpy(dataset.read_batch([i * len(dataset) // windows for i in range(windows)]))
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).double(), rows[:, 1:].flatten()).item()
-
-
-def test_the_mean_over_the_tokens_and_the_same_every_time(corpus, model):
-    validating = validator(corpus, model)
-    assert [len(labels) for (_, labels), _ in validating._batches()] == [
-        3
-    ] * 6  # the last is filled up, with ignored labels
-    for step in (1, 2):
-        validating.validate([model], step)
-    first, second = validating.metrics.losses
-    assert first == second
-    assert first == pytest.approx(plain_mean(model, corpus, WINDOWS), rel=1e-6)
-    assert model.training
-
-
 def test_positions_reach_the_model_if_training_has_them(corpus, model):
-    whole = {"validation__tokens": 0}
-    apart = validator(corpus, model, data__reset_state_at_documents=True, **whole)
-    through = validator(corpus, model, **whole)
-    for (inputs, _), _ in apart._batches():
-        assert inputs["positions"].shape == inputs["input"].shape
+    every = {"validation__tokens": 0}
+    apart, through = (
+        validator(corpus, model, data__reset_state_at_documents=reset, **every) for reset in (True, False)
+    )
     for validating in (apart, through):
         validating.validate([model], 1)
     assert apart.metrics.losses != through.metrics.losses
+    assert model.training
 
 
-def test_ranks_share_every_window_once_and_make_as_many_passes(corpus):
-    ranks = 5
-    every = torch.cat([labels for (_, labels), _ in validator(corpus)._batches()])
-    shares = [list(validator(corpus, None, rank, ranks)._batches()) for rank in range(ranks)]
+@pytest.mark.parametrize(("ranks", "batch", "odd"), [(5, 3, 0), (2, 1, 1)])
+def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks, batch, odd):
+    """What fills up the last pass keeps its inputs, for -100 is no token, and has no labels."""
+    settings = {"validation__local_batch_size": batch, "validation__tokens": 64 * (WINDOWS + odd)}
+    every = torch.cat([labels for (_, labels), _ in validator(corpus, **settings)._batches()])
+    shares = [list(validator(corpus, None, rank, ranks, **settings)._batches()) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
+    assert all((inputs["input"] >= 0).all() for share in shares for (inputs, _), _ in share)
     real = torch.cat([labels for share in shares for (_, labels), _ in share])
     real = real[(real != -100).all(1)]
-    assert len(real) == WINDOWS
-    assert {tuple(row.tolist()) for row in real} == {tuple(row.tolist()) for row in every[:WINDOWS]}
-
-
-def test_rows_that_fill_up_a_pass_keep_their_inputs(corpus):
-    """At B = 1: their labels are ignored, and -100 is no token."""
-    odd = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation")) | 1
-    settings = {"validation__local_batch_size": 1, "validation__tokens": 64 * (odd - 2)}
-    batches = [batch for rank in (0, 1) for batch in validator(corpus, None, rank, 2, **settings)._batches()]
-    assert all((inputs["input"] >= 0).all() for (inputs, _), _ in batches)
-    assert sum((labels == -100).all().item() for (_, labels), _ in batches) == 1
+    assert len(real) == WINDOWS + odd
+    assert {tuple(row.tolist()) for row in real} == {tuple(row.tolist()) for row in every[: WINDOWS + odd]}
 
 
 def test_the_windows_lie_evenly_over_the_split(corpus):
@@ -112,13 +86,10 @@ def test_the_windows_lie_evenly_over_the_split(corpus):
     assert inputs[:4].tolist() == dataset.read_batch(begins)[:, :-1].tolist()
 
 
-def test_which_steps_and_how_much(corpus):
+def test_no_more_windows_than_the_split_has(corpus):
     windows = len(open_dataset(read_job_config(flags(corpus, "folder")), "validation"))
     for tokens in (0, 10**9):  # all of the split, also where it holds less than is asked
         assert validator(corpus, validation__tokens=tokens).windows == windows
-    for freq, expected in ((4, [1, 4, 6]), (3, [1, 3, 6]), (100, [1, 6])):
-        validating = validator(corpus, validation__freq=freq)
-        assert [step for step in range(1, 7) if validating.should_validate(step)] == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +98,6 @@ def test_which_steps_and_how_much(corpus):
         (3, True, False, True),
         (3, False, False, False),
         (2, True, False, False),
-        (0, True, False, False),
         # Compiled for one shape first, and then for any: the steps that follow would not be those without the restart.
         (3, True, True, False),
         (6, True, True, True),
