@@ -95,7 +95,9 @@ def read_package(name: str, path: Path) -> Iterator[str]:
             file = member.name.removeprefix("./")
             if not member.isfile() or not _matches(file, row["read"]) or _matches(file, row.get("leave_out", [])):
                 continue
-            data = tar.extractfile(member).read()
+            content = tar.extractfile(member)
+            assert content is not None  # of a file
+            data = content.read()
             for text in _documents(file, gzip.decompress(data) if file.endswith((".gz", ".dz")) else data):
                 if len(text) >= SHORTEST and text not in seen:
                     seen.add(text)
