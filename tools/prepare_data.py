@@ -7,6 +7,7 @@ tokenizer and a manifest of checksums. The same input gives the same bytes, with
 command is killed, run it again: it continues where it stopped.
 
     interdomain prepare-data --input 'texts/*.jsonl.gz' --vocab-size 32000 --output data/mine
+    interdomain prepare-data --input debian --output data/debian
     interdomain prepare-data --synthetic mqar --output data/mqar
     interdomain prepare-data --verify data/stdlib
 
@@ -52,7 +53,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help=text)
 
     texts = parser.add_argument_group("a corpus of text")
-    text = f"stdlib (the sources of Python's standard library); {READ}, as paths, folders or quoted globs; "
+    text = "stdlib (the sources of Python's standard library); debian (manuals and books from Debian packages, which apt-get "
+    text += f"downloads), debian:FOLDER (their .deb files at hand); {READ}, as paths, folders or quoted globs; "
     text += "or hf:NAME[@REVISION][:CONFIG[:SPLIT]], a dataset of the Hugging Face hub"
     texts.add_argument("--input", nargs="+", default=["stdlib"], metavar="SOURCE", help=text)
     texts.add_argument("--text-field", default="text", metavar="NAME", help="column or JSON field of the text")

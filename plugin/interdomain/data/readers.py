@@ -1,8 +1,8 @@
 """Raw text to documents: `for text in read_documents(["stdlib"]): ...`.
 
-A source is `stdlib` (the sources of Python's standard library, which every machine has), local files, globs or folders
-of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents come in one fixed order. Which split a
-document belongs to is a function of its text alone (`in_validation`).
+A source is `stdlib` (the sources of Python's standard library, which every machine has), `debian` (text of Debian
+packages), local files, globs or folders of text, JSON lines or Parquet, or a Hugging Face dataset (`hf:NAME`). Documents
+come in one fixed order. Which split a document belongs to is a function of its text alone (`in_validation`).
 """
 
 import bz2
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from interdomain.data.debian import DEBIAN, debian_packages, read_package
+
 STDLIB = "stdlib"
 HUGGING_FACE = "hf:"
 LINES = (".jsonl", ".ndjson", ".json")
@@ -38,7 +40,7 @@ class SourceFile:
     """One file of the input, or one Hugging Face dataset (then `name` is its `hf:` name, and path and size are not known)."""
 
     name: str
-    kind: str  # its ending before that of a compression, or hf: (a key of READERS)
+    kind: str  # its ending before that of a compression, debian or hf: (a key of READERS)
     path: Path = Path()
     size: int = 0  # bytes on the disk
 
@@ -140,18 +142,27 @@ class Inputs:
 
 
 def find_inputs(inputs: Iterable) -> Inputs:
-    """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read."""
+    """Raises: FileNotFoundError for an input without files, ValueError for a kind of file that is not read, and as
+    `debian_packages`."""
     files, described, left_out = [], [], 0
     for item in map(str, inputs):
         if item.startswith(HUGGING_FACE):
             files.append(SourceFile(item, HUGGING_FACE))
             described.append({"dataset": item.removeprefix(HUGGING_FACE)})
             continue
+        if item.partition(":")[0] == DEBIAN:
+            packages = [
+                SourceFile(name, DEBIAN, path, path.stat().st_size) for name, path in debian_packages(item).items()
+            ]
+            files += packages
+            described += [{"file": package.path.name, "bytes": package.size} for package in packages]
+            continue
         matched, others = (stdlib_files(), 0) if item == STDLIB else _matches(item)
         if not matched:
             raise FileNotFoundError(
-                f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard library), or "
-                f"paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of the Hugging Face hub."
+                f"No file matches the input {item}; give {STDLIB} (if this Python has the sources of its standard library), "
+                f"{DEBIAN}, paths, folders or quoted globs of {READ}, or {HUGGING_FACE}NAME for a dataset of the Hugging Face "
+                "hub."
             )
         for name, path in matched:
             kind = _kind(path)
@@ -319,6 +330,10 @@ def _parquet(path: Path, text_field: str) -> Any:
     return file
 
 
+def _read_debian(span: Span, _: str) -> Iterator[str]:
+    return read_package(span.file.name, span.file.path)
+
+
 def _read_dataset(span: Span, text_field: str) -> Iterator[str | BadDocument]:
     dataset = open_stream(span.file.name)
     for i, row in enumerate(dataset.shard(dataset.num_shards, span.start)):
@@ -365,6 +380,7 @@ READERS = {
     **dict.fromkeys((".txt", ".py", ".md", ".rst"), _read_text),
     **dict.fromkeys(LINES, _read_lines),
     ".parquet": _read_parquet,
+    DEBIAN: _read_debian,
     HUGGING_FACE: _read_dataset,
 }
-READ = f"{' '.join(list(READERS)[:-1])} files, all but the last also as {' '.join(OPENERS)}"
+READ = f"{' '.join(list(READERS)[:-2])} files, all but the last also as {' '.join(OPENERS)}"

@@ -1,0 +1,222 @@
+"""Text of Debian packages: the documents of .deb files made here, their check against the table, and a stand-in for apt-get."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+
+import pytest
+
+from interdomain.data import debian, read_manifest
+from interdomain.data.readers import read_documents
+from interdomain.tools import prepare_data
+
+PAGE = r'''.\" A comment.
+.de XX
+not printed
+..
+.TH open 2 2023\-02\-05 "Linux man-pages"
+.SH NAME
+open, creat \- open a \fIfile\fP \" a comment
+.SH SYNOPSIS
+.nf
+.BI "int open(const char *" path ", int " flags );
+.PP
+.B "    if (fd == \-1)"
+.fi
+.SH DESCRIPTION
+See
+.BR creat (2)
+and \(lqthe
+.I file
+table\(rq.
+.TP
+.BR O_CREAT " (\fBflag\fP)"
+Creates \[dq]it\[dq].
+.IP """\f(CWa\en\fR""" 4
+One item.
+.IP \(bu 3
+Another.
+.TS
+l l.
+left	out
+.TE
+.PP
+The
+end.
+'''
+
+PAGE_TEXT = """open(2)
+
+NAME
+open, creat - open a file
+
+SYNOPSIS
+
+int open(const char *path, int flags);
+
+    if (fd == -1)
+
+DESCRIPTION
+See creat(2) and "the file table".
+
+O_CREAT (flag)
+Creates "it".
+
+"a\\n"
+One item.
+
+* Another.
+
+The end.
+"""
+
+
+def sentences(name, count=20):
+    return "".join(f"This is line {i} of {name}, a text of some length.\n" for i in range(count))
+
+
+def info(*nodes):
+    text = "This is x.info, produced by makeinfo.\n\n"
+    return (
+        text + "".join(f"\x1f\nFile: x.info,  Node: {name},  Up: Top\n\n{body}" for name, body in nodes) + "\x1f\nEnd\n"
+    )
+
+
+ENTRIES = [f"word {i}\n   {' '.join(['meaning'] * 60)}\n" for i in range(20)]
+FILES = {
+    "usr/share/man/man2/open.2.gz": gzip.compress(PAGE.encode()),
+    "usr/share/man/man2/creat.2.gz": gzip.compress(b".so man2/open.2\n"),
+    "usr/share/man/man7/ascii.7.gz": gzip.compress((".TH ascii 7\n" + sentences("codes")).encode()),
+    "usr/share/info/x.info.gz": gzip.compress(
+        info(
+            ("Start", "* Menu:\n\n* Start::   The start\n" + sentences("start")),
+            ("Concept Index", "\0\b[index\0\b]\n* Menu:\n\n* a: b.\n"),
+            ("GNU Free Documentation License", sentences("a licence")),
+            ("End", sentences("end")),
+        ).encode()
+    ),
+    "usr/share/dictd/x.dict.dz": gzip.compress(
+        f"00-database-info\n   {sentences('info')}".replace("\nThis", "\n   This").encode()
+        + "\n".join(ENTRIES).encode()
+        + b"\nASCII character table\n   0 NUL\n"
+    ),
+    "usr/share/doc/x/book.txt": (
+        f"Chapter 1. One\nSee Chapter 2.\n{sentences('one')}+--+--+\n| a|b |\n+--+--+\nChapter 2: Two\n{sentences('two')}"
+    ).encode(),
+    "usr/share/doc/x/copy.txt": f"Chapter 2: Two\n{sentences('two')}".encode(),
+    "usr/share/doc/x/short.txt": b"Too short.\n",
+    "usr/share/doc/x/changelog.gz": gzip.compress(sentences("changes").encode()),
+}
+
+
+def deb(files, compression="xz"):
+    """A .deb file: an ar archive with a member of odd length before the data."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=f"w:{compression}") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"./{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("./usr/share/doc/x/link.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "book.txt"
+        tar.addfile(link)
+    archive = b"!<arch>\n"
+    members = ("debian-binary", b"2.0\n"), ("control.tar", b"odd"), (f"data.tar.{compression}", data.getvalue())
+    for name, content in members:
+        archive += f"{name:16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n".encode() + content
+        archive += b"\n" * (len(content) % 2)
+    return archive
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """A folder with the .deb files of two packages, which are the table."""
+    folder, table = tmp_path / "debs", {}
+    folder.mkdir()
+    for name, version, files in (
+        ("x-doc", "2:1.0-1", FILES),
+        ("y-doc", "3", {"usr/share/doc/y/y": sentences("y").encode()}),
+    ):
+        content = deb(files)
+        (folder / f"{name}_{version.replace(':', '%3a')}_all.deb").write_bytes(content)
+        table[name] = {
+            "version": version,
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "read": ["usr/share/man/*", "usr/share/info/*", "*.dict.dz", "usr/share/doc/[xy]/*"],
+            "leave_out": ["*/ascii.7.gz", "*/changelog.gz"],
+        }
+    monkeypatch.setattr(debian, "package_table", lambda: table)
+    monkeypatch.setattr(debian, "SHORTEST", len(PAGE_TEXT))
+    return folder
+
+
+def test_the_documents_of_a_package(packages, tmp_path):
+    documents = list(read_documents([f"debian:{packages}"]))
+    entries, more_entries, chapter, second, manual, page, other = documents
+    assert f"{entries}\n{more_entries}" == "\n".join(ENTRIES)
+    assert len(entries) - len(ENTRIES[0]) < debian.JOINED <= len(entries) + 1
+    assert chapter == f"Chapter 1. One\nSee Chapter 2.\n{sentences('one')}"
+    assert second == f"Chapter 2: Two\n{sentences('two')}"  # and not once more from copy.txt
+    assert manual == f"{sentences('start')}\n{sentences('end')}"
+    assert page == PAGE_TEXT
+    assert other == sentences("y")
+    for files, compression in ((dict(reversed(FILES.items())), "xz"), (FILES, "gz")):
+        (tmp_path / "other.deb").write_bytes(deb(files, compression))
+        assert list(debian.read_package("x-doc", tmp_path / "other.deb")) == documents[:-1]
+
+
+def test_a_corpus_of_files_at_hand(packages, tmp_path, capsys):
+    arguments = ["--input", f"debian:{packages}", "--vocab-size", "340", "--validation-fraction", "0"]
+    assert prepare_data.main([*arguments, "--output", str(tmp_path / "corpus")]) == 0
+    files = sorted(packages.iterdir())
+    manifest = read_manifest(tmp_path / "corpus")
+    assert manifest["source"]["inputs"] == [{"file": path.name, "bytes": path.stat().st_size} for path in files]
+    assert [shard["documents"] for shard in manifest["splits"]["train"]] == [7]
+    files[1].write_bytes(files[1].read_bytes() + b"\n")
+    assert prepare_data.main([*arguments, "--output", str(tmp_path / "damaged")]) == 2
+    assert f"{files[1]} is damaged or another build" in (err := capsys.readouterr().err)
+    assert "Remove the file" in err
+    files[0].unlink()
+    assert prepare_data.main([*arguments, "--output", str(tmp_path / "missing")]) == 2
+    err = capsys.readouterr().err
+    assert "lacks 1 of 2 packages: x-doc=2:1.0-1." in err
+    assert "`apt-get download`" in err
+
+
+@pytest.fixture
+def apt_get(packages, tmp_path, monkeypatch):
+    """A stand-in for apt-get, which notes its arguments and copies from `packages`; in an empty working folder."""
+    program = tmp_path / "bin/apt-get"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncp {packages}/x-doc* .\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return program
+
+
+def test_apt_get_downloads_only_what_is_missing(packages, apt_get, tmp_path):
+    debian.DOWNLOADS.mkdir(parents=True)
+    (debian.DOWNLOADS / "y-doc_3_all.deb").write_bytes((packages / "y-doc_3_all.deb").read_bytes())
+    for _ in range(2):
+        assert len(list(read_documents(["debian"]))) == 7
+    assert (tmp_path / "calls").read_text() == "download --quiet x-doc=2:1.0-1\n"
+
+
+def test_a_version_that_debian_has_replaced(apt_get, tmp_path, monkeypatch):
+    apt_get.write_text("#!/bin/sh\necho \"E: Version '3' for 'y-doc' was not found\" >&2\nexit 100\n")
+    with pytest.raises(ValueError, match=r"E: Version '3' for 'y-doc' was not found\. .* --input debian:FOLDER"):
+        debian.debian_packages("debian")
+    monkeypatch.setenv("PATH", str(tmp_path / "work"))  # a machine without apt-get
+    with pytest.raises(ValueError, match="This needs Debian 12"):
+        debian.debian_packages("debian")
+
+
+def test_the_table_names_every_package_exactly():
+    for name, row in debian.package_table().items():
+        assert row["licence"], name
+        assert row["version"], name
+        assert len(bytes.fromhex(row["sha256"])) == 32, name
+        assert row["read"], name
