@@ -96,9 +96,13 @@ def literal(mixer, x):
         o, _ = paper_scan(q, k, v, dt, A, C, readout=m.readout, normalize=m.normalize)
     else:
         o, _ = paper_linear(torch.cat([k, v], dim=-1), dt, A, C, mixer.ssm.c)
+    if m.output_norm != "none":
+        w, size = mixer.o_norm.weight, o.square().mean(-1, keepdim=True)
+        o = w * o / (size + (w**2 if m.output_norm == "soft" else 1e-5)).sqrt()
     o = o.flatten(2)
     if m.output_gate:
-        o = torch.sigmoid(x @ mixer.wg.weight.T) * o
+        gate = x @ mixer.wg.weight.T
+        o = torch.sigmoid(gate) * (gate if m.gate_function == "silu" else 1) * o
     return o @ mixer.wo.weight.T
 
 

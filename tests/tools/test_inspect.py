@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from interdomain.files.pretrained import load_model
+from interdomain.model.feature_maps import GATES
 from interdomain.model.layers import rope_of
 from interdomain.tools import convert
 from interdomain.tools import inspect_model as inspect
@@ -59,7 +60,7 @@ def test_the_map_makes_the_mixer_s_output(condition, option):
         values = v[0].movedim(1, 0).repeat_interleave(len(layer.weights) // v.shape[2], 0)
         made = (layer.weights @ values).movedim(0, 1).flatten(1)
         if mixer.wg is not None:
-            made = torch.sigmoid(mixer.wg(x[0])) * made
+            made = GATES[mixer.config.gate_function](mixer.wg(x[0])) * made
         torch.testing.assert_close(made, o[0], rtol=1e-9, atol=1e-11 * o.abs().max().item())
         assert layer.output_rms == pytest.approx(o.square().mean().sqrt().item())
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from interdomain.model import Transformer
+from interdomain.model.feature_maps import GATES
 from interdomain.model.mixers import fixed_state, softmax
 from interdomain.model.mixers import interdomain as mixer
 from interdomain.tools._inspect.pairing import pairing
@@ -117,7 +118,7 @@ def _weights(call: Call, attention: Any, inputs: dict[Any, tuple]) -> tuple[Tens
     v, o = call.v.repeat_interleave(len(weights) // G, dim=0), call(call.v)
     if call.core.kind == "interdomain" and attention.config.normalize:
         (x,), (o,) = inputs[attention][0], inputs[attention.wo][0]
-        o = o if attention.wg is None else o / torch.sigmoid(attention.wg(x))
+        o = o if attention.wg is None else o / GATES[attention.config.gate_function](attention.wg(x))
         v, o = v[..., :-1], o.unflatten(-1, (len(weights), -1)).movedim(1, 0)
         # The denominator is a number per token and head, so it is what makes o of the numerators.
         numerator = weights @ v

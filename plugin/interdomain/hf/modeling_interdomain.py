@@ -13,7 +13,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .configuration_interdomain import InterdomainConfig
 from .fixed_state_interdomain import FixedStateMixer, StepSize, last_inputs
-from .plain_interdomain import RandomFeatures, divided, feature_map, rope_tables
+from .plain_interdomain import GATES, RandomFeatures, divided, feature_map, rope_tables
 from .scan_interdomain import (
     InputNorm,
     InterdomainCache,
@@ -98,7 +98,7 @@ class InterdomainMixer(nn.Module):
             o = self.o_norm(o)
         o = o.flatten(2)
         if self.wg is not None:
-            o = torch.sigmoid(self.wg(x)) * o
+            o = GATES[config.gate_function](self.wg(x)) * o
         o = self.wo(o)
         return o if padding is None else take(o, padding.back)
 

@@ -128,6 +128,9 @@ def feature_map(name: str, n_kv_heads: int, head_dim: int) -> FeatureMap | None:
     raise ValueError(f"there is no feature map {name!r}: use one of silu, rff, favor, {', '.join(POINTWISE)}.")
 
 
+GATES = {"sigmoid": torch.sigmoid, "silu": F.silu}
+
+
 def normed(o: Tensor, weight: Tensor, eps: float, soft: bool) -> Tensor:
     """The output norm over D of o [B, T, H, D], with w [D]: w o / sqrt(eps + mean(o^2)); soft: w o / sqrt(w^2 + mean(o^2))."""
     o32, w = widened(o), widened(weight)

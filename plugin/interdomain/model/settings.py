@@ -79,6 +79,9 @@ class MixerConfig:
     output_gate: bool = setting(
         False, "Multiply the output by sigmoid(Wg x): the paper's formula; its text calls the gate SiLU."
     )
+    gate_function: str = setting(
+        "sigmoid", "Function of the output gate; silu is the baselines'.", choices=("sigmoid", "silu")
+    )
     output_norm: str = setting(
         "none",
         "Norm of each head's output o, before the gate; w is learned. rms: w o / rms(o). soft: w o / sqrt(w^2 + mean(o^2)), "
@@ -135,6 +138,8 @@ class MixerConfig:
             "window": "only softmax layers have a window. Choose softmax, or set mixer.softmax_every",
             "state_heads": f"it is for {', '.join(FIXED_STATE)}. Choose one of these conditions",
         }
+        if not self.output_gate:
+            unread["gate_function"] = "there is no gate. Set mixer.output_gate = true"
         if self.output_norm == "none":
             unread["output_norm_scale"] = "there is no norm. Set mixer.output_norm"
         if self.normalize:

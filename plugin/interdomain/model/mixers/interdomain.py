@@ -9,7 +9,7 @@ from interdomain.features import input_features, input_features_step
 from interdomain.scan import CHUNK, decay_factor, interdomain_scan, interdomain_step, linear_scan, linear_step
 
 from ..config import Execution, MixerConfig, ModelConfig
-from ..feature_maps import divided, feature_map, widened
+from ..feature_maps import GATES, divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
 from ..shard import Part, before, shard_of
@@ -89,7 +89,7 @@ class InterdomainMixer(Mixer):
             o = self.o_norm(o)
         o = o.flatten(2)  # [B, T, H * D], or [B, T, H * (R + D)] for the linear readout
         if self.wg is not None:
-            o = torch.sigmoid(self.wg(x)) * o
+            o = GATES[self.config.gate_function](self.wg(x)) * o
         return self.wo(o)
 
     def _features(
