@@ -22,7 +22,7 @@ from ..shard import Part
 from ..state import MixerState
 from . import fla_kernels
 from .base import Mixer
-from .fixed_state_scan import plain_recurrence
+from .fixed_state_scan import l2_normed, plain_recurrence
 from .ssm import copied
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
@@ -48,10 +48,11 @@ class StepSize(KeptInFloat32):
 class FixedStateMixer(Mixer):
     """Queries, keys and values, a causal convolution with SiLU over all of them, the recurrence, a norm and an output gate.
 
-    Attributes: what a kind has: convolved, conv_bias; gated, the output; delta, beta; shared_keys, one head of them for all.
+    Attributes: what a kind has: conv_bias; always_silu, without a convolution, too; gated, the output; delta, beta;
+        shared_keys, one head of them for all.
     """
 
-    convolved, conv_bias, gated, delta, shared_keys = True, False, True, False, False
+    conv_bias, always_silu, gated, delta, shared_keys = False, True, True, False, False
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -60,7 +61,8 @@ class FixedStateMixer(Mixer):
         keys, values = self._widths(config)
         self.widths = keys, keys, values
         self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
-        self.conv = ShortConv(sum(self.widths), config.mixer.conv_width, self.conv_bias) if self.convolved else None
+        taps = config.mixer.conv_width
+        self.conv = ShortConv(sum(self.widths), taps, self.conv_bias) if taps else None
         self.ssm: StepSize | None = None
         self._make_gates(dim)
         self.wb = Linear(dim, self.shape.heads) if self.delta else None
@@ -98,10 +100,12 @@ class FixedStateMixer(Mixer):
 
         packing: [B, T], the number of each token's document.
         """
-        inputs, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
+        y, conv = torch.cat([w(x) for w in (self.wq, self.wk, self.wv)], dim=-1), None
         if self.conv is not None:
-            inputs, conv = self._convolved(torch.cat(inputs, dim=-1), state, packing)
-        q, k, v = (y.unflatten(-1, (-1, n)) for y, n in zip(inputs, self.shape[1:2] + self.shape[1:], strict=True))
+            y, conv = self._convolved(y, state, packing)
+        y = F.silu(y) if self.always_silu or self.conv is not None else y
+        parts = zip(y.split(self.widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
+        q, k, v = (part.unflatten(-1, (-1, n)) for part, n in parts)
         dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
         options = dict(documents=packing, backend=self.execution.backend)
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
@@ -109,11 +113,11 @@ class FixedStateMixer(Mixer):
             state.advance(state.conv if conv is None else conv, S)
         return self.wo(self._gate(o, None if self.wg is None else self.wg(x)))
 
-    def _convolved(self, y: Tensor, state: MixerState | None, documents: Tensor | None) -> tuple[Any, Tensor]:
-        """SiLU of the convolution of y [B, T, E], as q, k and v; and the last W - 1 inputs, [B, W - 1, E]."""
+    def _convolved(self, y: Tensor, state: MixerState | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The convolution of y [B, T, E], and its last W - 1 inputs, [B, W - 1, E]."""
         assert self.conv is not None
         bias = self.conv.weight.new_zeros(y.shape[2]) if self.conv.bias is None else self.conv.bias
-        n, past = self.config.conv_width - 1, None if state is None else state.conv.to(y.dtype)
+        n, past = self.config.conv_past, None if state is None else state.conv.to(y.dtype)
         convolved = input_features(
             y,
             math.gcd(y.shape[2], 64),  # heads are nothing to a convolution
@@ -124,7 +128,7 @@ class FixedStateMixer(Mixer):
             backend=self.execution.features,
         )
         last = y[:, -n:] if past is None else torch.cat([past, y], dim=1)[:, -n:]
-        return F.silu(convolved.flatten(2)).split(self.widths, dim=-1), last
+        return convolved.flatten(2), last
 
     @staticmethod
     def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
@@ -140,10 +144,9 @@ class FixedStateMixer(Mixer):
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
     ) -> MixerState:
-        n, channels = (self.config.conv_width - 1, sum(self.widths)) if self.convolved else (0, 0)
         exact = torch.promote_types(dtype, torch.float32)
         return MixerState(
-            conv=torch.zeros(batch, n, channels, dtype=dtype, device=device),
+            conv=torch.zeros(batch, self.config.conv_past, sum(self.widths), dtype=dtype, device=device),
             ssm=torch.zeros(batch, *self.shape, dtype=exact, device=device),
         )
 
@@ -175,8 +178,9 @@ class FixedStateMixer(Mixer):
         (its SiLU, the product) and the last matrix; float32 copies of normalised queries and keys, and of a gate per channel.
         In plain PyTorch autograd keeps more, mostly the states between chunks."""
         keys, values = cls._widths(config)
-        token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 3 * cls.gated) * values
-        token += 8 * keys * cls.delta + 6 * keys * (not cls.convolved)
+        conv = bool(config.mixer.conv_width)
+        token = (1 + conv + (cls.always_silu or conv)) * (2 * keys + values) + (2 + 3 * cls.gated) * values
+        token += 8 * keys * cls.delta + 6 * keys * (config.mixer.kind == "gla")
         return {"token": token, "scores": 0, "tables": 0}
 
 
@@ -206,9 +210,9 @@ def recurrence(
 
 class GLAMixer(FixedStateMixer):
     """Gated linear attention: a decay per channel of the keys, log_decay = log sigmoid(W2 W1 x + b) / 16 (Yang et al., 2024,
-    section 4.4: https://arxiv.org/abs/2312.06635); no convolution."""
+    section 4.4: https://arxiv.org/abs/2312.06635). Without a convolution, its default, it has no SiLU."""
 
-    convolved = False
+    always_silu = False
 
     def _make_gates(self, dim: int) -> None:
         self.gate_down, self.gate_up = Linear(dim, LOW_RANK), Linear(LOW_RANK, self.widths[0])
@@ -228,7 +232,7 @@ class DeltaNetMixer(FixedStateMixer):
 
     def _core(self, x, q, k, v, dynamics, **options):
         assert self.wb is not None
-        q, k = (F.normalize(widened(y), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
+        q, k = (l2_normed(widened(y)).to(v.dtype) for y in (q, k))
         beta = torch.sigmoid(widened(self.wb(x)))
         return recurrence(q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
 

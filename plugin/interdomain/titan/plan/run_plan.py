@@ -189,8 +189,8 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
             words["scan"] = "; ".join(dict.fromkeys(scan.resolve_backend(device, *s, dtype=dtype)[1] for s in sizes))
     words["features"] = execution.features
     if execution.features == "auto":
-        widths = [mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")]
-        words["features"] = features.resolve_backend(device, config.head_dim, max([0, *widths]), dtype=dtype)[1]
+        width = max(mixer.conv_width or 0 for mixer in config.mixers)
+        words["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)[1]
     if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
         words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     return words

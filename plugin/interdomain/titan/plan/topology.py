@@ -212,7 +212,7 @@ def _refuse_for_context(
     context, backend = job_config.parallelism.context_parallel_degree, value_of(job_config, "mixer.backend")
     degree = f"parallelism.context_parallel_degree = {context}"
     recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
-    least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])
+    least = max(1, *(mixer.conv_past for mixer in config.mixers))
     for setting, length in lengths.items():
         if length % context or length < context * least:
             raise ValueError(
