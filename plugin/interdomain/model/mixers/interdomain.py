@@ -12,9 +12,9 @@ from ..config import Execution, MixerConfig, ModelConfig
 from ..feature_maps import divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..shard import Part, before, shard_of
+from ..shard import Part, shard_of, tail_before
 from ..state import MixerState
-from .base import Mixer
+from .base import Mixer, numbered
 from .ssm import Dynamics, SSMDynamics, fold
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
@@ -152,10 +152,7 @@ class InterdomainMixer(Mixer):
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
     ) -> Any:
-        if positions is None:
-            return None
-        documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
-        return documents if shard is None else (documents, positions[:, 0])
+        return numbered(positions, shard)
 
     # Decoding
 
@@ -236,10 +233,7 @@ class InterdomainMixer(Mixer):
         new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
         if state is None:
             assert self.shard is not None
-            past = before(new, self.shard.group, 1)
-            if back is not None:
-                distance = torch.arange(n, 0, -1, device=new.device)[:, None]
-                past = past.masked_fill(distance > back[:, None, None], 0)
+            past = tail_before(new, n, self.shard, back)
         else:
             past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
         return dict(zip(convs, past.split([projected[name].shape[2] for name in convs], dim=2), strict=True)), conv

@@ -82,7 +82,7 @@ class RunPlan:
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
-        if context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
+        if context == 1:
             longest += f" (8 ranks share {8 * self.longest:,})"
         states = []
         for layer, n in Counter(self.config.layers).items():
