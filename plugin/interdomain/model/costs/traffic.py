@@ -78,8 +78,9 @@ def traffic(
 
     shards: parameters gathered in the precision of the pass, gradients scattered once a step in float32, over shards x context.
     replicas: the scattered gradients' sum. context: by mixer (`Mixer.handed_on`). tensor: the hidden states, gathered and
-    scattered at embedding, mixers, feed-forwards and head, the loss's normalisers, and the sum of the gradients of whole
-    parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over all ranks of the stage.
+    scattered at embedding, mixers, feed-forwards and head; the loss's normalisers; what mixers add up (`Mixer.summed`); the sum
+    of the gradients of whole parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over
+    all ranks of the stage.
 
     Args:
         shards: of the data, and so without context.
@@ -98,10 +99,9 @@ def traffic(
         math.ceil(rows / parts) * numbers for group in local.groups for rows, numbers, part in group if not part
     )
 
-    by_context = summed_over_heads = 0
-    for layer in (config.layers[i] for i in layers):
+    by_context = 0
+    for layer in (config.layers[i] for i in layers if context > 1):
         handed = Counter(mixer_class(layer.mixer).handed_on(layer))
-        summed_over_heads += handed["summed"]
         per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
         if handed["state"]:
             per_sequence += 4  # whether a document begins in the shard
@@ -116,7 +116,8 @@ def traffic(
     hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
     by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * local.embedding)
     by_tensor += micro_batches * local.head * (2 * hidden * width + 4 * tokens)
-    by_tensor += micro_batches * tokens * 4 * summed_over_heads * (2 + (checkpointing != "none"))
+    summed_by_mixers = sum(mixer_class(config.layers[i].mixer).summed for i in layers)
+    by_tensor += micro_batches * tokens * 4 * summed_by_mixers * (2 + (checkpointing != "none"))
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
         "replicas": sum(summed(n, replicas) for n in per_group),

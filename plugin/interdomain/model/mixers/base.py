@@ -21,11 +21,13 @@ class Mixer(nn.Module):
         shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
         heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
             Its matrices are this rank's parts, or DTensors with them (`split_dimension`); all else is whole. None: all heads.
+        summed: float32 numbers per token that ranks with other heads add up.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
     shard: Part | None = None
     heads: Part | None = None
+    summed: int = 0
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
@@ -74,9 +76,9 @@ class Mixer(nn.Module):
 
     @staticmethod
     def handed_on(config: ModelConfig) -> dict[str, int]:
-        """Numbers that a rank hands on, by layer, forward and as many backward. To ranks with other shards of the sequences:
-        float32 "state" per sequence, or "gathered", which is gathered again in a recomputation; of the activations' dtype,
-        "tail" per sequence and "token" per token of the shard. To ranks with other heads: float32 "summed" per token."""
+        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward, as far as there
+        are any: float32 "state" per sequence, or "gathered", which a recomputation gathers again; of the activations' dtype,
+        "tail" per sequence and "token" per token of the shard."""
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
 
 

@@ -287,7 +287,7 @@ class Mamba2Mixer(FixedStateMixer):
     dt = softplus(Wa x + dt_bias), and D x is added (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060). The gate
     comes before the norm, which is over all heads."""
 
-    conv_bias, shared_keys = True, True
+    conv_bias, shared_keys, summed = True, True, 1
 
     @property
     def norm_width(self) -> int:
@@ -311,10 +311,6 @@ class Mamba2Mixer(FixedStateMixer):
         mean = gather_shards(squares, self.heads.size, self.heads.group).sum(0) / self.norm_width
         weight = shard_of(self.norm.local(), self.heads)
         return (widened(y) * (mean + self.norm.eps).rsqrt() * weight).to(y.dtype)
-
-    @classmethod
-    def handed_on(cls, config: ModelConfig) -> dict[str, int]:
-        return super().handed_on(config) | {"summed": 1}
 
 
 MIXERS: dict[str, type[FixedStateMixer]] = {
