@@ -41,23 +41,33 @@ LEGS = {
     },
     (2, 2): {
         "tensor and pipeline": ("start", 3, {}),
+        "mamba2, stages": ("start", 0, dict(case="mamba2")),
         "one to tensor and pipeline": ("one", 7, {}),
     },
 }
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
+STATE = dict(n_basis=6, state_heads=4)
 # Models of which the first gradients are compared, on two tensor-parallel ranks.
 CASES = {
     **{name: (name, {}) for name in CONDITIONS if name not in ("interdomain", *FIXED_STATE)},
-    "gate, kv2, hermitian": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian")),
+    "gate, kv2, soft": ("interdomain", dict(output_gate=True, n_kv_heads=2, readout="hermitian", output_norm="soft")),
     "kv2, identity": ("interdomain", dict(n_kv_heads=2, c_form="identity")),
     "gate, s4d": ("s4d", dict(output_gate=True)),
     "rff, no sequence": ("single-query", dict(feature_map="rff", normalize=True, c_form="diagonal")),
     "favor, kv2": ("interdomain", dict(feature_map="favor", normalize=True, n_kv_heads=2)),
     "hermitian": ("interdomain", dict(readout="hermitian")),
     "softmax, kv2": ("softmax", dict(n_kv_heads=2)),
+    "gla": ("gla", STATE | dict(conv_width=3)),
+    "mamba2": ("mamba2", STATE),
+    "mamba2, no sequence": ("mamba2", STATE),
+    "deltanet": ("deltanet", STATE),
+    "hybrid, gated-deltanet": ("gated-deltanet", STATE | dict(softmax_every=2)),
     "hybrid": ("single-query", dict(softmax_every=2, window=7, n_kv_heads=2, c_form="diagonal")),
 }
-REFUSED = {"kv1": ("interdomain", dict(n_kv_heads=1))}
+REFUSED = {
+    "kv1": ("interdomain", dict(n_kv_heads=1)),
+    "one head": ("gla", dict(n_basis=8)),
+}
 
 
 def config_of(case="interdomain") -> ModelConfig:
@@ -135,7 +145,7 @@ def open_run(case="interdomain", sequence_parallel=None, **options):
 
     config = config_of(case)
     condition, settings = (CASES | REFUSED).get(case, ("interdomain", {}))
-    settings = {name: x for name, x in settings.items() if name != "n_kv_heads"} | {"n_basis": 6, "n_layers": 2}
+    settings = {"n_basis": 6, "n_layers": 2} | {name: x for name, x in settings.items() if name != "n_kv_heads"}
     args = argparse.Namespace(
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
@@ -250,6 +260,7 @@ def others(folder: Path, seen: dict) -> None:
         run.model.eval()
         refusal("inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
     refusal("heads", lambda: open_run("kv1"))
+    refusal("heads of the state", lambda: open_run("one head"))
     refusal("another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 
     data = open_data(str(folder / "corpus"), 8 * T, 10, str(folder / "cache"))

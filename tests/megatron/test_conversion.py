@@ -55,7 +55,7 @@ def test_a_run_becomes_a_folder(leg, computed, tmp_path, capsys):
     assert loss_of(load_model(tmp_path / "out")) == pytest.approx(wanted, rel=3e-3 if leg == "bf16" else 1e-5)
 
 
-@pytest.mark.parametrize("case", ["gate, kv2, hermitian", "hybrid"])
+@pytest.mark.parametrize("case", ["gate, kv2, soft", "hybrid", "mamba2"])
 def test_a_folder_goes_to_megatron_and_comes_back(case, computed, tmp_path, capsys):
     """To the bit; what Megatron makes of such a checkpoint is in test_training: every leg starts from one."""
     start, corpus = computed[0] / "start" / case, computed[0] / "corpus"

@@ -29,10 +29,11 @@ def difference(found, wanted):
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("name", [*FRESH, "tensor", "recompute core_attn", *ranks.CASES])
+@pytest.mark.parametrize("name", [*FRESH, "tensor", "recompute core_attn", "mamba2, stages", *ranks.CASES])
 def test_every_gradient(name, computed):
     """float32, against the plain model in float64, whose own float32 says how far that may be off."""
-    case = name if name in ranks.CASES else "interdomain"
+    case = name.removesuffix(", stages")
+    case = case if case in ranks.CASES else "interdomain"
     parts = [part for seen in computed[1] for part in seen["gradients"][name]]
     found = ranks.whole_gradients(ranks.config_of(case), parts)
     wanted, rounded = plain_gradients(case, torch.float64), plain_gradients(case, torch.float32)
@@ -91,6 +92,10 @@ def test_packed_documents(computed):
     [
         ("inference", "NotImplementedError: Megatron's inference engines keep keys and values"),
         ("heads", "ValueError: 4 heads and 1 heads of keys and values cannot be split over 2 ranks."),
+        (
+            "heads of the state",
+            "ValueError: 1 heads of gla's state cannot be split over 2 ranks. Set mixer.state_heads.",
+        ),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],
 )

@@ -35,17 +35,19 @@ OPTIONS = {
     "hybrid, window": dict(layers=["softmax", "interdomain-norope"], window=7, n_kv_heads=2),
     "hybrid of recurrences": dict(layers=["dual-linear-norope", "interdomain"]),
     "window": dict(window=7),
+    "no conv": dict(conv_width=0),
+    "conv": dict(conv_width=3),
 }
 
 
 # Every condition, every switch, and where a switch meets other code in another condition.
 VARIANTS = [
     *((condition, "plain") for condition in CONDITIONS),
-    *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window")),
+    *(("interdomain", option) for option in OPTIONS if option not in ("plain", "window", "conv")),
     *(("softmax", "kv2"), ("softmax", "head96"), ("softmax", "window"), ("interdomain-norope", "all")),
     *(("single-query", "identity"), ("single-query", "kv1"), ("single-query", "normalize"), ("single-query", "favor")),
     *(("dual-linear", "rff"), ("dual-linear", "diagonal"), ("s4d", "identity"), ("s4d", "gate")),
-    ("gated-deltanet", "hybrid"),
+    *(("gated-deltanet", "hybrid"), ("gla", "conv"), ("mamba2", "no conv")),
 ]
 # The same without switches that no token's place in time can meet: forms of C, feature maps, gates, widths of heads.
 POINTWISE = ("diagonal", "identity", "real", "hermitian", "rff", "elu", "softplus", "gate", "head96", "kv1")

@@ -51,6 +51,7 @@ REFUSED = [
     ("interdomian", {}, "'interdomian'.*interdomain.*s4d-rope"),
     ("interdomain", dict(n_bassis=3), "n_bassis.*vocab_size.*n_basis"),
     ("interdomain", dict(readout="imag"), "mixer.readout.*'imag'.*complex, real, hermitian"),
+    ("interdomain", dict(conv_width=1), "mixer.conv_width must be 0, for no convolution, or at least 2: got 1"),
     ("interdomain", dict(n_basis=0), "mixer.n_basis must be at least 1: got 0"),
     ("interdomain", dict(n_kv_heads=5), "mixer.n_kv_heads must divide n_heads = 12: got 5"),
     ("interdomain", dict(dim=700), r"n_heads \* head_dim.*700"),
@@ -84,10 +85,21 @@ def test_what_no_model_has_is_refused(condition, overrides, words):
 def test_a_record_of_another_version_or_with_unknown_settings_is_refused():
     record = build_config("debug").to_dict()
     for changes, words in (
-        (dict(format_version=2), "version 2.*reads version 1"),
+        (dict(format_version=3), "version 3.*reads versions 1 and 2"),
         (dict(window=128), "window.*allowed: dim"),
         (dict(mixer={"gate": True}), "gate.*allowed.*output_gate"),
         (dict(dim="128"), "dim must be int: got '128'"),
     ):
         with pytest.raises(ValueError, match=words):
             ModelConfig.from_dict(record | changes)
+
+
+def test_a_record_of_version_1_has_no_convolution_in_gla():
+    """There every mixer's conv_width was 4, and gla had none."""
+    config = build_config("debug", layers=["gla", "interdomain", "softmax", "mamba2"])
+    record = config.to_dict()
+    for mixer in record["mixer"]:
+        mixer["conv_width"] = 4
+    assert ModelConfig.from_dict(record | {"format_version": 1, "mixer": record["mixer"]}) == config
+    with_convolution = ModelConfig.from_dict(record | {"mixer": record["mixer"][:2]})
+    assert [mixer.conv_width for mixer in with_convolution.mixers] == [4, 4]

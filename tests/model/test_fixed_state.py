@@ -113,9 +113,10 @@ def literal(mixer, condition, x):
     silu = lambda y: y * torch.sigmoid(y)  # noqa: E731
     W = lambda name: getattr(mixer, name).weight.T  # noqa: E731
     y = torch.cat([x @ W("wq"), x @ W("wk"), x @ W("wv")], dim=-1)
-    if condition != "gla":
+    if mixer.conv is not None:
         bias = torch.zeros(y.shape[-1]).double() if mixer.conv.bias is None else mixer.conv.bias
-        y = silu(short_conv(y, types.SimpleNamespace(weight=mixer.conv.weight, bias=bias)))
+        y = short_conv(y, types.SimpleNamespace(weight=mixer.conv.weight, bias=bias))
+    y = y if condition == "gla" and mixer.conv is None else silu(y)
     q, k, v = y.split([y.shape[-1] // 2 - heads * V // 2] * 2 + [heads * V], dim=-1)
     q, k, v = q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
     rms = lambda y: y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight  # noqa: E731
@@ -130,17 +131,19 @@ def literal(mixer, condition, x):
         gate = x @ W("gate_down") @ W("gate_up") + mixer.gate_bias
         decay = (torch.sigmoid(gate).log() / 16).unflatten(-1, (-1, K))
     else:
-        q = q / (q.square().sum(-1, keepdim=True).sqrt() * K**0.5)
-        k, beta = k / k.square().sum(-1, keepdim=True).sqrt(), torch.sigmoid(x @ W("wb"))
+        q = q / ((q.square().sum(-1, keepdim=True) + 1e-6 / K).sqrt() * K**0.5)  # q is divided by sqrt(K) above
+        k, beta = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt(), torch.sigmoid(x @ W("wb"))
     if condition == "gated-deltanet":
         decay = -mixer.ssm.A_log.exp() * (1 + (x @ W("wa") + mixer.ssm.dt_bias).exp()).log()
     o = rms(per_token(q, k, v, decay, beta, zero)[0]).flatten(2)
     return (o if condition == "deltanet" else o * silu(x @ W("wg"))) @ W("wo")
 
 
+@pytest.mark.parametrize("option", ["plain", "no conv", "conv"])
 @pytest.mark.parametrize("condition", FIXED_STATE)
-def test_layer_by_the_letter(condition):
-    model = variant(condition)
+def test_layer_by_the_letter(condition, option):
+    """The norm of queries and keys has its epsilon within the root, which counts for small ones."""
+    model = variant(condition, option)
     x = torch.randn(2, 70, model.config.dim, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     with torch.no_grad():
         for layer in model.layers.values():

@@ -22,7 +22,9 @@ T = 70
 
 
 def short_conv(x, conv):
-    """SC: causal depthwise convolution with bias. x [B, T, E]."""
+    """SC: causal depthwise convolution with bias, or none. x [B, T, E]."""
+    if conv is None:
+        return x
     width = conv.weight.shape[-1]
     padded = F.pad(x.mT, (width - 1, 0))
     return F.conv1d(padded, conv.weight, conv.bias, groups=x.shape[-1]).mT

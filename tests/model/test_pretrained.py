@@ -117,7 +117,7 @@ DAMAGE = {
     ),
     "config no JSON": (lambda f: (f / CONFIG).write_text("{"), "config.json is damaged"),
     "config of another": (lambda f: (f / CONFIG).write_text('{"model_type": "llama"}'), "not of this project"),
-    "newer version": (lambda f: edit_json(f / CONFIG, format_version=2), "version 2"),
+    "newer version": (lambda f: edit_json(f / CONFIG, format_version=3), "version 3"),
     "other size": (lambda f: edit_json(f / CONFIG, num_hidden_layers=3), r"layers\.2\..*is missing"),
     "one bit of the weights": (lambda f: flip_a_bit(f / WEIGHTS), "model.safetensors.*checksum differs"),
     "truncated weights": (lambda f: truncate(f / WEIGHTS, -100), "truncated or damaged"),

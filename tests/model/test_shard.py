@@ -11,14 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interdomain.model import loss, meta_model
 from interdomain.model.loss import IGNORE_INDEX
-from interdomain.model.shard import SHARDED, Part, shard_of
+from interdomain.model.shard import Part, shard_of, split_dimension
 
 from ..ranks import forks
 from .common import OPTIONS, lively, positions_of, random_tokens, small_config, variant
 
 T = 64
-# Documents begin two tokens before a shard, one before, with one, and in the midst of the first; one goes through all shards.
-PACKED = ((14, 17, 17, 16), (64,), (5, 59))
+# Documents begin two tokens before a shard, one before, with one, and in the midst of the first; one goes through all shards,
+# and of two tokens at an edge each is a document.
+PACKED = ((14, 17, 17, 16), (64,), (5, 10, 1, 1, 47))
+HEADS = dict(state_heads=4)
 CASES = {
     "interdomain": ("interdomain", {}, None),
     "interdomain, packed": ("interdomain", {}, PACKED),
@@ -36,7 +38,15 @@ CASES = {
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
     "window": ("softmax", OPTIONS["window"], None),
     "window of more than a shard, packed": ("softmax", dict(window=20), PACKED),
+    "gla": ("gla", HEADS, None),
+    "gla, conv, packed": ("gla", HEADS | OPTIONS["conv"], PACKED),
+    "mamba2": ("mamba2", HEADS, None),
+    "mamba2, packed": ("mamba2", HEADS, PACKED),
+    "deltanet, no conv, packed": ("deltanet", HEADS | OPTIONS["no conv"], PACKED),
+    "gated-deltanet": ("gated-deltanet", HEADS, None),
+    "no conv, packed": ("interdomain", OPTIONS["no conv"], PACKED),
     "hybrid": ("interdomain", OPTIONS["hybrid"], None),
+    "gated-deltanet, hybrid, packed": ("gated-deltanet", HEADS | OPTIONS["hybrid"], PACKED),
     "hybrid, window, packed": ("interdomain", OPTIONS["hybrid, window"], PACKED),
 }
 RANKS = 4
@@ -74,7 +84,7 @@ def distribute(model, mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     for name, module in model.named_modules():
-        dim = SHARDED.get(name.rpartition(".")[2])
+        dim = split_dimension(model, name)
         if dim is not None:
             whole = module.weight.detach()
             module.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))

@@ -35,7 +35,7 @@ def flags(corpus, folder, toml=TINY, **settings):
         if isinstance(value, bool) and section != "mixer":  # [mixer]'s switches have three values: unset is None
             arguments.append(f"--{section}.{'' if value else 'no-'}{field}")
         else:
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return arguments
 
 
@@ -72,7 +72,10 @@ TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pi
 INTERLEAVED = {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}  # two stages a rank
 SCAN, GRADIENTS, TRAFFIC = {"probes": ["scan"]}, {"probes": ["gradients", "traffic"]}, {"probes": ["traffic"]}
 BOTH = {"probes": ["scan", "gradients"]}
-HYBRID = {"mixer__softmax_every": 2, "mixer__window": 16, "data__reset_state_at_documents": True, "data": "short"}
+DOCUMENTS = {"data__reset_state_at_documents": True, "data": "short"}
+HYBRID = {"mixer__softmax_every": 2, "mixer__window": 16} | DOCUMENTS
+BASELINES = ["gla", "mamba2", "deltanet", "gated-deltanet"]
+FIXED = DOCUMENTS | {"mixer__layers": BASELINES, "mixer__state_heads": 4}
 LAYERS = HYBRID | SAVED | VALIDATED | GRADIENTS
 ANSWERS = {"data": "pairs", "model__vocab_size": 8} | VALIDATED | steps(3)
 BFLOAT16 = {"training__precision": "bf16"} | steps(2)
@@ -113,13 +116,14 @@ RUNS = {
     # Other layers.
     "1 softmax": condition("softmax") | steps(2),
     "1 s4d": condition("s4d") | steps(2) | BOTH,
-    "1 gated-deltanet": condition("gated-deltanet") | steps(2),
-    "1 mamba2": condition("mamba2") | steps(2),
+    "1 fixed": FIXED | steps(2) | GRADIENTS,
     "2 context softmax": parallel(context=2) | condition("softmax") | steps(2) | TRAFFIC,
     "2 context s4d": parallel(context=2) | condition("s4d") | steps(2),
     "2 s4d": condition("s4d") | steps(2) | {RESHARD: "always"},
-    "2 gated-deltanet": condition("gated-deltanet") | steps(2) | {RESHARD: "never"},
-    "2 pipeline mamba2": parallel(pipeline=2) | condition("mamba2") | steps(2),
+    "2 fixed": FIXED | steps(2) | {RESHARD: "never"},
+    "2 context fixed": parallel(context=2) | FIXED | SELECTIVE | steps(2) | GRADIENTS,
+    "2 tensor fixed": parallel(tensor=2) | FIXED | COMPILED | steps(2) | GRADIENTS,
+    "2 pipeline fixed": parallel(pipeline=2) | FIXED | steps(2) | GRADIENTS,
     # What the ranks exchange.
     "2 context full": parallel(context=2) | FULL | ONCE,
     "2 context full long": parallel(context=2) | FULL | LONG | ONCE,

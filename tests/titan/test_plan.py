@@ -199,11 +199,17 @@ def test_a_dry_run_says_how_the_mixer_is_computed():
 
 
 def test_a_fixed_state():
-    """Beside interdomain attention's; and what computes it."""
+    """Beside interdomain attention's; what computes it; and the axes that need several heads of it."""
     made = make_plan(parse(mixer__condition="gla"), 1).describe()
     assert "16,384 numbers per layer and sequence (interdomain attention: 16,384)" in made
     assert "recurrence  chunkwise-torch (plain PyTorch): the input is on cpu" in made
-    assert "ranks share" not in made
+    assert "8 ranks share" in made
+    with pytest.raises(
+        ValueError, match=r"does not divide the heads of gla's state \(mixer.state_heads sets them\) = 1"
+    ):
+        make_plan(parse(mixer__condition="gla", **TENSOR), 2)
+    made = make_plan(parse(mixer__condition="gla", mixer__state_heads=2, **TENSOR), 2)
+    assert str(made.topology) == "tensor 2 = 2 ranks"
 
 
 def test_a_size_of_ones_own():

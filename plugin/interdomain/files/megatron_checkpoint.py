@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interdomain.model.config import FIXED_STATE, SIZES, ModelConfig, cell_of
+from interdomain.model.config import SIZES, ModelConfig, cell_of
 from interdomain.model.transformer import meta_model
 
 from . import distributed_checkpoint as checkpoints
@@ -175,11 +175,8 @@ def _size_of(config: ModelConfig) -> str:
 def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
     """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
 
-    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError; ValueError for a mixer that
-    `interdomain.megatron` does not have.
+    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError.
     """
-    if fixed := [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]:
-        raise ValueError(f"{fixed[0]} is not for Megatron: {', '.join(FIXED_STATE)} train under TorchTitan only.")
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
     stacked = len(config.mixers) == 1
     for name in meta_model(config).state_dict():  # layer by layer, w1 before w3

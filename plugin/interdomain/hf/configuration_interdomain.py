@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from transformers import PretrainedConfig
 
-from .plain_interdomain import KINDS, LARGEST, MixerConfig
+from .plain_interdomain import CONV_WIDTH, KINDS, LARGEST, MixerConfig, from_version_1
 
 MIXER = {f.name: f.default for f in fields(MixerConfig) if f.name not in ("kind", "n_kv_heads")}
 DEFAULTS = dict(
@@ -54,6 +54,10 @@ class InterdomainConfig(PretrainedConfig):
         layer_types: list | None = None,
         **settings,
     ):
+        if settings.get("format_version") == 1:
+            layers = settings.get("layer_settings")
+            settings = from_version_1(settings, "mixer") | {"format_version": 2}
+            settings["layer_settings"] = layers and [from_version_1(layer, "mixer") for layer in layers]
         for name, default in DEFAULTS.items():
             setattr(self, name, settings.pop(name, default))
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -77,6 +81,7 @@ class InterdomainConfig(PretrainedConfig):
             for layer in self.layer_settings:  # each as the configuration of a model of such layers
                 sizes = dict(hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads)
                 InterdomainConfig(**sizes, head_dim=self.head_dim, **layer)
+        self._set_conv_width()
         each = [self.of_layer(i) for i in range(self.num_hidden_layers)]
         growing = {None: "full_attention"}
         self.layer_types = [
@@ -99,4 +104,10 @@ class InterdomainConfig(PretrainedConfig):
         layer = copy.copy(self)
         for name, value in self.layer_settings[i % len(self.layer_settings)].items():
             setattr(layer, name, value)
+        layer._set_conv_width()
         return layer
+
+    def _set_conv_width(self) -> None:
+        """The convolution's width where none is set; a hybrid's layers have theirs."""
+        if self.conv_width is None and self.mixer != "hybrid":
+            self.conv_width = CONV_WIDTH.get(self.mixer, 4)

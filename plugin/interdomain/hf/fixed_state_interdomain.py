@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .configuration_interdomain import InterdomainConfig
-from .plain_interdomain import KeptInFloat32, plain_recurrence
+from .plain_interdomain import KeptInFloat32, l2_normed, plain_recurrence
 from .scan_interdomain import InterdomainCache, Padding, ShortConv, features, residual_linear, take, wide
 
 # Shapes: B batch, T tokens, H heads of state, K key width, V value width.
@@ -58,8 +58,8 @@ class StepSize(KeptInFloat32):
 
 
 class FixedStateMixer(nn.Module):
-    """Queries, keys and values, a causal convolution with SiLU over them (but for gla), the recurrence, a norm, an output gate
-    (but for deltanet)."""
+    """Queries, keys and values, a causal convolution over them, SiLU (of gla with a convolution only), the recurrence, a norm,
+    an output gate (but for deltanet)."""
 
     def __init__(self, config: InterdomainConfig, layer_idx: int) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class FixedStateMixer(nn.Module):
             return nn.Linear(columns, rows, bias=False)
 
         self.wq, self.wk, self.wv = (linear(rows) for rows in self.widths)
-        conv = kind != "gla"
-        self.conv = ShortConv(sum(self.widths), config.conv_width, bias=kind == "mamba2") if conv else None
+        taps = config.conv_width
+        self.conv = ShortConv(sum(self.widths), taps, bias=kind == "mamba2") if taps else None
         if kind == "gla":
             self.gate_down, self.gate_up = linear(LOW_RANK), linear(values, LOW_RANK)
             self.gate_bias = nn.Parameter(torch.empty(values))
@@ -91,12 +91,13 @@ class FixedStateMixer(nn.Module):
         cache = past_key_values
         x = hidden if padding is None else take(hidden, padding.order)
         past, S = (None, None) if cache is None else cache.states.get(self.layer_idx, (None, None))
-        y, last = torch.cat((self.wq(x), self.wk(x), self.wv(x)), dim=-1), x.new_empty(len(x), 0)
+        y, last = torch.cat((self.wq(x), self.wk(x), self.wv(x)), dim=-1), x.new_empty(x.shape[0], 0)
         if self.conv is not None:
             weight, bias = self.conv()
             bias = weight.new_zeros(y.shape[2]) if bias is None else bias
             last = last_inputs(y, past, padding, self.config.conv_width - 1) if cache is not None else last
-            y = F.silu(features(y, math.gcd(y.shape[2], 64), conv=(weight, bias), past=past).flatten(2))
+            y = features(y, math.gcd(y.shape[2], 64), conv=(weight, bias), past=past).flatten(2)
+        y = y if self.kind == "gla" and self.conv is None else F.silu(y)
         q, k, v = (
             z.unflatten(-1, (-1, n))
             for z, n in zip(y.split(self.widths, dim=-1), (*self.shape[1:2], *self.shape[1:]), strict=True)
@@ -125,7 +126,7 @@ class FixedStateMixer(nn.Module):
             decay = -A_log.to(dtype).exp() * dt
             u = (v * dt[..., None]).to(v.dtype) if self.kind == "mamba2" else v
         if self.wb is not None:
-            q, k = (F.normalize(y.to(dtype), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
+            q, k = (l2_normed(y.to(dtype)).to(v.dtype) for y in (q, k))
             beta = torch.sigmoid(self.wb(x).to(dtype))
         if self.kind != "mamba2":
             q = q * q.shape[-1] ** -0.5

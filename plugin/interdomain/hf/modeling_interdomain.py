@@ -40,15 +40,19 @@ class InterdomainMixer(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         dim, heads = config.hidden_size, config.num_key_value_heads
-        kv_dim = heads * config.head_dim
+        kv_dim, taps = heads * config.head_dim, config.conv_width
+
+        def short_conv(channels: int) -> ShortConv | None:
+            return ShortConv(channels, taps) if taps else None
+
         if config.query_readout:
             self.wq = nn.Linear(dim, dim, bias=False)
-            self.q_conv = ShortConv(dim, config.conv_width)
+            self.q_conv = short_conv(dim)
         self.wk = nn.Linear(dim, kv_dim, bias=False)
-        self.k_conv = ShortConv(kv_dim, config.conv_width)
+        self.k_conv = short_conv(kv_dim)
         self.wv = nn.Linear(dim, kv_dim, bias=False)
         if not config.dual_input:
-            self.v_conv = ShortConv(kv_dim, config.conv_width)
+            self.v_conv = short_conv(kv_dim)
         self.feature_map = feature_map(config.feature_map, heads, config.head_dim)
         silu = self.feature_map is None  # the other maps keep scale and sign
         self.k_norm = InputNorm(heads, config.head_dim) if silu else None
@@ -70,9 +74,9 @@ class InterdomainMixer(nn.Module):
         tables = self.ssm(dtype) if tables is None else tables
 
         inputs = {name: getattr(self, f"w{name}")(x) for name in "qkv" if hasattr(self, f"w{name}")}
-        convolved = {name: y for name, y in inputs.items() if hasattr(self, f"{name}_conv")}
-        pasts = {}
-        if past is not None:
+        convolved = {name: y for name, y in inputs.items() if getattr(self, f"{name}_conv", None) is not None}
+        pasts, last = {}, x.new_empty(x.shape[0], 0)
+        if convolved and past is not None:
             pasts = dict(zip(convolved, past.split([y.shape[-1] for y in convolved.values()], dim=-1), strict=True))
         mapped = {name: self._features(name, y, pasts.get(name), rope) for name, y in inputs.items()}
         q, k, v = mapped.get("q"), mapped["k"], mapped["v"]
@@ -88,10 +92,9 @@ class InterdomainMixer(nn.Module):
             if padding is not None:
                 final = padding.state_after(torch.cat((k, v), dim=-1), tables[0], state)
             cache.tables[self.layer_idx] = tables
-            cache.states[self.layer_idx] = (
-                last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1),
-                final,
-            )
+            if convolved:
+                last = last_inputs(torch.cat([*convolved.values()], dim=-1), past, padding, config.conv_width - 1)
+            cache.states[self.layer_idx] = last, final
         if config.normalize:
             o = divided(o, v)
         if self.o_norm is not None:

@@ -18,27 +18,30 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from interdomain.files.megatron_checkpoint import BACKBONE, FLAGS, RECORD, read_record, record_of
-from interdomain.model.config import Execution, MixerConfig, ModelConfig
+from interdomain.model.config import FIXED_STATE, Execution, MixerConfig, ModelConfig, state_shape
 from interdomain.model.feature_maps import KeptInFloat32
 from interdomain.model.initialize import initial_value
-from interdomain.model.layers import InputNorm, rope_of
+from interdomain.model.layers import InputNorm, Linear, rope_of
+from interdomain.model.shard import Part
 from interdomain.model.transformer import mixer_class
 
-SHARED = (
-    "k_norm.weight",
-    "v_norm.weight",
-    "o_norm.weight",
-)  # by all heads, so by all ranks; every other parameter is per head
+# By all heads, so by all ranks; every other parameter of interdomain attention is per head.
+SHARED = ("k_norm.weight", "v_norm.weight", "o_norm.weight")
+# Projections of the baselines with a fixed state, as far as one has them, of whose products every rank needs all.
+OF_ALL_HEADS = ("wq", "wk", "wa", "wb", "gate_down")
 
 
 class Computed(nn.Module):
-    """Takes the place of a projection: its part of a product that was computed for all of them at once."""
+    """Takes the place of a projection: its part of a product that was computed for all of them at once.
 
-    def __init__(self, name: str) -> None:
+    weight: a matrix that every rank has all of; None for rows of in_proj."""
+
+    def __init__(self, name: str, weight: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.weight = name, weight
 
     def forward(self, parts: dict[str, Tensor]) -> Tensor:
         return parts[self.name]
@@ -52,7 +55,8 @@ class InterdomainAttention(MegatronModule):
     """hidden_states [S, B, dim] ([S / tp, B, dim] with sequence parallelism) -> (the same shape, None).
 
     `core` is the plain model's mixer for this rank's heads, without its projections. Those of queries, keys, values and gate
-    are one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads.
+    are one column-parallel product, `in_proj`, whose rows on a rank are [wq | wk | wv | wg] of its heads. A baseline with a
+    fixed state has all its other parameters on every rank, and computes its part of the heads (`Mixer.heads`).
 
     Args:
         mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
@@ -84,21 +88,31 @@ class InterdomainAttention(MegatronModule):
             max_seq_len=max_seq_len,
             rope_theta=rope_theta,
             norm_eps=config.layernorm_epsilon,
-            mixers=tuple(replace(mixer, n_kv_heads=shared) for mixer in mixers),
+            mixers=tuple(m if m.kind in FIXED_STATE else replace(m, n_kv_heads=shared) for m in mixers),
         )
-        _refuse(config, tp, len(whole.mixers))
+        _refuse(config, tp, whole)
         settings = _settings(config, whole)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
-        local_mixer = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
-        local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
+        fixed = self.whole.mixer.kind in FIXED_STATE
+        local, split = self.whole, tp  # ranks by which in_proj's rows are split that the local mixer has
+        if not fixed:
+            local_mixer = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
+            local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
+            split = 1
         with torch.device("meta"):
-            core: Any = mixer_class(local_mixer)(local, execution)
-            self.parts = {}  # by projection, its rows on this rank
+            core: Any = mixer_class(local.mixer)(local, execution)
+            if fixed and tp > 1:
+                core.heads = Part(self.tp_group.group_name, self.tp_group.rank(), tp)
+            self.parts, self.of_all_heads = {}, {}  # by projection, its rows on this rank
             for name in ("wq", "wk", "wv", "wg"):
-                if getattr(core, name, None) is not None:
-                    self.parts[name] = getattr(core, name).out_features
+                if isinstance(projection := getattr(core, name, None), Linear) and not projection.whole:
+                    self.parts[name] = projection.out_features // split
                     setattr(core, name, Computed(name))
-            width, core.wo = core.wo.in_features, nn.Identity()
+            for name in OF_ALL_HEADS:
+                if isinstance(projection := getattr(core, name, None), Linear):
+                    self.of_all_heads[name] = projection.out_features
+                    setattr(core, name, Computed(name, projection.weight))
+            width, core.wo = core.wo.in_features // split, nn.Identity()
             for name in ("k_norm", "v_norm"):
                 if getattr(core, name, None) is not None:
                     setattr(core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps))
@@ -116,8 +130,9 @@ class InterdomainAttention(MegatronModule):
             skip_bias_add=True,
             **same,
         )
+        self.shared = tuple(name for name, _ in core.named_parameters() if fixed or name in SHARED)
         for name, p in core.named_parameters():
-            if name in SHARED:
+            if name in self.shared:
                 p.sequence_parallel = config.sequence_parallel  # then Megatron sums its gradients over the ranks
             else:
                 set_tensor_model_parallel_attributes(p, is_parallel=True, dim=0, stride=1)
@@ -136,7 +151,7 @@ class InterdomainAttention(MegatronModule):
         def this_ranks_part(name: str, dim: int = 0) -> Tensor:
             at = f"layers.{self.layer_number - 1}.attention.{name}"
             full = initial_value(at, shapes[name], self.whole, seed)
-            return full if name in SHARED else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
+            return full if name in self.shared else full.chunk(self.tp_group.size(), dim)[self.tp_group.rank()]
 
         for name, tensor in self.core.state_dict().items():
             tensor.copy_(this_ranks_part(name))
@@ -158,6 +173,8 @@ class InterdomainAttention(MegatronModule):
                 "checkpoint to a folder (interdomain convert) and generate from there."
             )
         x, _ = self.in_proj(hidden_states)
+        if self.of_all_heads:
+            x = torch.cat([x, self._of_all_heads(hidden_states)], dim=-1)
         order = torch.arange(x.shape[0], device=x.device)
         positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
         packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, None)
@@ -168,18 +185,30 @@ class InterdomainAttention(MegatronModule):
             o = self._mix(x, rope, packing)
         return self.out_proj(o)
 
+    def _of_all_heads(self, hidden_states: Tensor) -> Tensor:
+        """The products of which every rank needs all, [S, B, E]."""
+        y = F.linear(hidden_states, torch.cat([getattr(self.core, name).weight for name in self.of_all_heads]))
+        if self.tp_group.size() == 1:
+            return y
+        if self.config.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(y, group=self.tp_group)
+        y = tensor_parallel.copy_to_tensor_model_parallel_region(y, group=self.tp_group)
+        if y.requires_grad:
+            y.register_hook(Tensor.contiguous)  # Megatron sums over the ranks a copy of what is not, and drops it
+        return y
+
     def _mix(self, x: Tensor, rope: tuple[Tensor, Tensor], packing: Any) -> Tensor:
-        """[S, B, rows of in_proj] -> [S, B, columns of out_proj]."""
+        """[S, B, rows of in_proj and of `_of_all_heads`] -> [S, B, columns of out_proj]."""
         shared = {}
         if self.tp_group.size() > 1 and not self.config.sequence_parallel:  # nobody else sums their gradients
             shared = {
                 name: tensor_parallel.copy_to_tensor_model_parallel_region(p, group=self.tp_group)
                 for name, p in self.core.named_parameters()
-                if name in SHARED
+                if name in self.shared
             }
-        parts = x.transpose(0, 1).split(list(self.parts.values()), dim=-1)  # at once: one copy in the backward pass
-        dynamics = self.core.dynamics([self.core])[0]
-        args = dict(zip(self.parts, parts, strict=True)), rope, dynamics, None, packing
+        sizes = self.parts | self.of_all_heads
+        parts = x.transpose(0, 1).split(list(sizes.values()), dim=-1)  # at once: one copy in the backward pass
+        args = dict(zip(sizes, parts, strict=True)), rope, None, None, packing
         o = torch.func.functional_call(self.core, shared, args)
         return o.to(x.dtype).transpose(0, 1).contiguous()
 
@@ -194,8 +223,10 @@ class InterdomainAttention(MegatronModule):
             {RECORD: self.record.clone()}, prefix, {}, sharded_offsets, **groups
         )
         core = self.core.state_dict(keep_vars=True)
-        split = {name: 0 for name in core if name not in SHARED}
+        split = {name: 0 for name in core if name not in self.shared}
         sharded |= make_sharded_tensors_for_checkpoint(core, f"{prefix}core.", split, sharded_offsets, **groups)
+        for name in {"wq", "wk"} & self.of_all_heads.keys():  # under one name, whether ranks share it or not
+            sharded[f"{prefix}core.{name}.weight"].key = f"{prefix}in_proj.weight.{name}"
         for name in ("in_proj", "out_proj"):
             sharded |= sharded_state_dict_default(
                 getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
@@ -213,14 +244,19 @@ class InterdomainAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _refuse(config: Any, tp: int, kinds: int) -> None:
-    if kinds > 1 and not config.hetereogenous_dist_checkpoint:
+def _refuse(config: Any, tp: int, whole: ModelConfig) -> None:
+    if len(whole.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
             "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
         )
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % tp or groups % tp:
         raise ValueError(f"{heads} heads and {groups} heads of keys and values cannot be split over {tp} ranks.")
+    for mixer in whole.mixers:
+        if mixer.kind in FIXED_STATE and (n := state_shape(mixer, whole.dim).heads) % tp:
+            raise ValueError(
+                f"{n} heads of {mixer.kind}'s state cannot be split over {tp} ranks. Set mixer.state_heads."
+            )
     if config.context_parallel_size > 1:
         raise NotImplementedError("no context parallelism under Megatron: set context_parallel_size to 1.")
     # Megatron's own training script is running, without the group of the optimizer.

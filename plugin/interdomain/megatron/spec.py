@@ -26,7 +26,6 @@ from .mixer import InterdomainAttention
 
 # Megatron has settings of its own for these.
 SETTINGS = {name: f for name, f in MIXER_SETTINGS.items() if name not in ("kind", "n_kv_heads")}
-SUPPORTED = tuple(name for name in CONDITIONS if name not in FIXED_STATE)
 
 
 class RMSNorm(layers.RMSNorm):
@@ -64,8 +63,6 @@ def layer_spec(
     check_names("mixer", settings, SETTINGS)
     hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
     mixers = build_config("125M", condition, **hybrid, **settings).mixers
-    if any(mixer.kind in FIXED_STATE for mixer in mixers):
-        raise ValueError(f"{', '.join(FIXED_STATE)} are not for Megatron; allowed: {', '.join(SUPPORTED)}.")
     options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
     add: Any = get_bias_dropout_add
     return ModuleSpec(
@@ -110,7 +107,7 @@ def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfi
 
     Raises: ValueError for a hybrid whose layers differ in their heads of keys.
     """
-    groups = {layer.n_kv_heads for layer in config.layers}
+    groups = {layer.n_kv_heads for layer in config.layers if layer.mixer.kind not in FIXED_STATE} or {config.n_heads}
     if len(groups) > 1:
         raise ValueError(
             f"Megatron has one number of key heads for all layers; these have {sorted(groups)}. Set n_kv_heads."
@@ -126,4 +123,4 @@ def transformer_config(config: ModelConfig, **settings: Any) -> TransformerConfi
     )
 
 
-globals().update({name: layer_spec(name) for name in SUPPORTED})  # any of them after --spec
+globals().update({name: layer_spec(name) for name in CONDITIONS})  # any of them after --spec

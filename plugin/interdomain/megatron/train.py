@@ -28,12 +28,12 @@ from torch import Tensor
 
 from interdomain.data.corpus import read_manifest
 from interdomain.files.megatron_checkpoint import TRACKER, find_checkpoint
-from interdomain.model.config import SIZES, ModelConfig, build_config
+from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_config
 
 from . import cpu
 from .arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
 from .optimizer import overrides
-from .spec import SUPPORTED, block_spec, layer_spec, transformer_config
+from .spec import block_spec, layer_spec, transformer_config
 
 # Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
 RESHARDABLE = {
@@ -54,11 +54,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser("interdomain.megatron.train", description=description, epilog=f"Example: {line}")
     p.add_argument("--data.corpus", required=True, help="folder of interdomain prepare-data")
     p.add_argument("--model.size", choices=SIZES, default="debug")
-    p.add_argument("--mixer.condition", choices=SUPPORTED, default="interdomain")
+    p.add_argument("--mixer.condition", choices=CONDITIONS, default="interdomain")
     mixer = p.add_argument_group("mixer")
     add_mixer_arguments(mixer)
     mixer.add_argument("--mixer.softmax_every", type=int, help="a hybrid: of every so many layers the last is softmax")
-    mixer.add_argument("--mixer.layers", nargs="+", default=(), choices=SUPPORTED, help="or a condition for each layer")
+    mixer.add_argument(
+        "--mixer.layers", nargs="+", default=(), choices=CONDITIONS, help="or a condition for each layer"
+    )
     p.add_argument("--tensor-parallel", type=int, default=1, help="with sequence parallelism")
     p.add_argument("--pipeline-parallel", type=int, default=1)
     p.add_argument("--recompute", choices=RECOMPUTE, default="none")

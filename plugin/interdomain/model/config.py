@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from interdomain import features, scan
 
-from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, one_of, setting
+from .settings import FIXED_STATE, MIXER_SETTINGS, MixerConfig, check_fields, from_version_1, one_of, setting
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: without output_norm, and conv_width said nothing for gla
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,12 @@ class ModelConfig:
         settings, mixers = dict(data), data.get("mixer", {})
         mixers = mixers if isinstance(mixers, list) else [mixers]
         version = settings.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format version {version!r} of a model; this program reads version {FORMAT_VERSION}.")
+        if version not in (1, FORMAT_VERSION):
+            raise ValueError(
+                f"format version {version!r} of a model; this program reads versions 1 and {FORMAT_VERSION}."
+            )
+        if version == 1:
+            mixers = [from_version_1(mixer, "kind") for mixer in mixers]
         check_names("model", settings, (*MODEL_SETTINGS, "mixer"))
         settings.pop("mixer", None)
         for mixer in mixers:
@@ -186,10 +190,14 @@ SIZES: dict[str, dict[str, int]] = {
     "70B": dict(dim=8192, n_layers=80, n_heads=64, head_dim=128, n_basis=64),
 }
 
-# The eight corners of the cube (the paper reports six), and the baselines.
+# The eight corners of the cube (the paper reports six), ours that pairs a key with its value (docs/pairing.md), and the baselines.
+# A model is named by the first whose settings it has.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "softmax": dict(kind="softmax"),
     "interdomain": dict(dual_input=True, query_readout=True, rope=True),
+    "interdomain-paired": dict(
+        dual_input=True, query_readout=True, rope=False, readout="hermitian", output_norm="soft"
+    ),
     "interdomain-norope": dict(dual_input=True, query_readout=True, rope=False),
     "single-query": dict(dual_input=False, query_readout=True, rope=True),
     "single-query-norope": dict(dual_input=False, query_readout=True, rope=False),

@@ -76,7 +76,7 @@ def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) 
         case "wo" | "w2", "weight":  # the residual path (paper, backbone details)
             return normal(0.02 / math.sqrt(2 * config.n_layers))
         case "q_conv" | "k_conv" | "v_conv" | "conv", _:  # PyTorch's default for Conv1d: fan-in is the width
-            bound = 1 / math.sqrt(mixer.conv_width)
+            bound = 1 / math.sqrt(mixer.conv_past + 1)
             return uniform(-bound, bound)
         case ("norm" | "attention_norm" | "ffn_norm" | "k_norm" | "v_norm", "weight") | ("ssm", "D"):
             return torch.ones(shape, **cpu)

@@ -30,8 +30,10 @@ class LocalParameters(nn.Module):
     Attributes:
         local_weight, local_bias: this rank's slice as a plain tensor, where the parameter is a DTensor; set before each forward
             pass. None: the parameter is a plain tensor. Buffers, whose shapes torch.compile takes as fixed.
+        whole: True where every rank has all of a matrix that is split by its name (`shard.split_dimension`).
     """
 
+    whole: bool = False
     weight: nn.Parameter
     local_weight: Tensor | None
     local_bias: Tensor | None
@@ -45,7 +47,7 @@ class LocalParameters(nn.Module):
         """Do nothing: the module that holds this one draws its values (`initialize`)."""
 
     def local(self, name: str = "weight") -> Any:
-        local = getattr(self, f"local_{name}")
+        local = getattr(self, f"local_{name}", None)
         return getattr(self, name) if local is None else local
 
 

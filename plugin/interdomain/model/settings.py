@@ -13,13 +13,14 @@ LARGEST = 2**20  # of a size: a damaged number would take all memory, or for eve
 
 # Baselines whose state has a fixed size, too: of each, the settings of MixerConfig that it has.
 FIXED_STATE = {
-    "gla": ("n_basis", "state_heads"),
+    "gla": ("n_basis", "state_heads", "conv_width"),
     "mamba2": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
     "deltanet": ("n_basis", "state_heads", "conv_width"),
     "gated-deltanet": ("n_basis", "state_heads", "conv_width", "dt_min", "dt_max"),
 }
 BASELINES = {"softmax": ("n_kv_heads", "window"), **FIXED_STATE}
 KINDS = ["interdomain", *BASELINES]
+CONV_WIDTH = {"gla": 0, "softmax": None}  # where it is not 4 by default
 OUTPUT_NORM_SCALE = {"rms": 1.0, "soft": 0.1}
 BY_CONDITION = "as the condition has it"
 
@@ -55,7 +56,9 @@ class MixerConfig:
     n_basis: int = setting(
         64, "M, basis functions per head: complex dimensions of the state.", "as the size has it (64; debug 32)"
     )
-    conv_width: int = setting(4, "Taps of the short convolution (SC of paper eq. 10).", least=2)
+    conv_width: int | None = setting(
+        None, "Taps of the short convolution (SC of paper eq. 10); 0 for none.", "4; gla 0", least=0
+    )
     readout: str = setting(
         "complex",
         "How complex U and Gamma become real. complex: the real part of q^T U^T Gamma, nothing conjugated, the literal reading "
@@ -127,6 +130,15 @@ class MixerConfig:
         for name, why in self.without_meaning().items():
             if getattr(self, name) != getattr(MixerConfig, name):
                 raise ValueError(f"mixer.{name} = {getattr(self, name)!r} is not possible: {why}; or leave it out.")
+        if self.conv_width == 1:
+            raise ValueError("mixer.conv_width must be 0, for no convolution, or at least 2: got 1.")
+        if self.conv_width is None:
+            object.__setattr__(self, "conv_width", CONV_WIDTH.get(self.kind, 4))
+
+    @property
+    def conv_past(self) -> int:
+        """Tokens before its own that a convolution reads."""
+        return max(0, (self.conv_width or 0) - 1)
 
     def without_meaning(self) -> dict[str, str]:
         """The settings that this mixer cannot have other than their default, and what to do."""
@@ -155,6 +167,14 @@ class MixerConfig:
 
 
 MIXER_SETTINGS = {f.name: f for f in fields(MixerConfig)}
+
+
+def from_version_1(settings: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Settings of a mixer as a record of version 1 has them: its conv_width is 4 where no convolution was, too.
+
+    kind: the name of the setting that says the mixer's kind.
+    """
+    return settings | ({"conv_width": None} if settings.get(kind) in CONV_WIDTH else {})
 
 
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:

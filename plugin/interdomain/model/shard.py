@@ -11,13 +11,19 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from interdomain.scan.library import tag_caches
 
 # Tensor parallelism: which parameters the ranks have parts of, by the module's name, and along which dimension. They are the
-# large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks.
+# large ones. All others are whole on every rank, and what each has of their gradients is to be summed over the ranks; so is a
+# module of such a name with the attribute `whole`.
 SHARDED = {"tok_embeddings": 0, "output": 0, "wq": 0, "wk": 0, "wv": 0, "wg": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1}
+
+
+def split_dimension(model: nn.Module, name: str) -> int | None:
+    """The dimension along which the ranks of tensor parallelism have parts of a module's parameters; None: each has all."""
+    return None if getattr(model.get_submodule(name), "whole", False) else SHARDED.get(name.rpartition(".")[2])
 
 
 class Part(NamedTuple):
@@ -69,6 +75,16 @@ def _setup_before(ctx, inputs, output):
 
 
 before.register_autograd(lambda ctx, d: (before(d, ctx.group, -ctx.step), None, None), setup_context=_setup_before)
+
+
+def tail_before(x: Tensor, n: int, part: Part, back: Tensor | None) -> Tensor:
+    """The last n tokens of the shard before, [B, n, E] of x [B, T, E]; zeros but for the last `back` [B], where that is given:
+    those are of the first token's document."""
+    past = before(x[:, -n:], part.group, 1)
+    if back is None:
+        return past
+    distance = torch.arange(n, 0, -1, device=x.device)[:, None]
+    return past.masked_fill(distance > back[:, None, None], 0)
 
 
 @torch.library.custom_op("interdomain::gather_shards", mutates_args=())

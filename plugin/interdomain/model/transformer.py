@@ -102,8 +102,8 @@ class Transformer(nn.Module):
                 None: all.
             heads: part of the heads, the feed-forward's width and the vocabulary (tensor parallelism), and of the tokens
                 between the mixers. Each number must be a multiple of its size. Arguments are those of all tokens. The
-                parameters of `shard.SHARDED` are to be replaced by this rank's parts, or all by DTensors, with
-                `LocalParameters.local`. None: all.
+                parameters that `shard.split_dimension` names are to be replaced by this rank's parts, or all by DTensors,
+                with `LocalParameters.local`. None: all.
         """
         modules: Any = self.modules()
         for module in modules:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard as Split
 from interdomain.model import Transformer
 from interdomain.model.initialize import initialize
 from interdomain.model.layers import LocalParameters
-from interdomain.model.shard import SHARDED
+from interdomain.model.shard import split_dimension
 
 from .host import SAVED_OPS, apply_ac, apply_compile, disable_fsdp_gradient_division, logger
 from .plan.device import device_here
@@ -76,7 +76,7 @@ def distribute_over_heads(model: Transformer, mesh: DeviceMesh) -> None:
     """Tensor parallelism: every rank of the mesh has a slice of each large matrix, of the other parameters all."""
     for name, module in model.named_modules():
         if isinstance(module, LocalParameters):
-            dim = SHARDED.get(name.rpartition(".")[2])
+            dim = split_dimension(model, name)
             distribute(module, mesh, Replicate() if dim is None else Split(dim))
 
 

@@ -98,10 +98,11 @@ def memory_estimate(
     if checkpointing == "none":
         activations += rounded * blocks * block
     if context > 1:
-        handed = [mixer_class(layer.mixer).handed_on(layer) for layer in held]
+        handed = [Counter(mixer_class(layer.mixer).handed_on(layer)) for layer in held]
         activations += 4 * local_batch * sum(layer["state"] for layer in handed) // tensor
-        gathers = (sum if checkpointing == "none" else max)(layer["token"] for layer in handed)  # keys and values
-        activations += gathers * (context - 1) * tokens * width // tensor
+        at_once = sum if checkpointing == "none" else max
+        activations += at_once(layer["token"] for layer in handed) * (context - 1) * tokens * width // tensor
+        activations += at_once(layer["gathered"] for layer in handed) * context * local_batch * 4 // tensor
     passed_on = sum(in_flight) - local.head * in_flight[-1]  # outputs of stages that are not the last
     activations += passed_on * tokens * dim * stored // tensor
     sharded = 4 * ((n_params - local.dynamics) // shards + local.dynamics)

@@ -5,11 +5,12 @@ twice that for an all-reduce. Not counted: sums of a few numbers (loss, norms), 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..config import ModelConfig
-from ..shard import SHARDED
+from ..shard import split_dimension
 from ..transformer import Transformer, mixer_class
 
 
@@ -42,7 +43,7 @@ def held(model: Transformer, stages: Iterable[Iterable[str]], tensor: int = 1) -
         if ".ssm." in name:
             dynamics[module] = dynamics.get(module, 0) + p.numel()
             continue
-        dim = SHARDED.get(path[-2])
+        dim = split_dimension(model, name.rpartition(".")[0])
         rows, numbers = len(p) // (tensor if dim == 0 else 1), p[0].numel() // (tensor if dim == 1 else 1)
         of_module.setdefault(module, []).append((rows, numbers, dim is not None))
     of_module["output"] += of_module.pop("norm")  # one group of FSDP2's
@@ -77,8 +78,9 @@ def traffic(
 
     shards: parameters gathered in the precision of the pass, gradients scattered once a step in float32, over shards x context.
     replicas: the scattered gradients' sum. context: by mixer (`Mixer.handed_on`). tensor: the hidden states, gathered and
-    scattered at embedding, mixers, feed-forwards and head, the loss's normalisers, and the sum of the gradients of whole
-    parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over all ranks of the stage.
+    scattered at embedding, mixers, feed-forwards and head; the loss's normalisers; what mixers add up (`Mixer.summed`); the sum
+    of the gradients of whole parameters. pipeline: hidden states and their gradients. dynamics: the sum of their gradients over
+    all ranks of the stage.
 
     Args:
         shards: of the data, and so without context.
@@ -99,20 +101,23 @@ def traffic(
 
     by_context = 0
     for layer in (config.layers[i] for i in layers if context > 1):
-        handed = mixer_class(layer.mixer).handed_on(layer)
+        handed = Counter(mixer_class(layer.mixer).handed_on(layer))
         per_sequence = 4 * (handed["state"] // tensor) + width * handed["tail"] // tensor
         if handed["state"]:
             per_sequence += 4  # whether a document begins in the shard
         per_token = width * handed["token"] // tensor
         # Recomputed by block: all. By operation: not the scan and the tail, which are saved.
         by_context += local_batch * per_sequence * (2 + (checkpointing == "full"))
-        by_context += tokens * per_token * (2 + (checkpointing != "none"))
+        gathered_again = tokens * per_token + 4 * local_batch * handed["gathered"] // tensor
+        by_context += gathered_again * (2 + (checkpointing != "none"))
 
     # Gather and scatter around mixer and feed-forward, and the adjoints. Recomputed by block: the first four; by operation: the
     # gathers.
     hidden, again = tokens * config.dim // tensor, {"none": 0, "full": 4}.get(checkpointing, 2)
     by_tensor = micro_batches * hidden * (width * (8 + again) * len(layers) + 2 * stored * local.embedding)
     by_tensor += micro_batches * local.head * (2 * hidden * width + 4 * tokens)
+    summed_by_mixers = sum(mixer_class(config.layers[i].mixer).summed for i in layers)
+    by_tensor += micro_batches * tokens * 4 * summed_by_mixers * (2 + (checkpointing != "none"))
     return {
         "shards": (parts - 1) * (gathered + 4 * sum(per_group)),
         "replicas": sum(summed(n, replicas) for n in per_group),

@@ -20,12 +20,14 @@ class Mixer(nn.Module):
     Attributes:
         shard: which part of the sequences x is, where several ranks have the parts; None: all of them.
         heads: which part of the heads this mixer computes, of all tokens of x: what it returns is to be summed over the ranks.
-            Its matrices are this rank's parts, or DTensors with them (`shard.SHARDED`); all else is whole. None: all heads.
+            Its matrices are this rank's parts, or DTensors with them (`split_dimension`); all else is whole. None: all heads.
+        summed: float32 numbers per token that ranks with other heads add up.
     Raises: NotImplementedError for what a mixer does not answer; nothing is taken over from another one.
     """
 
     shard: Part | None = None
     heads: Part | None = None
+    summed: int = 0
 
     @staticmethod
     def dynamics(mixers: list[Any]) -> list[tuple[Tensor, ...]]:
@@ -74,6 +76,16 @@ class Mixer(nn.Module):
 
     @staticmethod
     def handed_on(config: ModelConfig) -> dict[str, int]:
-        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward: float32
-        "state" per sequence; of the activations' dtype, "tail" per sequence and "token" per token of the shard."""
+        """Numbers that a rank with a shard of the sequences hands on, by layer, forward and as many backward, as far as there
+        are any: float32 "state" per sequence, or "gathered", which a recomputation gathers again; of the activations' dtype,
+        "tail" per sequence and "token" per token of the shard."""
         raise NotImplementedError("this mixer does not say what ranks with shards of its sequences exchange")
+
+
+def numbered(positions: Tensor | None, shard: Part | None) -> Any:
+    """`Mixer.packing` of a recurrence: [B, T], the number of each token's document, 0 for one that goes on from the shard
+    before; of a shard also [B], how many tokens of its document come before the first. None without documents."""
+    if positions is None:
+        return None
+    documents = (positions == 0).cumsum(1, dtype=torch.int32)
+    return documents if shard is None else (documents, positions[:, 0])

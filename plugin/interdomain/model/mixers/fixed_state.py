@@ -5,6 +5,7 @@ default heads all have as many numbers of state as interdomain attention (`confi
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from interdomain.scan import CHUNK
 from ..config import Execution, MixerConfig, ModelConfig, state_shape
 from ..feature_maps import KeptInFloat32, widened
 from ..initialize import initialize
-from ..layers import Linear, RMSNorm, ShortConv
-from ..shard import Part
+from ..layers import Linear, LocalParameters, RMSNorm, ShortConv
+from ..shard import Part, gather_shards, shard_of, tail_before
 from ..state import MixerState
 from . import fla_kernels
-from .base import Mixer
-from .fixed_state_scan import plain_recurrence
+from .base import Mixer, numbered
+from .fixed_state_scan import l2_normed, plain_recurrence
+from .fixed_state_shards import sharded_recurrence
 from .ssm import copied
 
 # Shapes: B batch, T time, H heads of the state, G heads of queries and keys, K key width, V value width, W convolution width,
@@ -48,10 +50,11 @@ class StepSize(KeptInFloat32):
 class FixedStateMixer(Mixer):
     """Queries, keys and values, a causal convolution with SiLU over all of them, the recurrence, a norm and an output gate.
 
-    Attributes: what a kind has: convolved, conv_bias; gated, the output; delta, beta; shared_keys, one head of them for all.
+    Attributes: what a kind has: conv_bias; always_silu, without a convolution, too; gated, the output; delta, beta;
+        shared_keys, one head of them for all.
     """
 
-    convolved, conv_bias, gated, delta, shared_keys = True, False, True, False, False
+    conv_bias, always_silu, gated, delta, shared_keys = False, True, True, False, False
 
     def __init__(self, config: ModelConfig, execution: Execution | None = None) -> None:
         super().__init__()
@@ -60,7 +63,9 @@ class FixedStateMixer(Mixer):
         keys, values = self._widths(config)
         self.widths = keys, keys, values
         self.wq, self.wk, self.wv = (Linear(dim, width) for width in self.widths)
-        self.conv = ShortConv(sum(self.widths), config.mixer.conv_width, self.conv_bias) if self.convolved else None
+        self.wq.whole = self.wk.whole = self.shared_keys
+        taps = config.mixer.conv_width
+        self.conv = ShortConv(sum(self.widths), taps, self.conv_bias) if taps else None
         self.ssm: StepSize | None = None
         self._make_gates(dim)
         self.wb = Linear(dim, self.shape.heads) if self.delta else None
@@ -92,58 +97,74 @@ class FixedStateMixer(Mixer):
         rope: Any = None,
         dynamics: tuple[Tensor, ...] | None = None,
         state: MixerState | None = None,
-        packing: Tensor | None = None,
+        packing: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]; with a state, continues from it and advances it past the last token.
 
-        packing: [B, T], the number of each token's document.
+        packing: of `numbered`.
         """
-        inputs, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
+        documents, back = packing if isinstance(packing, tuple) else (packing, None)
+        projected, conv = [w(x) for w in (self.wq, self.wk, self.wv)], None
+        y, widths = torch.cat(projected, dim=-1), [part.shape[-1] for part in projected]
         if self.conv is not None:
-            inputs, conv = self._convolved(torch.cat(inputs, dim=-1), state, packing)
-        q, k, v = (y.unflatten(-1, (-1, n)) for y, n in zip(inputs, self.shape[1:2] + self.shape[1:], strict=True))
+            y, conv = self._convolved(y, state, documents, back)
+        y = F.silu(y) if self.always_silu or self.conv is not None else y
+        parts = zip(y.split(widths, dim=-1), self.shape[1:2] + self.shape[1:], strict=True)
+        q, k, v = (part.unflatten(-1, (-1, n)) for part, n in parts)
         dynamics = self.dynamics([self])[0] if dynamics is None else dynamics
-        options = dict(documents=packing, backend=self.execution.backend)
+        options = dict(documents=documents, backend=self.execution.backend, shard=self.shard)
         o, S = self._core(x, q, k, v, dynamics, initial_state=None if state is None else state.ssm, **options)
         if state is not None:
             state.advance(state.conv if conv is None else conv, S)
         return self.wo(self._gate(o, None if self.wg is None else self.wg(x)))
 
-    def _convolved(self, y: Tensor, state: MixerState | None, documents: Tensor | None) -> tuple[Any, Tensor]:
-        """SiLU of the convolution of y [B, T, E], as q, k and v; and the last W - 1 inputs, [B, W - 1, E]."""
+    def _convolved(
+        self, y: Tensor, state: MixerState | None, documents: Tensor | None, back: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The convolution of y [B, T, E], and its last W - 1 inputs, [B, W - 1, E]. Those before y are the state's, or of the
+        shard before, of which the last `back` [B] are of the first token's document."""
         assert self.conv is not None
-        bias = self.conv.weight.new_zeros(y.shape[2]) if self.conv.bias is None else self.conv.bias
-        n, past = self.config.conv_width - 1, None if state is None else state.conv.to(y.dtype)
+        weight, bias = self._this_ranks(self.conv.local()), self.conv.local("bias")
+        bias = weight.new_zeros(len(weight)) if bias is None else self._this_ranks(bias)
+        n, past = self.config.conv_past, None if state is None else state.conv.to(y.dtype)
+        past = past if self.shard is None else tail_before(y, n, self.shard, back)
         convolved = input_features(
             y,
             math.gcd(y.shape[2], 64),  # heads are nothing to a convolution
-            conv=(self.conv.weight, bias),
+            conv=(weight, bias),
             past=past,
             documents=documents,
             check_documents=False,
             backend=self.execution.features,
         )
         last = y[:, -n:] if past is None else torch.cat([past, y], dim=1)[:, -n:]
-        return F.silu(convolved.flatten(2)).split(self.widths, dim=-1), last
+        return convolved.flatten(2), last
+
+    def _this_ranks(self, x: Tensor) -> Tensor:
+        """The part of x [E, ...] that is of the channels which this rank has of queries, keys and values."""
+        if self.heads is None:
+            return x
+        q, k, v = x.split(self.widths)
+        qk = (q, k) if self.shared_keys else (shard_of(q, self.heads), shard_of(k, self.heads))
+        return torch.cat([*qk, shard_of(v, self.heads)])
 
     @staticmethod
     def dynamics(mixers: "list[FixedStateMixer]") -> list[tuple[Tensor, ...]]:
-        """The result of `StepSize` for each mixer."""
-        return [() if mixer.ssm is None else mixer.ssm() for mixer in mixers]
+        """The result of `StepSize` for each mixer, of its heads."""
+        return [tuple(shard_of(p, m.heads) for p in (() if m.ssm is None else m.ssm())) for m in mixers]
 
     @staticmethod
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
-    ) -> Tensor | None:
-        return None if positions is None else (positions == 0).cumsum(1, dtype=torch.int32)
+    ) -> Any:
+        return numbered(positions, shard)
 
     def init_state(
         self, batch: int, capacity: int, dtype: torch.dtype, device: torch.device, dynamics: Any = ()
     ) -> MixerState:
-        n, channels = (self.config.conv_width - 1, sum(self.widths)) if self.convolved else (0, 0)
         exact = torch.promote_types(dtype, torch.float32)
         return MixerState(
-            conv=torch.zeros(batch, n, channels, dtype=dtype, device=device),
+            conv=torch.zeros(batch, self.config.conv_past, sum(self.widths), dtype=dtype, device=device),
             ssm=torch.zeros(batch, *self.shape, dtype=exact, device=device),
         )
 
@@ -175,9 +196,16 @@ class FixedStateMixer(Mixer):
         (its SiLU, the product) and the last matrix; float32 copies of normalised queries and keys, and of a gate per channel.
         In plain PyTorch autograd keeps more, mostly the states between chunks."""
         keys, values = cls._widths(config)
-        token = (1 + 2 * cls.convolved) * (2 * keys + values) + (2 + 3 * cls.gated) * values
-        token += 8 * keys * cls.delta + 6 * keys * (not cls.convolved)
+        conv = bool(config.mixer.conv_width)
+        token = (1 + conv + (cls.always_silu or conv)) * (2 * keys + values) + (2 + 3 * cls.gated) * values
+        token += 8 * keys * cls.delta + 6 * keys * (config.mixer.kind == "gla")
         return {"token": token, "scores": 0, "tables": 0}
+
+    @classmethod
+    def handed_on(cls, config: ModelConfig) -> dict[str, int]:
+        H, K, V = state_shape(config.mixer, config.dim)
+        keys, values = cls._widths(config)
+        return {"gathered": H * K * (V + (K if cls.delta else 1)), "tail": config.mixer.conv_past * (2 * keys + values)}
 
 
 def recurrence(
@@ -190,11 +218,15 @@ def recurrence(
     initial_state: Tensor | None = None,
     documents: Tensor | None = None,
     backend: str = "auto",
+    shard: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`plain_recurrence`; on CUDA by flash-linear-attention's kernels where that package is installed.
 
     backend: of the scan; `chunkwise-torch` and `reference` are plain PyTorch here, too (`fla_kernels.chosen`).
+    shard: of the sequences, where the ranks of a group have the others; then there is no initial_state.
     """
+    if shard is not None:
+        return sharded_recurrence(partial(recurrence, backend=backend), q, k, v, log_decay, beta, documents, shard)
     B, T, H, V = v.shape
     if T == 1 or not fla_kernels.chosen(v.device, v.dtype, backend)[0]:
         return plain_recurrence(q, k, v, log_decay, beta, initial_state=initial_state, documents=documents)
@@ -204,19 +236,19 @@ def recurrence(
         return fla_kernels.recurrence(q, k, v, log_decay, beta, initial_state, documents)
 
 
-class GLAMixer(FixedStateMixer):
+class GLAMixer(LocalParameters, FixedStateMixer):
     """Gated linear attention: a decay per channel of the keys, log_decay = log sigmoid(W2 W1 x + b) / 16 (Yang et al., 2024,
-    section 4.4: https://arxiv.org/abs/2312.06635); no convolution."""
+    section 4.4: https://arxiv.org/abs/2312.06635). Without a convolution, its default, it has no SiLU."""
 
-    convolved = False
+    always_silu = False
 
     def _make_gates(self, dim: int) -> None:
         self.gate_down, self.gate_up = Linear(dim, LOW_RANK), Linear(LOW_RANK, self.widths[0])
         self.gate_bias = nn.Parameter(torch.empty(self.widths[0]))
 
     def _core(self, x, q, k, v, dynamics, **options):
-        gate = widened(self.gate_up(self.gate_down(x))) + self.gate_bias
-        decay = F.logsigmoid(gate) / LOW_RANK
+        gate = widened(self.gate_up(self.gate_down(x))) + self.local("gate_bias")
+        decay = F.logsigmoid(shard_of(gate, self.heads, -1)) / LOW_RANK
         return recurrence(q * q.shape[-1] ** -0.5, k, v, decay.unflatten(-1, (-1, k.shape[-1])), **options)
 
 
@@ -228,8 +260,8 @@ class DeltaNetMixer(FixedStateMixer):
 
     def _core(self, x, q, k, v, dynamics, **options):
         assert self.wb is not None
-        q, k = (F.normalize(widened(y), dim=-1, eps=1e-6).to(v.dtype) for y in (q, k))
-        beta = torch.sigmoid(widened(self.wb(x)))
+        q, k = (l2_normed(widened(y)).to(v.dtype) for y in (q, k))
+        beta = torch.sigmoid(widened(shard_of(self.wb(x), self.heads, -1)))
         return recurrence(q * q.shape[-1] ** -0.5, k, v, self._decay(x, dynamics), beta, **options)
 
     def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor | None:
@@ -247,7 +279,7 @@ class GatedDeltaNetMixer(DeltaNetMixer):
 
     def _decay(self, x: Tensor, dynamics: tuple[Tensor, ...]) -> Tensor:
         A_log, dt_bias = dynamics
-        return -A_log.exp() * F.softplus(widened(self.wa(x)) + dt_bias)
+        return -A_log.exp() * F.softplus(widened(shard_of(self.wa(x), self.heads, -1)) + dt_bias)
 
 
 class Mamba2Mixer(FixedStateMixer):
@@ -255,7 +287,7 @@ class Mamba2Mixer(FixedStateMixer):
     dt = softplus(Wa x + dt_bias), and D x is added (Dao & Gu, 2024, section 7: https://arxiv.org/abs/2405.21060). The gate
     comes before the norm, which is over all heads."""
 
-    conv_bias, shared_keys = True, True
+    conv_bias, shared_keys, summed = True, True, 1
 
     @property
     def norm_width(self) -> int:
@@ -266,13 +298,19 @@ class Mamba2Mixer(FixedStateMixer):
 
     def _core(self, x, q, k, v, dynamics, **options):
         A_log, dt_bias, D = dynamics
-        dt = F.softplus(widened(self.wa(x)) + dt_bias)
+        dt = F.softplus(widened(shard_of(self.wa(x), self.heads, -1)) + dt_bias)
         o, S = recurrence(q, k, (v * dt[..., None]).to(v.dtype), -A_log.exp() * dt, **options)
         return (o + D[:, None] * v).to(v.dtype), S
 
     def _gate(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return self.norm((o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype))
+        y = (o.flatten(2) * F.silu(gate)).to(self.norm.weight.dtype)
+        if self.heads is None:
+            return self.norm(y)
+        squares = widened(y).square().sum(-1, keepdim=True)
+        mean = gather_shards(squares, self.heads.size, self.heads.group).sum(0) / self.norm_width
+        weight = shard_of(self.norm.local(), self.heads)
+        return (widened(y) * (mean + self.norm.eps).rsqrt() * weight).to(y.dtype)
 
 
 MIXERS: dict[str, type[FixedStateMixer]] = {

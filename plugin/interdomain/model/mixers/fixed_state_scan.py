@@ -53,6 +53,11 @@ def plain_recurrence(
         return o.to(v.dtype), state
 
 
+def l2_normed(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6) over the last dimension, as flash-linear-attention has queries and keys of the delta rules."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def first_tokens(documents: Tensor) -> Tensor:
     """Mask of the tokens that are the first of their document, [B, T] bool; what came before the first token is of
     document 0."""

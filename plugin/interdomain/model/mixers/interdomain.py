@@ -12,9 +12,9 @@ from ..config import Execution, MixerConfig, ModelConfig
 from ..feature_maps import GATES, divided, feature_map, widened
 from ..initialize import initialize
 from ..layers import InputNorm, Linear, OutputNorm, ShortConv
-from ..shard import Part, before, shard_of
+from ..shard import Part, shard_of, tail_before
 from ..state import MixerState
-from .base import Mixer
+from .base import Mixer, numbered
 from .ssm import Dynamics, SSMDynamics, fold
 
 # Shapes: B batch, T time, H query heads, G heads of keys and state, R key features, D value width (R = D = head_dim),
@@ -38,14 +38,17 @@ class InterdomainMixer(Mixer):
         kv_dim = config.n_kv_heads * config.head_dim
         out_dim = config.dim if mixer.query_readout else 2 * config.dim
 
+        def short_conv(channels: int) -> ShortConv | None:
+            return ShortConv(channels, mixer.conv_width) if mixer.conv_width else None
+
         if mixer.query_readout:
             self.wq = Linear(config.dim, config.dim)
-            self.q_conv = ShortConv(config.dim, mixer.conv_width)
+            self.q_conv = short_conv(config.dim)
         self.wk = Linear(config.dim, kv_dim)
-        self.k_conv = ShortConv(kv_dim, mixer.conv_width)
+        self.k_conv = short_conv(kv_dim)
         self.wv = Linear(config.dim, kv_dim)
         if not mixer.dual_input:
-            self.v_conv = ShortConv(kv_dim, mixer.conv_width)
+            self.v_conv = short_conv(kv_dim)
 
         self.feature_map = feature_map(mixer.feature_map, self.n_kv_heads, self.head_dim)
         # These features keep scale and sign, for they estimate a kernel: no input norm (paper, recurrent projection).
@@ -149,10 +152,7 @@ class InterdomainMixer(Mixer):
     def packing(
         mixer: MixerConfig, order: Tensor, positions: Tensor | None, dtype: torch.dtype, shard: Part | None
     ) -> Any:
-        if positions is None:
-            return None
-        documents = (positions == 0).cumsum(1, dtype=torch.int32)  # 0 goes on from the shard before
-        return documents if shard is None else (documents, positions[:, 0])
+        return numbered(positions, shard)
 
     # Decoding
 
@@ -164,7 +164,7 @@ class InterdomainMixer(Mixer):
         shape = batch, self.n_kv_heads, self.config.n_basis, width, 2
         channels = sum(len(conv.bias) for conv in self._convolutions().values())
         return MixerState(
-            conv=torch.zeros(batch, self.config.conv_width - 1, channels, dtype=dtype, device=device),
+            conv=torch.zeros(batch, self.config.conv_past, channels, dtype=dtype, device=device),
             ssm=torch.zeros(shape, dtype=self.ssm.log_dt.dtype, device=device),
             prepared=prepared,
         )
@@ -175,13 +175,12 @@ class InterdomainMixer(Mixer):
         mixer = self.config
         convs = self._convolutions().values()
         features: dict[str, Any] = dict(
-            conv=(
-                torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1),
-                torch.cat([widened(c.bias) for c in convs]),
-            ),
             rotated=(self.n_heads + self.n_kv_heads) * mixer.rope,
             silu=(self.n_heads + self.n_kv_heads * mixer.dual_input) * (self.feature_map is None),
         )
+        if convs:
+            weights = torch.cat([widened(c.weight)[:, 0].mT for c in convs], dim=1)
+            features |= dict(conv=(weights, torch.cat([widened(c.bias) for c in convs])))
         if self.k_norm is not None and self.v_norm is not None:
             norms = self.k_norm, self.v_norm
             scale = torch.cat([widened(n.weight).expand(n.bias.shape) for n in norms])
@@ -200,7 +199,7 @@ class InterdomainMixer(Mixer):
         y = input_features_step(
             together,
             self.head_dim,
-            past=state.conv,
+            past=state.conv if "conv" in features else None,
             rope=rope if self.config.rope else None,
             backend=self.execution.features,
             **features,
@@ -218,7 +217,8 @@ class InterdomainMixer(Mixer):
 
     def _convolutions(self) -> dict[str, ShortConv]:
         """The convolutions, in the order of their channels in a state."""
-        return {name: getattr(self, f"{name}_conv") for name in "qkv" if hasattr(self, f"{name}_conv")}
+        convs = {name: getattr(self, f"{name}_conv", None) for name in "qkv"}
+        return {name: conv for name, conv in convs.items() if conv is not None}
 
     def _convolved(
         self, projected: dict[str, Tensor], state: MixerState | None, back: Tensor | None
@@ -227,16 +227,13 @@ class InterdomainMixer(Mixer):
 
         They come from the state, or from the shard before: of those the last `back` [B] are of the first token's document.
         """
-        if state is None and self.shard is None:
-            return {}, None
-        convs, n, conv = self._convolutions(), self.config.conv_width - 1, None
+        convs, n, conv = self._convolutions(), self.config.conv_past, None
+        if not convs or (state is None and self.shard is None):
+            return {}, None if state is None else state.conv
         new = torch.cat([projected[name][:, -n:] for name in convs], dim=2)
         if state is None:
             assert self.shard is not None
-            past = before(new, self.shard.group, 1)
-            if back is not None:
-                distance = torch.arange(n, 0, -1, device=new.device)[:, None]
-                past = past.masked_fill(distance > back[:, None, None], 0)
+            past = tail_before(new, n, self.shard, back)
         else:
             past, conv = state.conv, torch.cat([state.conv.to(new.dtype), new], dim=1)[:, -n:]
         return dict(zip(convs, past.split([projected[name].shape[2] for name in convs], dim=2), strict=True)), conv
@@ -275,7 +272,7 @@ class InterdomainMixer(Mixer):
     def handed_on(config: ModelConfig) -> dict[str, int]:
         m, kv_dim = config.mixer, config.n_kv_heads * config.head_dim
         channels = m.query_readout * config.dim + kv_dim * (1 if m.dual_input else 2)
-        return {"state": InterdomainMixer.state_size(config), "tail": (m.conv_width - 1) * channels, "token": 0}
+        return {"state": InterdomainMixer.state_size(config), "tail": m.conv_past * channels, "token": 0}
 
 
 def _with_ones(v: Tensor) -> Tensor:

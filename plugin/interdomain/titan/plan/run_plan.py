@@ -82,7 +82,7 @@ class RunPlan:
         received = ", ".join(f"{name} {size / gib:.3g}" for name, size in self.traffic.items() if size)
         longest = f"{self.longest:,} tokens on {CARD / 1e9:.0f} GB, one at a time"
         context = self.topology.context
-        if context == 1 and not any(mixer.kind in FIXED_STATE for mixer in self.config.mixers):
+        if context == 1:
             longest += f" (8 ranks share {8 * self.longest:,})"
         states = []
         for layer, n in Counter(self.config.layers).items():
@@ -189,8 +189,8 @@ def _computed(execution: Execution, config: ModelConfig, precision: str, device:
             words["scan"] = "; ".join(dict.fromkeys(scan.resolve_backend(device, *s, dtype=dtype)[1] for s in sizes))
     words["features"] = execution.features
     if execution.features == "auto":
-        widths = [mixer.conv_width for mixer in config.mixers if mixer.kind not in ("softmax", "gla")]
-        words["features"] = features.resolve_backend(device, config.head_dim, max([0, *widths]), dtype=dtype)[1]
+        width = max(mixer.conv_width or 0 for mixer in config.mixers)
+        words["features"] = features.resolve_backend(device, config.head_dim, width, dtype=dtype)[1]
     if any(mixer.kind in FIXED_STATE for mixer in config.mixers):
         words["recurrence"] = fla_kernels.chosen(device, dtype, execution.backend)[1]
     return words

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from interdomain.model import ModelConfig
-from interdomain.model.config import FIXED_STATE
+from interdomain.model.config import FIXED_STATE, state_shape
 from interdomain.scan import CHUNK
 from interdomain.scan.ops import runs_as
 
@@ -124,13 +124,6 @@ def refuse_for_topology(job_config: JobConfig, config: ModelConfig, device: torc
     """Raises: ValueError for a model, lengths or settings that the axes cannot divide."""
     parallel, training, validation = job_config.parallelism, job_config.training, job_config.validation
     context, tensor = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    fixed = [mixer.kind for mixer in config.mixers if mixer.kind in FIXED_STATE]
-    if fixed and max(context, tensor) > 1:
-        raise ValueError(
-            f"parallelism.context_parallel_degree = {context} and tensor_parallel_degree = {tensor}: both must be 1 for the "
-            f"{fixed[0]} condition. More ranks may be data_parallel_replicate_degree, data_parallel_shard_degree or "
-            "pipeline_parallel_degree."
-        )
     lengths = {"training.seq_len": training.seq_len}
     if validation.enable:
         lengths["validation.seq_len"] = validation.seq_len
@@ -212,7 +205,7 @@ def _refuse_for_context(
     context, backend = job_config.parallelism.context_parallel_degree, value_of(job_config, "mixer.backend")
     degree = f"parallelism.context_parallel_degree = {context}"
     recurrent = [mixer for mixer in config.mixers if mixer.kind == "interdomain"]
-    least = max([1, *(mixer.conv_width - 1 for mixer in recurrent)])
+    least = max(1, *(mixer.conv_past for mixer in config.mixers))
     for setting, length in lengths.items():
         if length % context or length < context * least:
             raise ValueError(
@@ -231,9 +224,12 @@ def _refuse_for_context(
 
 
 def _refuse_for_tensor(tensor: int, context: int, config: ModelConfig, lengths: dict[str, int]) -> None:
-    sizes = {
-        "n_heads": config.n_heads,
-        "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in config.layers)),
+    fixed = {mixer.kind: state_shape(mixer, config.dim).heads for mixer in config.mixers if mixer.kind in FIXED_STATE}
+    others = [layer for layer in config.layers if layer.mixer.kind not in FIXED_STATE]
+    sizes = {f"the heads of {kind}'s state (mixer.state_heads sets them)": heads for kind, heads in fixed.items()}
+    if others:
+        sizes |= {"n_heads": config.n_heads, "n_kv_heads": math.gcd(*(layer.n_kv_heads for layer in others))}
+    sizes |= {
         "the feed-forward's width": config.ffn_hidden,
         "vocab_size (which may be larger than the tokenizer's)": config.vocab_size,
     }
