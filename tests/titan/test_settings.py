@@ -70,7 +70,7 @@ REFUSED = {  # by the axis on two ranks: flags, and what is said of them
     "tensor": {
         "--model.n_heads=4 --mixer.n_kv_heads=1": "= 2 does not divide n_kv_heads = 1. ... Set one of 1,",
         "--model.vocab_size=513": "vocab_size ... = 513. Set one of 1,",
-        "--mixer.condition=mamba2": "tensor_parallel_degree = 2: both must be 1 for the mamba2 condition",
+        "--mixer.condition=gla": "= 2 does not divide the heads of gla's state (mixer.state_heads sets them) = 1",
         "--validation.enable --validation.seq_len=33": "does not divide validation.seq_len = 33",
     },
     "pipeline": {

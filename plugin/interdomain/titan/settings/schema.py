@@ -122,8 +122,8 @@ class Model:
 class Mixer:
     """[mixer]: the token mixer. `condition` chooses one; the other settings change it."""
 
-    #: The mixer: softmax, interdomain, interdomain-norope, single-query, single-query-norope, dual-linear,
-    #: dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or gated-deltanet.
+    #: The mixer: softmax, interdomain, interdomain-norope, interdomain-paired, single-query, single-query-norope,
+    #: dual-linear, dual-linear-norope, s4d, s4d-rope, gla, mamba2, deltanet or gated-deltanet.
     condition: Condition = "interdomain"
     #: A hybrid: every n-th layer is softmax, the others are as `condition` says. Settings of this section hold for every
     #: layer that has them.
