@@ -190,7 +190,7 @@ SIZES: dict[str, dict[str, int]] = {
     "70B": dict(dim=8192, n_layers=80, n_heads=64, head_dim=128, n_basis=64),
 }
 
-# The eight corners of the cube, of which the paper reports six; ours, which pairs a key with its value (docs/pairing.md); and the
+# The eight corners of the cube, of which the paper reports six; ours, which pairs a key with its value (docs/pairing.md); the
 # baselines. A model is named by the first whose settings it has.
 CONDITIONS: dict[str, dict[str, Any]] = {
     "softmax": dict(kind="softmax"),
