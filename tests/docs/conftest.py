@@ -9,8 +9,8 @@ import pytest
 from interdomain.tools import launch
 from interdomain.tools._start import torchrun
 
+from .. import ranks as _ranks
 from ..common import REPOSITORY
-from ..titan.conftest import launch as ranks  # noqa: F401  (a fixture)
 
 WRITTEN = ("data", "outputs", "exports")
 COPIED = ("benchmarks", "docs", "train_configs")  # a command might write there
@@ -53,6 +53,12 @@ class Workspace:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torchrun, "run", self.run)
             return launch.main([f"small/{config}", *flags])
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """ranks(number, FILE, *arguments): the output of a program on ranks that are forks."""
+    return lambda *given: _ranks.launch(tmp_path_factory.mktemp("log") / "log.txt", *given)
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,6 @@ from interdomain.tools import main as tools
 
 from ..common import REPOSITORY, TIMEOUT
 from ..test_repository import PYPROJECT
-from ..titan.conftest import launch as ranks  # noqa: F401  (a fixture)
 from .conftest import WRITTEN, Workspace
 from .pages import PAGES, blocks, commands, prose, simple_commands
 
@@ -137,7 +136,7 @@ def run_page(page, workspace):
 
 
 @pytest.fixture(scope="module")
-def after_the_first_run(clone, environment, ranks):  # noqa: F811
+def after_the_first_run(clone, environment, ranks):
     """The page of the first run, run: data/stdlib, of 400 kB; outputs/debug, of four small steps; exports/debug."""
     prepare = prepare_data.main
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +149,7 @@ def after_the_first_run(clone, environment, ranks):  # noqa: F811
 
 
 @pytest.fixture
-def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):  # noqa: F811
+def workspace(tmp_path, monkeypatch, after_the_first_run, ranks):
     """The working folder, one for each page, of links to the first run's files. Nothing may ask the user."""
     path = tmp_path / "workspace"
     shutil.copytree(after_the_first_run, path, symlinks=True, copy_function=os.link)
