@@ -43,20 +43,30 @@ def become(rank, ranks, port, log):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), output)
 
 
-def _run(port, program, log):
+def run_rank(rank, ranks, port, program, log):
+    """One of the ranks that `launch` starts."""
     signal.alarm(TIMEOUT)
-    become(0, 1, port, log)
+    become(rank, ranks, port, log)
     sys.argv = program
     runpy.run_path(program[0], run_name="__main__")
 
 
-def run_alone(log, *program):
-    """Run FILE, *arguments as a process group of one."""
-    store = new_store()
-    process = forks().Process(target=_run, args=(store.port, [str(part) for part in program], log))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, log.read_text()[-8000:]
+def launch(log, ranks, *program):
+    """Run FILE, *arguments on each rank. Returns the output, if all came to their end."""
+    program, store, context = [str(part) for part in program], new_store(), forks()
+    given = [(rank, ranks, store.port, program, log) for rank in range(ranks)]
+    running = [context.Process(target=run_rank, args=args) for args in given]
+    for process in running:
+        process.start()
+    waiting = {process.sentinel: process for process in running}
+    while waiting:
+        for sentinel in connection.wait(waiting):
+            waiting.pop(sentinel).join()
+        if any(process.exitcode for process in running):  # the first that fails ends the others
+            for process in waiting.values():
+                process.kill()
+    assert not any(process.exitcode for process in running), log.read_text()[-8000:]
+    return log.read_text()
 
 
 class Ranks:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ..ranks import run_alone
+from ..ranks import launch
 from .runs import flags
 
 pytestmark = pytest.mark.e2e
@@ -47,7 +47,7 @@ def test_a_step_on_256_ranks(corpus, tmp_path):
     (tmp_path / "count.py").write_text(COUNT)
     settings = {"training__local_batch_size": 1, "comm__mode": "fake_backend", "metrics__log_freq": 100}
     arguments = flags(corpus, tmp_path / "run", **settings)
-    run_alone(tmp_path / "log.txt", tmp_path / "count.py", tmp_path / "seen.json", *arguments)
+    launch(tmp_path / "log.txt", 1, tmp_path / "count.py", tmp_path / "seen.json", *arguments)
     once, twice = json.loads((tmp_path / "seen.json").read_text())
     assert twice.pop("_allgather_base_") <= 2 * once.pop("_allgather_base_")
     # 4 blocks, embedding, head; the dynamics' gradients, the norm, and guard and signals together.

@@ -9,7 +9,7 @@ import pytest
 from interdomain.tools import study
 from interdomain.tools._study import definition
 
-from ..ranks import environment, forks, run_alone
+from ..ranks import environment, forks, launch
 from .runs import TINY
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +52,7 @@ def test_a_study_goes_on_after_any_kill(corpus, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert study.main(run) == 0
     (tmp_path / "entry.py").write_text("from interdomain.titan.entry import main\nmain()\n")
-    run_alone(tmp_path / "log.txt", tmp_path / "entry.py", calm.write_config())
+    launch(tmp_path / "log.txt", 1, tmp_path / "entry.py", calm.write_config())
     assert calm.is_finished  # which writes its record
     ours, calm = (json.loads(run.record.read_text()) for run in (ours, calm))
     assert ours["curves"] == calm["curves"]
