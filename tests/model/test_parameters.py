@@ -10,7 +10,8 @@ PAPER = {  # table 3
     "interdomain": (135_416_208, 377_360_768, 781_498_752, 1_352_406_784),
     "s4d": (135_425_424, 377_385_344, 781_523_328, 1_352_455_936),
 }
-OTHERS = {"single-query": 135_462_288, "dual-linear": 135_379_344}  # of the cube, at 125M
+# At 125M. The last has interdomain's parameters, and a norm of 64 in each of 12 layers.
+OTHERS = {"single-query": 135_462_288, "dual-linear": 135_379_344, "interdomain-paired": 135_416_208 + 12 * 64}
 # Beside embeddings, feed-forward and norms, a layer of width d with H heads has: GLA 5 d^2 of matrices, 2 x 16 d + d of the
 # gate, d / H of the norm; DeltaNet 4 d^2, H d for beta, 4 taps on 3 d; gated DeltaNet another d^2, H d and 2 H; Mamba-2 6 d^2,
 # for B and C 2 x 128 d, H d, 5 numbers on 2 d + 256 channels, 3 H, a norm over 2 d.

@@ -33,7 +33,7 @@ CASES = {
     "s4d-rope, packed": ("s4d-rope", {}, PACKED),
     "kv2, rff, normalize, gate, packed": ("interdomain", OPTIONS["all"], PACKED),
     "favor, normalize": ("interdomain", OPTIONS["favor"], None),
-    "kv2, gate": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"], None),
+    "kv2, gate": ("interdomain", OPTIONS["kv2"] | OPTIONS["gate"] | OPTIONS["hermitian"], None),
     "softmax": ("softmax", {}, None),
     "softmax, kv2, packed": ("softmax", OPTIONS["kv2"], PACKED),
     "window": ("softmax", OPTIONS["window"], None),
