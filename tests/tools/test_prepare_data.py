@@ -88,6 +88,8 @@ def test_the_embedded_corpus(tmp_path, capsys, refused):
     names = [name for name, _ in stdlib_files()]
     assert names == sorted(names)
     assert not [name for name in names if {"test", "tests", "site-packages"}.intersection(name.split("/"))]
+    assert "encodings/utf_8.py" in names
+    assert "encodings/cp1252.py" not in names  # a table of characters
     corpus = tmp_path / "corpus"
     small = ["--max-bytes", "600000", "--vocab-size", "512", "--output", str(corpus)]
     assert prepare_data.main(small) == 0

@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import platform
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ LINES = (".jsonl", ".ndjson", ".json")
 # Not written to be read (tests, their data, editor and build leftovers), or different from one installation to the next.
 STDLIB_EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 STDLIB_EXCLUDED_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
+CODE_TABLE = re.compile(rb"^decoding_(table|map) = ", re.M)  # in 70 files of the package encodings
 SPAN_BYTES = 2_000_000  # of a large file of lines
 EXCERPT = 200  # characters of a row that cannot be read, to find it by
 DATASET_SHARD_BYTES = 100_000_000  # taken for the size of one shard of a dataset on the hub, which is not known
@@ -119,13 +121,15 @@ def documents_of(spans: Iterable[Span], text_field: str, skip: Callable[[BadDocu
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The embedded corpus: (name, path) of the standard library's source files, sorted by name."""
+    """The embedded corpus: (name, path) of the standard library's source files but tables of characters, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for path in root.rglob("*.py"):
         parts = path.relative_to(root).parts
         # config-3.11-x86_64-linux-gnu and its like describe one build.
         if STDLIB_EXCLUDED_FOLDERS.intersection(parts[:-1]) or parts[0].startswith("config-"):
+            continue
+        if parts[0] == "encodings" and CODE_TABLE.search(path.read_bytes()):
             continue
         if not parts[-1].startswith(STDLIB_EXCLUDED_FILES) and path.is_file():
             files.append(("/".join(parts), path))
