@@ -128,7 +128,7 @@ def main(argv=None) -> int:
     rows, of_heads, without, maps = [], [], [], {}
     for i, layer in layers.items():
         heads = by_head(layer.weights) if layer.weights is not None else {}
-        if layer.pairing is not None:
+        if layer.weights is not None and layer.pairing is not None:
             repeated = layer.pairing.repeat_interleave(
                 len(layer.weights) // len(layer.pairing), 0
             )  # heads share a state
