@@ -15,9 +15,9 @@ CASES = {
     "window": ("softmax", OPTIONS["window"]),
     "hybrid, window": ("interdomain", OPTIONS["hybrid, window"]),
     **{condition: (condition, {}) for condition in FIXED_STATE},
-    "no conv": ("interdomain", OPTIONS["no conv"]),
-    "gla, conv": ("gla", OPTIONS["conv"]),
-    "mamba2, no conv": ("mamba2", OPTIONS["no conv"]),
+    "unconvolved": ("interdomain", OPTIONS["no conv"]),
+    "gla-convolved": ("gla", OPTIONS["conv"]),
+    "mamba2-unconvolved": ("mamba2", OPTIONS["no conv"]),
     "kv-identity": ("single-query", dict(n_kv_heads=1, c_form="identity", readout="hermitian", output_norm="soft")),
 }
 KINDS = ("interdomain", "softmax", "s4d", "all", "hybrid, window", "mamba2")  # one of each kind of state
