@@ -2,9 +2,9 @@
 
 Train and compare the runs of a study.
 
-A study is a TOML file of model sizes, conditions, settings and seeds. `plan` prints its runs and what they cost. `run`
-trains those that are not finished. If it is killed, the same command continues. `show` prints a table of the finished
-runs. `study COMMAND --help` lists a command's options.
+A study is a TOML file of model sizes, conditions, settings, learning rates and seeds. `plan` prints its runs and what they
+cost. `run` trains those that are not finished. If it is killed, the same command continues. `show` prints a table of the
+finished runs. `study COMMAND --help` lists a command's options.
 
     interdomain study plan train_configs/studies/small.toml
     interdomain study show train_configs/studies/small.toml --output outputs/small-study

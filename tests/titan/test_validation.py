@@ -65,7 +65,7 @@ def test_positions_reach_the_model_if_training_has_them(corpus, model):
 
 @pytest.mark.parametrize(("ranks", "batch", "odd"), [(5, 3, 0), (2, 1, 1)])
 def test_ranks_share_every_window_once_and_make_as_many_passes(corpus, ranks, batch, odd):
-    """What fills up the last pass keeps its inputs, for -100 is no token, and has no labels."""
+    """Windows that fill up the last pass keep their inputs, for -100 is no token, and have no labels."""
     settings = {"validation__local_batch_size": batch, "validation__tokens": 64 * (WINDOWS + odd)}
     every = torch.cat([labels for (_, labels), _ in validator(corpus, **settings)._batches()])
     shares = [list(validator(corpus, None, rank, ranks, **settings)._batches()) for rank in range(ranks)]

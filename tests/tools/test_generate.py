@@ -33,7 +33,7 @@ def continuation(folder, prompt, max_tokens, sampling=None, seed=0):
 
 
 def test_one_prompt_and_several(source, capsys, tokenizer):
-    """What is printed are the decoded tokens, of several prompts each as if it were alone."""
+    """Decoded tokens are printed, of several prompts each as if it were alone."""
     prompts, options = ["def f(x):\n    ", "import os", "", "  é 漢字 <s>"], ["--max-tokens", 25, "--temperature", 0]
     texts, note = [], "[an empty prompt: the model begins a text]\n"
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Which value a readout pairs with a key: weights that depend on the mixer's parameters alone, for `inspect-model`.
+"""The value that a readout pairs with a key: weights that depend on the mixer's parameters alone, for `inspect-model`.
 
 The output of the interdomain mixer is a sum over pairs of tokens: o_t = sum_ij (q_t . k_i) w(t - i, t - j) v_j. A query that
 matches the key of s tokens ago, and no other, reads the value of r tokens ago with weight w(s, r): docs/pairing.md.

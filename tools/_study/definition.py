@@ -1,4 +1,4 @@
-"""The definition of a study: a TOML file of sizes, conditions, settings and seeds; the runs that it names; the record
+"""The definition of a study: a TOML file of sizes, conditions, settings, rates and seeds; the runs that it names; the record
 kept of each. docs/study.md describes the file and the records.
 """
 

@@ -193,6 +193,5 @@ class TokenCorpus:
 
     def documents(self, start: int, stop: int) -> np.ndarray:
         """The number in the split of the document of each token [start, stop) of the stream, int64."""
-        first = dict(zip((shard.prefix for shard in self.shards), self._first_documents, strict=False))
-        parts = [shard.documents(a, b) + first[shard.prefix] for shard, _, a, b in self._parts(start, stop)]
-        return np.concatenate(parts)
+        first = {base: self._first_documents[bisect_right(self._starts, base) - 1] for base in self._starts[:-1]}
+        return np.concatenate([s.documents(a, b) + first[base] for s, base, a, b in self._parts(start, stop)])
