@@ -21,28 +21,42 @@ VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
 
 WITHOUT = dict(sequence_parallel=False)
-# By tensor-parallel ranks and stages (the other ranks are data-parallel), in turns:
+# By tensor-parallel ranks, stages and context-parallel ranks (the other ranks are data-parallel), in turns:
 # name: (whose checkpoint of step 5 it resumes, or "start"; the last step; options).
 LEGS = {
-    (2, 1): {
+    (2, 1, 1): {
         "tensor and sequence": ("start", STEPS, {}),
         "tensor": ("start", 2, WITHOUT),
         "recompute core_attn": ("start", 1, WITHOUT | dict(recompute="core_attn")),
         "bf16": ("start", 6, dict(bf16=True)),
     },
-    (1, 1): {
+    (1, 1, 1): {
         "one": ("start", STEPS, {}),
         "tensor to one": ("tensor and sequence", 7, dict(recompute="full")),
     },
-    (1, 2): {
+    (1, 2, 1): {
         "pipeline": ("start", 2, {}),
         "one to pipeline": ("one", 7, {}),
         "bf16 to pipeline": ("bf16", 6, dict(bf16=True)),
     },
-    (2, 2): {
+    (2, 2, 1): {
         "tensor and pipeline": ("start", 3, {}),
         "mamba2, stages": ("start", 0, dict(case="mamba2")),
         "one to tensor and pipeline": ("one", 7, {}),
+    },
+    (1, 1, 4): {
+        "context": ("start", STEPS, {}),
+        "recompute, context": ("start", 1, dict(recompute="full")),
+        "hybrid, context": ("start", 0, dict(case="hybrid")),
+    },
+    (2, 1, 2): {
+        "tensor and context": ("start", 2, {}),
+        "tensor to tensor and context": ("tensor and sequence", 7, WITHOUT | dict(recompute="core_attn")),
+        "mamba2, context": ("start", 0, dict(case="mamba2")),
+        "hybrid, gated-deltanet, context": ("start", 0, dict(case="hybrid, gated-deltanet")),
+    },
+    (1, 2, 2): {
+        "pipeline and context": ("start", 2, {}),
     },
 }
 SOURCES = {source for legs in LEGS.values() for source, _, _ in legs.values()}
@@ -118,16 +132,20 @@ def run_rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     from megatron.core import parallel_state
 
-    from interdomain.megatron import cpu
+    from interdomain.megatron import contiguous, cpu
 
     cpu.install()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    seen: dict = {"losses": {}, "gradients": {}}
-    for (tensor, pipeline), legs in LEGS.items():
-        parallel_state.initialize_model_parallel(tensor, pipeline)
+    seen: dict = {"losses": {}, "gradients": {}, "refused": {}}
+    for (tensor, pipeline, context), legs in LEGS.items():
+        parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         for name, (source, until, options) in legs.items():
             train(folder, name, seen, source, until, **options)
-        if (tensor, pipeline) == (2, 1):
+        if context == 4:
+            seen["packed, context"] = packed_losses(open_run(), folder)
+            refusal(seen, "pieces", lambda: open_run(contiguous=False))
+            refusal(seen, "length", lambda: contiguous({"tokens": tokens_of(0)[:, :-2]}))
+        if (tensor, pipeline, context) == (2, 1, 1):
             for case in CASES:
                 options = WITHOUT if case.endswith("no sequence") else {}
                 train(folder, case, seen, "start", 0, case=case, **options)
@@ -137,7 +155,7 @@ def run_rank(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def open_run(case="interdomain", sequence_parallel=None, **options):
+def open_run(case="interdomain", sequence_parallel=None, contiguous=True, **options):
     from megatron.core import parallel_state
 
     from interdomain.megatron import layer_spec
@@ -149,10 +167,11 @@ def open_run(case="interdomain", sequence_parallel=None, **options):
     args = argparse.Namespace(
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel=parallel_state.get_context_parallel_world_size(),
         **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | options),
         **dict(lr=LR, min_lr=MIN_LR, ssm_lr=SSM_LR, warmup_steps=0, steps=STEPS),
     )
-    spec = layer_spec(condition, max_seq_len=T, seed=7, **settings)
+    spec = layer_spec(condition, max_seq_len=T, seed=7, contiguous=contiguous, **settings)
     return Run(config, spec, args, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
 
 
@@ -188,7 +207,7 @@ def own_gradients(run) -> list[tuple]:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for buffer in run.ddp.buffers:
         for bucket in buffer.buckets:  # the distributed optimizer has left each rank its share
             shares = list(bucket.grad_data.chunk(group.size()))
@@ -222,10 +241,29 @@ def whole_gradients(config: ModelConfig, parts: list[tuple]) -> dict[str, torch.
     return {name: part_of(whole, name, len(config.mixers) == 1) for name in names}
 
 
+def packed_losses(run, folder: Path) -> torch.Tensor:
+    """Losses of this rank's tokens, [1, S], where documents end at ENDS."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from interdomain.megatron import contiguous
+
+    run.load(folder / "start" / "interdomain" / "release")
+    tokens, ends = tokens_of(0)[:1], torch.tensor(ENDS, dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
+    batch = contiguous({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    return run.model(batch["tokens"], None, None, labels=batch["labels"], packed_seq_params=packed).detach()
+
+
+def refusal(seen: dict, name: str, function) -> None:
+    try:
+        function()
+    except Exception as e:
+        seen["refused"][name] = f"{type(e).__name__}: {e}"
+
+
 def others(folder: Path, seen: dict) -> None:
     """Initial values, packed documents, refusals, the data."""
     from megatron.core.inference.contexts import StaticInferenceContext
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     from interdomain.megatron.train import open_data
 
@@ -242,26 +280,16 @@ def others(folder: Path, seen: dict) -> None:
         and torch.equal(own.core.ssm.log_dt, mixer.ssm.log_dt.chunk(2)[rank])
         and torch.equal(own.core.q_conv.weight, mixer.q_conv.weight.chunk(2)[rank])
     )
-    run.load(folder / "start" / "interdomain" / "release")
-    tokens, ends = tokens_of(0)[:1], torch.tensor(ENDS, dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=T, max_seqlen_kv=T)
-    seen["packed"] = run.model(tokens[:, :-1], None, None, labels=tokens[:, 1:], packed_seq_params=packed).detach()
+    seen["packed"] = packed_losses(run, folder)
 
-    refused = seen["refused"] = {}
-
-    def refusal(name, function) -> None:
-        try:
-            function()
-        except Exception as e:
-            refused[name] = f"{type(e).__name__}: {e}"
-
+    tokens = tokens_of(0)[:1]
     with torch.no_grad():
         context = StaticInferenceContext(1, T)
         run.model.eval()
-        refusal("inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
-    refusal("heads", lambda: open_run("kv1"))
-    refusal("heads of the state", lambda: open_run("one head"))
-    refusal("another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
+        refusal(seen, "inference", lambda: run.model(tokens[:, :-1], None, None, inference_context=context))
+    refusal(seen, "heads", lambda: open_run("kv1"))
+    refusal(seen, "heads of the state", lambda: open_run("one head"))
+    refusal(seen, "another mixer", lambda: run.load(folder / "start" / "hermitian" / "release"))
 
     data = open_data(str(folder / "corpus"), 8 * T, 10, str(folder / "cache"))
     seen["samples"] = [{name: data[i][name] for name in ("tokens", "labels")} for i in range(10)]

@@ -13,6 +13,8 @@ pytestmark = [
     pytest.mark.slow_group("plugin/interdomain/megatron/", "plugin/interdomain/model/", "kernels/", "tests/megatron/"),
 ]
 FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.items() if source == "start" and not o]
+FIRST = ["tensor", "recompute core_attn", "mamba2, stages", "recompute, context"]
+FIRST += ["hybrid, context", "mamba2, context", "hybrid, gated-deltanet, context"]
 FLOAT32 = [
     name for legs in ranks.LEGS.values() for name, (_, until, o) in legs.items() if until > 1 and "bf16" not in o
 ]
@@ -29,10 +31,10 @@ def difference(found, wanted):
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("name", [*FRESH, "tensor", "recompute core_attn", "mamba2, stages", *ranks.CASES])
+@pytest.mark.parametrize("name", [*FRESH, *FIRST, *ranks.CASES])
 def test_every_gradient(name, computed):
     """float32, against the plain model in float64, whose own float32 says how far that may be off."""
-    case = name.removesuffix(", stages")
+    case = name.removesuffix(", stages").removesuffix(", context")
     case = case if case in ranks.CASES else "interdomain"
     parts = [part for seen in computed[1] for part in seen["gradients"][name]]
     found = ranks.whole_gradients(ranks.config_of(case), parts)
@@ -84,6 +86,7 @@ def test_packed_documents(computed):
         for logits in (model(tokens[:, :-1], positions=positions), model(tokens[:, :-1]))
     )
     assert difference(computed[1][0]["packed"][0], wanted) < 1e-5
+    assert difference(torch.cat([seen["packed, context"][0] for seen in computed[1]]), wanted) < 1e-5
     assert difference(flowing, wanted) > 1e-2
 
 
@@ -96,6 +99,8 @@ def test_packed_documents(computed):
             "heads of the state",
             "ValueError: 1 heads of gla's state cannot be split over 2 ranks. Set mixer.state_heads.",
         ),
+        ("pieces", "ValueError: context-parallel ranks hand a state from piece to piece"),
+        ("length", "ValueError: 31 tokens cannot be cut into 4 equal pieces."),
         ("another mixer", "ValueError: the checkpoint is of another model"),
     ],
 )

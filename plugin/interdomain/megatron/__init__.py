@@ -3,6 +3,7 @@
 layer_spec, block_spec     for GPTModel's transformer_layer_spec; `--spec interdomain.megatron.spec interdomain`
 transformer_config         Megatron's settings for a ModelConfig
 overrides                  the parameter group of the dynamics, for get_megatron_optimizer
+contiguous                 a context-parallel rank's piece of a batch
 """
 
 SUPPORTED = (0, 16), (0, 20)  # from the first to before the second
@@ -18,7 +19,8 @@ if not SUPPORTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < SUP
         f"interdomain.megatron runs with megatron-core 0.16 to 0.19; found {version}. Install one of these."
     )
 
-from .optimizer import overrides  # noqa: E402 (after the check, which explains what an import would not)
+from .context import contiguous  # noqa: E402 (after the check, which explains what an import would not)
+from .optimizer import overrides  # noqa: E402
 from .spec import block_spec, layer_spec, transformer_config  # noqa: E402
 
-__all__ = ["block_spec", "layer_spec", "overrides", "transformer_config"]
+__all__ = ["block_spec", "contiguous", "layer_spec", "overrides", "transformer_config"]

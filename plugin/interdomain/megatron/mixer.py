@@ -61,6 +61,7 @@ class InterdomainAttention(MegatronModule):
     Args:
         mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
         seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
+        contiguous: whether context-parallel ranks have the sequences' pieces in order (`context.contiguous`).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class InterdomainAttention(MegatronModule):
         max_seq_len: int,
         execution: Execution | None,
         seed: int,
+        contiguous: bool = False,
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
@@ -90,7 +92,7 @@ class InterdomainAttention(MegatronModule):
             norm_eps=config.layernorm_epsilon,
             mixers=tuple(m if m.kind in FIXED_STATE else replace(m, n_kv_heads=shared) for m in mixers),
         )
-        _refuse(config, tp, whole)
+        _refuse(config, tp, whole, contiguous)
         settings = _settings(config, whole)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
         fixed = self.whole.mixer.kind in FIXED_STATE
@@ -118,6 +120,8 @@ class InterdomainAttention(MegatronModule):
                     setattr(core, name, Float32Norm(local.n_kv_heads, local.head_dim, local.norm_eps))
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         self.core = core.to_empty(device=device)
+        if config.context_parallel_size > 1:
+            core.shard = Part(pg_collection.cp.group_name, pg_collection.cp.rank(), pg_collection.cp.size())
         same = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
         self.in_proj: Any = tensor_parallel.ColumnParallelLinear(
             config.hidden_size, sum(self.parts.values()) * tp, init_method=config.init_method, **same
@@ -175,9 +179,11 @@ class InterdomainAttention(MegatronModule):
         x, _ = self.in_proj(hidden_states)
         if self.of_all_heads:
             x = torch.cat([x, self._of_all_heads(hidden_states)], dim=-1)
-        order = torch.arange(x.shape[0], device=x.device)
+        order, shard = torch.arange(x.shape[0], device=x.device), self.core.shard
+        if shard is not None:
+            order = order + shard.rank * len(order)
         positions = None if packed_seq_params is None else _positions(packed_seq_params, order, x.shape[1])
-        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, None)
+        packing = self.core.packing(self.whole.mixer, order, positions, x.dtype, shard)
         rope = rope_of(self.whole, order if positions is None else positions, x.dtype)
         if self.recompute and torch.is_grad_enabled():
             o = tensor_parallel.checkpoint(lambda x: self._mix(x, rope, packing), False, x)
@@ -244,7 +250,7 @@ class InterdomainAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _refuse(config: Any, tp: int, whole: ModelConfig) -> None:
+def _refuse(config: Any, tp: int, whole: ModelConfig, contiguous: bool) -> None:
     if len(whole.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
             "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
@@ -257,8 +263,12 @@ def _refuse(config: Any, tp: int, whole: ModelConfig) -> None:
             raise ValueError(
                 f"{n} heads of {mixer.kind}'s state cannot be split over {tp} ranks. Set mixer.state_heads."
             )
-    if config.context_parallel_size > 1:
-        raise NotImplementedError("no context parallelism under Megatron: set context_parallel_size to 1.")
+    if config.context_parallel_size > 1 and not contiguous:
+        raise ValueError(
+            "context-parallel ranks hand a state from piece to piece, and Megatron gives a rank two pieces that are far apart. "
+            "Start Megatron-LM's script by interdomain.megatron.run; in your own loop, cut batches by "
+            "interdomain.megatron.contiguous and give layer_spec contiguous=True."
+        )
     # Megatron's own training script is running, without the group of the optimizer.
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if arguments is not None and not hasattr(arguments, "ssm_lr"):

@@ -15,6 +15,7 @@ from typing import Any
 from interdomain.model.config import SIZES
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
+from .context import contiguous
 from .optimizer import overrides
 
 
@@ -49,12 +50,18 @@ def check(args: Namespace) -> None:
     params["mixers"] = tuple(replace(mixer, **mixer_settings(args)) for mixer in params["mixers"])
     args.hetereogenous_dist_checkpoint = len(params["mixers"]) > 1
     params |= dict(
-        rope_theta=float(args.rotary_base), max_seq_len=args.seq_length, execution=execution(args), seed=args.seed
+        rope_theta=float(args.rotary_base),
+        max_seq_len=args.seq_length,
+        execution=execution(args),
+        seed=args.seed,
+        contiguous=True,
     )
 
 
 def install() -> None:
-    """Adds the arguments and the parameter group to Megatron's training."""
+    """Adds the arguments and the parameter group to Megatron's training, and cuts batches into contiguous pieces."""
+    core_utils: Any = import_module("megatron.core.utils")
+    core_utils.get_batch_on_this_cp_rank = contiguous  # before the modules that import it
     modules: Any = [import_module(f"megatron.training.{name}") for name in ("arguments", "training")]
     arguments, training = modules
     standard_arguments, standard_optimizer = arguments.add_megatron_arguments, training.get_megatron_optimizer_config

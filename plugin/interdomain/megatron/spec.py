@@ -48,6 +48,7 @@ def layer_spec(
     softmax_every: int | None = None,
     execution: Execution | None = None,
     seed: int = 42,
+    contiguous: bool = False,
     **settings: Any,
 ) -> ModuleSpec:
     """One layer: Megatron's TransformerLayer and MLP around the mixer of a condition.
@@ -58,12 +59,14 @@ def layer_spec(
         layers, softmax_every: of a hybrid, as in `build_config`; every layer takes its mixer by its number. It needs n_layers,
             if these are not 12, and hetereogenous_dist_checkpoint=True in Megatron's configuration.
         seed: of the mixers' initial values, which are the plain model's.
+        contiguous: True if context-parallel ranks cut their batches by `context.contiguous`, as they must.
     Raises: ValueError for an unknown condition or setting, or for a combination that no mixer has.
     """
     check_names("mixer", settings, SETTINGS)
     hybrid = dict(n_layers=n_layers, layers=layers, softmax_every=softmax_every)
     mixers = build_config("125M", condition, **hybrid, **settings).mixers
-    options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, execution=execution, seed=seed)
+    options = dict(mixers=mixers, rope_theta=rope_theta, max_seq_len=max_seq_len, contiguous=contiguous)
+    options |= dict(execution=execution, seed=seed)
     add: Any = get_bias_dropout_add
     return ModuleSpec(
         module=TransformerLayer,

@@ -32,6 +32,7 @@ from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_confi
 
 from . import cpu
 from .arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
+from .context import contiguous
 from .optimizer import overrides
 from .spec import block_spec, layer_spec, transformer_config
 
@@ -63,6 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--tensor-parallel", type=int, default=1, help="with sequence parallelism")
     p.add_argument("--pipeline-parallel", type=int, default=1)
+    p.add_argument("--context-parallel", type=int, default=1)
     p.add_argument("--recompute", choices=RECOMPUTE, default="none")
     p.add_argument("--bf16", action="store_true")
     p.add_argument("--steps", type=int, default=400)
@@ -81,10 +83,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace, ranks: int) -> Path | None:
     """The checkpoint to begin with. Raises: ValueError for what cannot run on so many ranks, and for a --load without one."""
-    together = args.tensor_parallel * args.pipeline_parallel
+    together = args.tensor_parallel * args.pipeline_parallel * args.context_parallel
     if ranks % together:
         raise ValueError(
-            f"--tensor-parallel x --pipeline-parallel = {together} does not divide the {ranks} rank(s). Start others."
+            f"--tensor-parallel x --pipeline-parallel x --context-parallel = {together} does not divide the {ranks} rank(s). "
+            "Start others."
         )
     if args.global_batch % (each := ranks // together * args.micro_batch):
         raise ValueError(
@@ -113,6 +116,7 @@ class Run:
         settings = dict(
             tensor_model_parallel_size=tensor,
             pipeline_model_parallel_size=pipeline,
+            context_parallel_size=args.context_parallel,
             sequence_parallel=tensor > 1,
             bf16=args.bf16,
             params_dtype=dtype,
@@ -187,8 +191,8 @@ class Run:
         if not parallel_state.is_pipeline_last_stage():
             return None
         loss = torch.stack([one["loss"] for one in losses]).mean()
-        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group())
-        return loss / parallel_state.get_data_parallel_world_size()
+        dist.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return loss / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
     def update(self) -> float:
         """The optimizer's step; returns the norm of the gradients."""
@@ -227,11 +231,12 @@ class Run:
 
 
 def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    batch = next(batches)
+    batch = contiguous(next(batches))
+    pieces = parallel_state.get_context_parallel_world_size()
 
     def mean(loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = loss.float().mean()
-        return mean, {"loss": mean.detach().clone()}  # the schedule divides what is returned in place
+        return mean / pieces, {"loss": mean.detach()}  # the schedule multiplies by them
 
     return model(batch["tokens"], None, None, labels=batch["labels"]), mean
 
@@ -279,9 +284,11 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cpu.install()
         dist.init_process_group("gloo")
-    spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed)
+    spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, contiguous=True)
     spec.submodules.self_attention.params["mixers"] = config.mixers
-    parallel_state.initialize_model_parallel(args.tensor_parallel, args.pipeline_parallel)
+    parallel_state.initialize_model_parallel(
+        args.tensor_parallel, args.pipeline_parallel, context_parallel_size=args.context_parallel
+    )
     run = Run(config, spec, args)
     if begin:
         run.load(begin)
