@@ -27,8 +27,8 @@ CASES = [(Case(T=19, B=1, H=1, past=bool(mix.get("W", 4)), **mix), torch.bfloat1
 # Shorter than the filter; one program; three.
 CASES += [(Case(T=T, B=1, H=2, **MIXES["k"]), torch.float32) for T in (2, 16, 33)]
 CASES += [(Case(T=T, past=True, strided=True, **MIXES["k"]), torch.float32) for T in (1, 17)]
-# Documents that start in either program.
-CASES += [(Case(T=T, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)]
+# Documents that start in either program, one and two tokens before its end among them.
+CASES += [(Case(T=T, B=4, documents=True, past=True, **MIXES["k"]), torch.float32) for T in (4, 33)]
 CASES += [(Case(T=18, W=2, past=True, rope="rows", **MIXES["a"]), torch.float32)]  # angles that differ by row
 # Tiles that are not full.
 CASES += [(Case(T=5, B=3, H=5, R=R, strided=True, **MIXES["k"]), torch.float32) for R in (2, 96)]

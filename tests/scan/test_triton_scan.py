@@ -91,6 +91,28 @@ def test_linear_readout(case, dtype):
     check(case, dtype, linear=True)
 
 
+def test_tables_hold_phases_of_thousands_of_radians():
+    """In fp32 a phase would be off by 1e-4."""
+    from interdomain.scan.triton_launch import Launches
+    from interdomain.scan.triton_plan import make_plan
+
+    inputs, _ = op_inputs(Case(T=1, H=1, M=64, decay="s4d"), FP32, linear=True)
+    theta, w = (inputs[n].detach().to(DEVICE) for n in ("log_decay", "readout"))
+    tables = Launches.build(make_plan(theta.device, FP32, 64, 0), theta, T=90, chunks=2, readout=w)  # chunks of 16
+    z = torch.view_as_complex(theta.double())[:, None] * torch.arange(-16, 65, device=DEVICE)[:, None]
+    power, w = torch.exp(z)[0], torch.complex(*w.double()[0].chunk(2))
+    E, T, i = power[8:24], power[range(24, 8, -1)], torch.arange(16, device=DEVICE)
+    D = (w * power[16 + (i[:, None] - i).clamp_min(0)]).sum(-1).real.tril()
+    step, segments = power[[16 + 9, 16 + 16]], power[[16 + 32, 16 + 26]]
+    complex_tables = (
+        *((tables.E[0], E), (tables.t[0], T), (tables.t_conj[0], T.conj()), (tables.t_conj_T[0].mT, T.conj())),
+        *((tables.rows[0], E * w), (tables.step[0], step), (tables.power[:, 0].mT.flatten(1), segments)),
+    )
+    for got, expected in complex_tables:
+        assert error(got, torch.cat((expected.real, expected.imag), dim=-1), "max") < 1e-6
+    assert error(tables.scores[0], D, "max") < 1e-6
+
+
 @linear_or_query
 def test_at_the_decay_bound(linear):
     """Tables span |Lambda|^-32 to |Lambda|^32; what lies above the diagonal holds up to e^63 and must not be read."""
@@ -116,16 +138,29 @@ def test_segments(segments, T, dtype, linear, kernels, small_chunks, monkeypatch
     check(Case(T=T, H=1, G=2 if segments == 3 else 1, R=4, D=5, state=segments == 3), dtype, linear)
 
 
-def test_a_state_is_summed_in_fp32(small_chunks):
-    """Four chunks add to a state of a thousand times their size; bf16 would round their sum away."""
-    inputs, _ = op_inputs(Case(T=64, H=1, R=16, D=16, decay="weak"), FP32, BF16)
-    inputs = {n: x.detach() * (1000 if n == "initial_state" else 1) for n, x in inputs.items()}
-    _, got = scan.interdomain_scan(**on_device(inputs)[0], backend="chunkwise")
-    double = {n: x.double() for n, x in inputs.items()}
-    _, expected = scan.interdomain_scan(**double, backend="reference")
-    alone = double | {n: torch.zeros_like(double[n]) for n in "kv"}
-    _, carried = scan.interdomain_scan(**alone, backend="reference")
-    assert error(got.detach().cpu() - carried, expected - carried, "rms") < 6e-3
+@pytest.mark.parametrize(("name", "scale"), [("state", 1000), ("dinitial_state", 0.1)])
+def test_states_and_their_gradients_are_summed_in_fp32(name, scale, small_chunks):
+    """Four chunks add to one of hundreds of times their size; bf16 would round their sum away."""
+    inputs, cotangents = op_inputs(Case(T=64, H=1, R=16, D=16, decay="weak"), FP32, BF16)
+    start = inputs["initial_state"] if name == "state" else cotangents[1]
+    start.data *= scale
+    got, expected = run(inputs, cotangents, backend="chunkwise")[name], exact(inputs, cotangents)[name]
+    alone = inputs | {n: torch.zeros_like(inputs[n]) for n in "qkv"}
+    carried = exact(alone, cotangents)[name]
+    assert error(got - carried, expected - carried, "rms") < 6e-3
+
+
+def test_held_operands_give_the_same_gradients(kernels, monkeypatch):
+    """Slow modes and tokens of one sign: lags add up in dlog_decay, and roundings do not."""
+    inputs, (d_out, d_state) = op_inputs(Case(T=128, H=1, R=16, D=16, M=32, decay="weak", state=False), FP32, BF16)
+    inputs = {n: x.detach().abs() if n in "qkv" else x.detach() for n, x in inputs.items()}
+    inputs["log_decay"][..., 1] /= 100
+    results = []
+    for held in (True, False):
+        replace_plan(kernels, monkeypatch, held=held)
+        results.append(run(inputs, (d_out.abs(), 0 * d_state), backend="chunkwise"))
+    assert error(*(one.pop("dlog_decay") for one in results), "rms") < 1e-3
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 
 
 @pytest.mark.parametrize(
@@ -228,13 +263,14 @@ def test_strided_inputs():
 def test_offsets_beyond_32_bits():
     """Tokens 2^25 numbers apart: the last ones lie beyond 2^31."""
     T, stride = 70, 1 << 25
-    inputs, cotangents = problem(Case(T=T, H=1, R=16, D=16), BF16)
-    expected = exact(inputs, cotangents)
-    memory = torch.empty_strided((1, T, 1, 16), (T * stride, stride, 16, 1), dtype=BF16, device=DEVICE)
-    inputs, _ = on_device(inputs)
-    with torch.no_grad():
-        o, state = scan.interdomain_scan(**{**inputs, "k": memory.copy_(inputs["k"])}, backend="chunkwise")
-    assert_agree({"out": o.cpu(), "state": state.cpu()}, {n: expected[n] for n in ("out", "state")}, "bfloat16")
+    inputs, (d_out, d_state) = problem(Case(T=T, H=1, R=16, D=16), BF16)
+    expected = exact(inputs, (d_out, d_state))
+    memory = torch.empty_strided((4, 1, T, 1, 16), (16, T * stride, stride, 16, 1), dtype=BF16, device=DEVICE)
+    memory.copy_(torch.stack([inputs["q"], inputs["k"], inputs["v"], d_out]))
+    q, k, v, d_out = memory
+    inputs, (d_state,) = on_device(inputs | {"q": q, "k": k, "v": v}, (d_state,))
+    got = run_op(inputs, (d_out, d_state), backend="chunkwise")
+    assert_agree({n: x.cpu() for n, x in got.items()}, expected, "bfloat16")
 
 
 def test_recompute_is_a_matter_of_memory_only(kernels, small_chunks, monkeypatch):
