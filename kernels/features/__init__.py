@@ -10,7 +10,7 @@ Derivation and bytes: docs/api/features.md. Registers: docs/tuning.md.
 import torch
 from torch import Tensor
 
-from interdomain.scan.library import log_once, no_forward_mode
+from interdomain.scan.library import first_derivatives_only, log_once
 from interdomain.scan.packing import checked_documents
 
 from . import ops, plain, support
@@ -90,7 +90,7 @@ def input_features(
     args = x, R, *(conv or (None, None)), past, documents, *(rope or (None, None)), silu, *(norm or (None, None)), eps
     with torch.autocast(x.device.type, enabled=False):
         if backend == "triton":
-            no_forward_mode(x, *(conv or ()), past, *(norm or ()))
+            first_derivatives_only(x, *(conv or ()), past, *(norm or ()))
             return ops.features(*args)
         return plain.features(*args)
 

@@ -10,7 +10,7 @@ without a GPU has none.
 import torch
 from torch import Tensor
 
-from interdomain.scan.library import tag_caches
+from interdomain.scan.library import no_second_derivative, tag_caches
 
 
 @torch.library.custom_op("interdomain::features", mutates_args=())
@@ -75,6 +75,7 @@ def _gradient(ctx, dy):
 
 
 features.register_autograd(_gradient, setup_context=_setup)
+no_second_derivative(features_backward)
 
 
 @torch.library.custom_op("interdomain::features_step", mutates_args=("past",))

@@ -10,14 +10,16 @@ pairs in the last axis. Derivation, notation, backends and tolerances: docs/kern
 # tables.py makes W, readouts and powers of the decay; packing.py is for packed documents, shards.py for sequences whose
 # shards are on several ranks. This package imports torch and triton, nothing else.
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import fft, ops, reference, step, triton_support
 from .chunkwise import CHUNK
-from .library import log_once, no_forward_mode
+from .library import first_derivatives_only, log_once
 from .packing import checked_documents
 from .step import decay_factor
 from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, mixing_matrix, powers, readout_vector
@@ -65,7 +67,8 @@ def interdomain_scan(
         k: key features, [B, T, H, R].
         v: values, [B, T, H, D].
         log_decay: theta = log Lambda per token, [H, M, 2] as (real < 0, imaginary in radians), fp32. Real parts are expected
-            in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees; values are not checked.
+            in [-MAX_DECAY_PER_TOKEN, 0), which `decay_exponent` guarantees. The backend `chunkwise` refuses real parts below
+            -1.36 (fp64: -11) on a CPU, and returns wrong numbers or NaN elsewhere and compiled: nothing reads them there.
         mixing: W, [H, 2M, 2M], from `mixing_matrix`, in log_decay's dtype.
         initial_state: X before the first token (unit gain), [B, H, M, R + D, 2] in log_decay's dtype. None: zeros.
         documents: [B, T] integers, if sequences hold several packed documents: each token's document, from 0 to 2^31 - 1,
@@ -90,7 +93,7 @@ def interdomain_scan(
     Raises:
         ValueError: shapes, dtypes, devices, backend, documents or group are not as above. On CUDA, and compiled, wrong numbers
             of documents fail an asynchronous assertion instead.
-        NotImplementedError: forward-mode derivatives of `chunkwise`.
+        NotImplementedError: derivatives of `chunkwise` by forward mode or torch.func, and second ones.
     """
     B, T, H, R = _sizes("k", k, "B", "T", "H", "R")
     D, M = v.shape[-1], _basis_size(log_decay, H)
@@ -105,7 +108,8 @@ def interdomain_scan(
     inputs = q, k, v, log_decay, mixing, initial_state
     how = ops.runs_as(backend, k.device)
     if how is not None:
-        no_forward_mode(*inputs)
+        _check_decay(log_decay)
+        first_derivatives_only(*inputs)
         save = not recompute and torch.is_grad_enabled() and how == "triton"
         o, final, *_ = ops.scan(*inputs, backend, save, documents, final_state, group)
     else:
@@ -139,7 +143,8 @@ def linear_scan(
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
     if ops.runs_as(backend, z.device) is not None:
-        no_forward_mode(*inputs)
+        _check_decay(log_decay)
+        first_derivatives_only(*inputs)
         y, final, _ = ops.linear_scan(*inputs, backend, documents, final_state, group)
     else:
         with torch.autocast(z.device.type, enabled=False):
@@ -212,7 +217,7 @@ def _step(
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (*args, state))
         fused_here = state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
         if fused_here and not recorded:  # the kernels record no gradient
-            no_forward_mode(*args, state)
+            first_derivatives_only(*args, state)
             new = state if inplace else state.clone(memory_format=torch.contiguous_format)
             return fused(*args, new), new
         out, new = plain(*args, state)
@@ -275,7 +280,27 @@ def _basis_size(log_decay: Tensor, H: int) -> int:
             f"log_decay has shape {tuple(log_decay.shape)}; expected [H, M, 2] with H = {H}, "
             "the heads of k and v (or z); `decay_exponent` builds it"
         )
+    if log_decay.shape[1] == 0:
+        raise ValueError(
+            f"log_decay has shape {tuple(log_decay.shape)}: M = 0; there must be at least one basis function"
+        )
     return log_decay.shape[1]
+
+
+def _check_decay(log_decay: Tensor) -> None:
+    """Refuse decays whose powers over a chunk underflow, where the numbers are at hand: in eager mode on a CPU. NaN passes."""
+    if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
+        return
+    if type(log_decay) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(log_decay):
+        return  # fake, or mapped by vmap
+    dtype = log_decay.dtype
+    fastest, limit = log_decay.detach()[..., 0].min().item(), math.log(torch.finfo(dtype).tiny) / CHUNK
+    if fastest < limit:
+        raise ValueError(
+            f"log_decay has a real part of {fastest:.3g} per token; 'chunkwise' takes {limit:.3g} and above in {dtype}: "
+            f"over a chunk of {CHUNK} tokens the powers of faster decays underflow. `decay_exponent` stays at "
+            f"-{MAX_DECAY_PER_TOKEN:.0f} and above; backend='reference' and 'fft' take any decay"
+        )
 
 
 def _sizes(name: str, x: Tensor, *axes: str) -> torch.Size:

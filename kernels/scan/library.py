@@ -5,9 +5,11 @@ import hashlib
 import inspect
 import logging
 import sys
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
 
 
@@ -25,15 +27,27 @@ def _log_once(line: str) -> None:
 log_once._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def no_forward_mode(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for dual tensors of forward-mode differentiation: an op would drop the tangent silently."""
+def first_derivatives_only(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for tensors of forward mode (an op would drop the tangent silently) or of torch.func.grad."""
     if torch.compiler.is_compiling():
         return
-    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "the kernels have no forward-mode derivative; plain PyTorch has: backend='reference' of the scan, 'torch' of "
-            "the input features"
-        )
+    present = [x for x in tensors if x is not None]
+    if any(unpack_dual(x).tangent is not None for x in present):
+        refuse_derivative("no forward-mode derivative")
+    if any(is_gradtrackingtensor(x) for x in present):
+        refuse_derivative("no derivative by torch.func (grad, vjp, jacrev); torch.autograd.grad and backward() work")
+
+
+def refuse_derivative(problem: str) -> NoReturn:
+    raise NotImplementedError(
+        f"the ops of the scan and of the input features have {problem}. Plain PyTorch has all derivatives: "
+        "backend='reference' of the scan, 'torch' of the input features"
+    )
+
+
+def no_second_derivative(backward: Any) -> None:
+    """Give an op that computes gradients a derivative that refuses to run."""
+    backward.register_autograd(lambda ctx, *grads: refuse_derivative("no second derivative"))
 
 
 def tag_caches(module: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import chunkwise, shards
-from .library import tag_caches
+from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
 KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Triton's interpreter
@@ -203,6 +203,7 @@ def _differentiable(op: Any, backward: Any, n: int) -> None:
         return *grads, d_initial, *(None,) * (len(ctx.needs_input_grad) - n - 3)
 
     op.register_autograd(gradient, setup_context=setup)
+    no_second_derivative(backward)
 
 
 _differentiable(scan, scan_backward, 3)

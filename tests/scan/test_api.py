@@ -20,12 +20,21 @@ def zeros(*shape, **kwargs):
     return torch.zeros(*shape, **kwargs)
 
 
+FAST = torch.cat((QUERY["log_decay"].detach()[:, :5], torch.full((2, 1, 2), -1.37)), dim=1)
 QUERY_ERRORS = [
     ({"backend": "cuda"}, "backend is 'cuda'; allowed: auto, chunkwise, chunkwise-torch, fft, reference"),
     ({"k": zeros(2, 5, 8)}, r"k has shape \(2, 5, 8\); expected \[B, T, H, R\]"),
     ({"v": zeros(2, 4, 2, 3)}, r"v has shape \(2, 4, 2, 3\); expected \(2, 5, 2, 3\)"),
     ({"q": zeros(2, 5, 5, 4)}, "Hq a multiple of the 2 heads"),
     ({"log_decay": zeros(3, 6, 2)}, "log_decay has shape .* `decay_exponent` builds it"),
+    (
+        {"log_decay": zeros(2, 0, 2), "mixing": zeros(2, 0, 0)},
+        r"log_decay has shape \(2, 0, 2\): M = 0; there must be at least one",
+    ),
+    (
+        {"log_decay": FAST},
+        r"real part of -1\.37 per token; 'chunkwise' takes -1\.36 and above in torch\.float32.*'fft' take any",
+    ),
     ({"mixing": zeros(2, 6, 6)}, r"mixing has shape \(2, 6, 6\); expected \(2, 12, 12\)"),
     ({"initial_state": zeros(2, 2, 6, 6, 2)}, r"initial_state has shape .* expected \(2, 2, 6, 7, 2\)"),
     ({"q": zeros(2, 5, 6, 4, dtype=torch.int32)}, "q is torch.int32; allowed .* torch.float16, torch.float32"),
@@ -37,6 +46,7 @@ QUERY_ERRORS = [
 LINEAR_ERRORS = [
     ({"z": zeros(2, 5, 7)}, r"expected \[B, T, H, P\]"),
     ({"readout": zeros(2, 6)}, r"readout has shape \(2, 6\); expected \(2, 12\)"),
+    ({"log_decay": FAST}, r"real part of -1\.37 per token"),
     ({"initial_state": zeros(2, 2, 6, 6, 2)}, "initial_state has shape"),
 ]
 STEP_ERRORS = [
