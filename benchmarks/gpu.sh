@@ -50,12 +50,19 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$out" ] || fail "--output must be a folder."
 [[ $limit =~ ^[1-9][0-9]*$ ]] || fail "--time-limit must be whole seconds, at least 1: got '$limit'."
-[ ! -e "$out/log.txt" ] || fail "$out/log.txt exists, and results are never overwritten. Give another --output."
+for file in log.txt summary.md; do
+  [ ! -e "$out/$file" ] || fail "$out/$file exists, and results are never overwritten. Give another --output."
+done
 mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$root" || exit 2
 
 summary() {
   printf '# Summary\n\n| part | status | seconds |\n|---|---|---|\n%s' "$parts"
   "$python" -m interdomain.tools._bench.pages "$out"
+}
+
+# The log becomes the end of the summary: one file less.
+finish() {
+  { summary && printf '\n# Log\n\n````\n' && cat "$out/log.txt" && printf '````\n'; } >"$out/summary.md" && rm "$out/log.txt"
 }
 
 # part NAME SECONDS COMMAND...: at the end of its seconds a part is killed, with all that it started. Its output goes to the log.
@@ -78,7 +85,7 @@ part() {
     # Its last line that holds a word; tools end with their verdict and the place of their results.
     status+=": $(tail -n "+$((lines + 1))" "$out/log.txt" | grep '[[:alnum:]]\{3\}' | tail -n 1 |
       sed 's/: wrote .*//; s/^[= ]*//; s/|/\//g' | cut -c 1-200)"
-    if [ "$code" -ne 0 ] && [ "$name:$code" != check:3 ]; then failed=1; fi # 3: beyond a bound, none by far
+    if [ "$code" -ne 0 ] && [[ $name:$code != check*:3 ]]; then failed=1; fi # 3: beyond a bound, none by far
   fi
   echo "$name: $status"
   parts+="| $name | $status | $((SECONDS - began)) |"$'\n'
@@ -88,11 +95,17 @@ part() {
 tool() { part "$1" "$2" "$python" -m "interdomain.tools.$3" --output "$out" "${@:4}"; }
 on_gpu() { if [ "$gpu" = True ]; then part "$@"; fi; }
 
+# The first ptxas that is not the one in use: that of the wheel nvidia-cuda-nvcc, or of a CUDA toolkit.
+other_ptxas() {
+  wheels='import glob, sys; print(*(p for f in sys.path for p in glob.glob(f + "/nvidia/*/bin/ptxas")), sep="\n")'
+  { "$python" -c "$wheels"; command -v ptxas; } | grep -vFx "${TRITON_PTXAS_PATH:-}" | head -n 1
+}
+
 export PYTHONUNBUFFERED=1
 for folder in /usr/local/cuda*/bin; do PATH+=:$folder; done
 gpu=$("$python" -c 'import torch; print(torch.cuda.is_available())')
 ends=$((SECONDS + limit)) failed=0 parts=
-trap 'trap - TERM INT; kill "$!" 2>/dev/null; wait; summary >"$out/summary.md"; exit 143' TERM INT
+trap 'trap - TERM INT; kill "$!" 2>/dev/null; wait; finish; exit 143' TERM INT
 
 trained=()
 if [ "$gpu" = True ]; then
@@ -100,14 +113,15 @@ if [ "$gpu" = True ]; then
     --cases softmax:compile:selective interdomain:compile:selective)
 fi
 once=("$python" -m interdomain.tools.bench_kernels --device cuda --once --mixers)
-profiled=(--clock-control none --kernel-name 'regex:^(contract|mix|expand|adjoint)_kernel$'
+profiled=(--clock-control none --kernel-name 'regex:^(contract|mix|expand|adjoint|forward|backward)_kernel$'
   --section SpeedOfLight --section ComputeWorkloadAnalysis --section MemoryWorkloadAnalysis
   --section Occupancy --section LaunchStats --section WarpStateStats
-  --metrics dram__bytes_read.sum,dram__bytes_write.sum "${once[@]}" chunkwise --shapes 8x4096x32x64)
+  --metrics dram__bytes_read.sum,dram__bytes_write.sum "${once[@]}" chunkwise features --shapes 8x4096x32x64)
 # Small: a ragged one, and one that is cut into segments.
 sanitized=(--error-exitcode 9 "${once[@]}" chunkwise linear layer --shapes 1x130x2x64 1x1030x2x64)
-# Only files that have such a test: others may need what this machine lacks.
-tests="grep -rl mark.gpu --include='test_*.py' tests | xargs -r '$python' -m pytest -q -m gpu --tb=short"
+# Only files that have such a test: others may need what this machine lacks. The check has run.
+tests="grep -rl mark.gpu --include='test_*.py' tests | xargs -r '$python' -m pytest -q -m gpu --tb=short \
+  --deselect tests/scan/test_triton_gpu.py::test_check_kernels"
 
 on_gpu machine 10 nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE
 tool check 120 check_kernels
@@ -115,12 +129,19 @@ if [ "$code" -eq 2 ]; then # there is no GPU that can be used, for one: the tool
   cat "$out/log.txt" >&2
   exit 2
 fi
+if [ "$code" -eq 1 ] && ptxas=$(other_ptxas) && [ -n "$ptxas" ]; then
+  cat "$out/check.json" >>"$out/log.txt" && rm "$out/check.json" # of the second check from here on
+  export TRITON_PTXAS_PATH=$ptxas TRITON_PTXAS_BLACKWELL_PATH=$ptxas
+  tool "check with another ptxas, $("$ptxas" --version | tail -n 1)" 120 check_kernels
+  if [ "$code" -eq 1 ]; then unset TRITON_PTXAS_PATH TRITON_PTXAS_BLACKWELL_PATH; fi # else all that follows uses it
+fi
 tool kernels 100 bench_kernels
 tool training 150 bench_training "${trained[@]}"
 on_gpu profile 60 ncu "${profiled[@]}"
-on_gpu memcheck 30 compute-sanitizer --tool memcheck "${sanitized[@]}"
-on_gpu racecheck 30 compute-sanitizer --tool racecheck "${sanitized[@]}"
-on_gpu tests 120 bash -c "$tests"
+on_gpu memcheck 70 compute-sanitizer --tool memcheck "${sanitized[@]}"
+on_gpu racecheck 70 compute-sanitizer --tool racecheck "${sanitized[@]}"
+on_gpu tests 40 bash -c "$tests"
 tool inference 150 bench_inference --quick
+finish
 printf '\nwrote %s\n' "$out"
 exit "$failed"

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity
 
 from interdomain import InterdomainAttention, scan
+from interdomain.features import input_features
 from interdomain.tools._bench import results
 from interdomain.tools._bench.cases import Case, Shape, make_inputs
 from interdomain.tools._bench.peers import PEERS, peer
@@ -43,8 +44,9 @@ ALL_ATTENTION = (*ATTENTION, "flash-attn-3", "flash-attn-2")
 STATEFUL = tuple(name for name in PEERS if name not in ALL_ATTENTION)  # other algebra: no roofline of ours
 SLOW = ("chunkwise-torch", "fft")  # on a GPU only if named
 # In the order in which they run: those that a run which is cut should not lose come first.
-NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "linear", "sdpa-default", "layer", *PEERS, *SLOW)
-ON_CPU = ("chunkwise", "linear", "fft", "sdpa-flash", "layer")
+NAMES = ("chunkwise", "sdpa-cudnn", "chunkwise-kept", "sdpa-flash", "features", "linear", "sdpa-default", "layer")
+NAMES += (*PEERS, *SLOW)
+ON_CPU = ("chunkwise", "features", "linear", "fft", "sdpa-flash", "layer")
 SHAPES = ("8x4096x32x64", "2x16384x32x64", "1x32768x32x64", "8x4096x32x96")
 TINY = ("2x128x2x16", "1x256x2x24")
 PHASES = ("forward", "backward", "both")
@@ -66,6 +68,8 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
         x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=torch.bfloat16)
         leaves = [x.requires_grad_(), *layer.parameters()]
         return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
+    if name == "features":
+        return features(shape, device)
     inputs: dict[str, Any]
     inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
     leaves = list(inputs.values())
@@ -82,6 +86,26 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
     return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
 
 
+def features(s: Shape, device: torch.device) -> Call:
+    """The input features of q, k and v as a layer of interdomain has them, from three projections."""
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    E, angles = s.H * s.d, torch.rand(s.T, 1, s.d // 2, device=device)
+    x, d_y = [normal(s.B, s.T, E) for _ in "qkv"], [normal(s.B, s.T, s.H, s.d).detach() for _ in "qkv"]
+    conv, norm = [(normal(E, 4), normal(E)) for _ in "qk"], [(normal(s.d), normal(s.H, s.d)) for _ in "kv"]
+    mapped = dict(rope=(angles.cos(), angles.sin()), silu=True)
+    stages: list[dict[str, Any]] = [
+        mapped | dict(conv=conv[0]),
+        mapped | dict(conv=conv[1], norm=norm[0]),
+        dict(norm=norm[1]),
+    ]
+    leaves = [*x, *itertools.chain(*conv, *norm)]
+    forward = lambda: [input_features(one, s.d, **stage) for one, stage in zip(x, stages, strict=True)]  # noqa: E731
+    return forward, lambda y: torch.autograd.grad(y, leaves, d_y)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None) -> Tensor:
     with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -92,9 +116,9 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     """(bytes, FLOPs) of forward and backward: inputs read and outputs written once, products as MFU counts them.
 
     Per token and head, in rows of d bf16 numbers: q, k, v in and o out, then q, k, v, do in and dq, dk, dv out. `linear` has z
-    of two rows in place of q, k, v and o.
+    of two rows in place of q, k, v and o; `features` three times x in and y out, then x and dy in and dx out.
     """
-    rows, macs = 10 if name == "linear" else 11, 0
+    rows, macs = {"linear": 10, "features": 15}.get(name, 11), 0
     if name in ALL_ATTENTION:  # two products over T (T + 1) / 2 pairs, and five
         macs = 7 * (s.T + 1) * s.d // 2
     if name in CHUNKWISE:  # scores, times the values, state; twice, and a product by W; the backward costs two forwards
@@ -117,7 +141,7 @@ def run_case(case: tuple[str, Shape], device: torch.device, *, rounds: int) -> d
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
     row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" and name not in STATEFUL else None
-    if name in (*CHUNKWISE, "linear"):
+    if name in (*CHUNKWISE, "features", "linear"):
         row["kernels ms"] = kernel_times(call, device)
     return row | {"of roofline": ratio(row["roofline ms"], row["both ms"])}
 

@@ -14,7 +14,6 @@ Documentation: docs/benchmarks.md
 """
 
 import argparse
-import gzip
 import importlib
 import itertools
 import json
@@ -22,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -150,7 +150,8 @@ def add_kernels(report: results.Report, case: str, table: str, output: Path) -> 
         for kernel, taken in ms.most_common(TOP_KERNELS):
             cells = (kernel[:120], taken / TRACED, 100 * taken / ms.total(), calls[kernel] / TRACED)
             report.add(name, dict(zip(KERNEL_COLUMNS, cells, strict=True)))
-        (report.folder / f"trace-{case.replace(':', '-')}.json.gz").write_bytes(gzip.compress(trace.read_bytes()))
+        with zipfile.ZipFile(report.folder / "traces.zip", "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.write(trace, f"{case.replace(':', '-')}.json")
 
 
 def parse(argv) -> argparse.Namespace:

@@ -3,11 +3,13 @@
 On a machine with a GPU these tests run there. Elsewhere tests/scan/test_triton_gpu.py runs this file in a process of its own.
 """
 
+import functools
+
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from interdomain.features import input_features, ops
+from interdomain.features import input_features, input_features_step, ops
 
 from ..scan.devices import DEVICE, on_kernels, use_kernels
 from . import test_step as steps
@@ -65,6 +67,9 @@ def test_zeros_have_no_direction_and_no_nan():
             leaves["x"][:, :2] = 0
             leaves["x"][:, 2] *= 1e-7  # below the smallest norm that SiLU's features are divided by
         assert_agree(run(case, leaves, rope, dy, backend="triton"), run(case, leaves, rope, dy, backend="torch"), 1e-5)
+        tokens = leaves["x"].detach()[:, 1:3].flatten(0, 1)
+        step = functools.partial(input_features_step, head_dim=case.R, silu=case.H)
+        torch.testing.assert_close(*(step(tokens.clone(), backend=backend) for backend in ("triton", "torch")))
 
 
 @pytest.mark.parametrize("mix", ["k", "v"])

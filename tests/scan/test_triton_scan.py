@@ -84,7 +84,8 @@ def test_query_readout(case, dtype):
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(Case(T=33, H=2, R=4, D=5, state=False), FP32), (Case(T=130, H=1, R=16, D=16, M=32), BF16)],
+    # 73 channels: two blocks of them in the readout's gradient.
+    [(Case(T=33, H=2, R=40, D=33, state=False), FP32), (Case(T=130, H=1, R=16, D=16, M=32), BF16)],
     ids=str,
 )
 def test_linear_readout(case, dtype):
@@ -96,8 +97,8 @@ def test_tables_hold_phases_of_thousands_of_radians():
     from interdomain.scan.triton_launch import Launches
     from interdomain.scan.triton_plan import make_plan
 
-    inputs, _ = op_inputs(Case(T=1, H=1, M=64, decay="s4d"), FP32, linear=True)
-    theta, w = (inputs[n].detach().to(DEVICE) for n in ("log_decay", "readout"))
+    inputs, _ = op_inputs(Case(T=1, H=1, M=64, decay="s4d"), FP32)
+    theta, w = inputs["log_decay"].detach().to(DEVICE), 1 / torch.arange(1, 129, device=DEVICE)[None]
     tables = Launches.build(make_plan(theta.device, FP32, 64, 0), theta, T=90, chunks=2, readout=w)  # chunks of 16
     z = torch.view_as_complex(theta.double())[:, None] * torch.arange(-16, 65, device=DEVICE)[:, None]
     power, w = torch.exp(z)[0], torch.complex(*w.double()[0].chunk(2))
@@ -148,6 +149,30 @@ def test_states_and_their_gradients_are_summed_in_fp32(name, scale, small_chunks
     alone = inputs | {n: torch.zeros_like(inputs[n]) for n in "qkv"}
     carried = exact(alone, cotangents)[name]
     assert error(got - carried, expected - carried, "rms") < 6e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "decay", "unread"),
+    [
+        ("dmixing", False, None, slice(0)),
+        ("dreadout", True, None, slice(0)),
+        ("dlog_decay", False, -1.0, slice(16, 32)),  # within chunks: over one that nobody reads, all is forgotten
+        ("dlog_decay", False, -1e-6, slice(48)),  # of the initial state alone: the costate and its derivative
+    ],
+    ids=str,
+)
+def test_gradients_are_summed_in_fp32(name, linear, decay, unread, small_chunks):
+    """Of three chunks the last has a cotangent a thousand times as large. Without its part that of the others is left."""
+    inputs, (d_out, d_state) = op_inputs(Case(T=48, H=1, R=16, D=16), FP32, BF16, linear)
+    with torch.no_grad():
+        inputs["log_decay"][..., 0] = decay or inputs["log_decay"][..., 0]
+        for n in ("k", "v") if unread.stop else ():
+            inputs[n][:, unread] = 0
+    small, large = d_out.clone(), 1000 * d_out
+    small[:, 32:], large[:, :32] = 0, 0
+    both, alone = (run(inputs, (d, 0 * d_state), linear, backend="chunkwise")[name] for d in (small + large, large))
+    expected = exact(inputs, (small, 0 * d_state), linear)[name]
+    assert error(both.double() - alone, expected, "rms") < 6e-3
 
 
 def test_held_operands_give_the_same_gradients(kernels, monkeypatch):

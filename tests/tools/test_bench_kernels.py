@@ -35,6 +35,7 @@ def test_bytes_flops_and_roofline_by_hand(monkeypatch):
         forward = forward_flops_per_token(config, 4096)["mixer"] / config.n_layers
         assert flops / 4096 == pytest.approx(forward * (3 if name == "chunkwise" else 3.5))
     assert bench_kernels.costs("linear", one) == (4096 * 32 * 10 * 128, 0)
+    assert bench_kernels.costs("features", one) == (4096 * 32 * 15 * 128, 0)
     gpu = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert timing.roofline_ms(torch.device("cuda"), 3.35e9) == pytest.approx(1.0)
@@ -106,8 +107,8 @@ def test_others_kernels_get_inputs_of_theirs_and_give_gradients(name, monkeypatc
 
 
 def test_every_kernel_of_ours_is_listed():
-    times = row_of("chunkwise", Shape(B=1, T=16, H=2, d=8))["kernels ms"]
-    assert times["aten::bmm"] > 0
+    for name, operation in ("chunkwise", "aten::bmm"), ("features", "aten::silu_backward"):
+        assert row_of(name, Shape(B=1, T=16, H=2, d=8))["kernels ms"][operation] > 0
 
 
 def row_of(name, shape):

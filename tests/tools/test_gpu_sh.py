@@ -16,14 +16,14 @@ from ..common import REPOSITORY, TIMEOUT
 
 pytestmark = pytest.mark.slow_group("benchmarks/", "tools/")
 # An interpreter whose `-m interdomain.tools.TOOL --output DIR` writes one row, as a tool does after each case. Then the check
-# crashes, training does not end, and the others finish.
+# fails, and crashes with another ptxas, training does not end, and the others finish.
 PYTHON = f"""#!/bin/sh
 row() {{
   echo '{{"part": "'$2'", "label": "", "status": "unfinished", "environment": {{}}, "options": {{}}, "notes": [],
     "tables": {{"times": {{"columns": ["case"], "rows": [{{"case": "row of '$2'"}}]}}}}}}' >"$1/$2.json"
 }}
 case $2 in
-  *check_kernels) row "$4" check; kill -SEGV $$ ;;
+  *check_kernels) row "$4" check; [ "$TRITON_PTXAS_PATH" ] || exit 1; kill -SEGV $$ ;;
   *bench_training) row "$4" training; exec sleep 600 ;;
   *bench_kernels) row "$4" kernels; echo "1 timings; complete: wrote $4/kernels.json" ;;
   *bench_inference) echo "no row; imports from ${{PYTHONPATH%%:*}}" ;;
@@ -36,7 +36,10 @@ def start(tmp_path, *flags, first="--time-limit=540"):
     (tmp_path / "python").write_text(PYTHON)
     (tmp_path / "python").chmod(0o755)
     command = ["bash", str(REPOSITORY / "benchmarks/gpu.sh"), first, "--output", str(tmp_path / "out"), *flags]
+    (tmp_path / "ptxas").write_text("#!/bin/sh\necho Build 13.1\n")
+    (tmp_path / "ptxas").chmod(0o755)
     environment = os.environ | {"INTERDOMAIN_PYTHON": str(tmp_path / "python"), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -52,9 +55,18 @@ def test_finished_rows_outlive_a_crash_and_a_hang_that_is_cut(tmp_path):
     printed, _ = run.communicate(timeout=TIMEOUT)
     assert run.returncode == 1, printed
     summary, statuses = summary_of(tmp_path)
-    assert list(statuses) == ["part", "check", "kernels", "training", "inference"]
-    assert statuses["check"].startswith("exit status 139")
+    again = "check with another ptxas, Build 13.1"
+    assert list(statuses) == ["part", "check", again, "kernels", "training", "inference"]
+    assert statuses["check"].startswith("exit status 1:")
+    assert statuses[again].startswith("exit status 139:")
     assert f"**{CHECK_FAILED}**" in summary
+    assert "\n== check ==\n" in summary.partition("# Log")[2]
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {
+        "summary.md",
+        "check.json",
+        "kernels.json",
+        "training.json",
+    }
     assert "| row of check |" in summary
     for part, status in (("kernels", "complete: 1 timings; complete"), ("training", "cut after")):
         if not statuses[part].startswith("not run"):  # as on a machine that is too busy to come to it
@@ -76,7 +88,7 @@ def test_ended_at_any_moment(tmp_path):
     run.communicate(timeout=TIMEOUT)
     assert run.returncode == 128 + signal.SIGTERM
     summary, statuses = summary_of(tmp_path)
-    assert [*statuses] == ["part", "check", "kernels"]
+    assert [*statuses] == ["part", "check", "check with another ptxas, Build 13.1", "kernels"]
     assert "| row of training |" in summary
 
 
@@ -91,6 +103,7 @@ def test_one_tool_and_an_unknown_one(tmp_path):
 
 
 # Cases in processes of their own, as on a GPU.
+HANG = 10.0
 
 
 def case(name, device):
@@ -100,17 +113,22 @@ def case(name, device):
         os.abort()
     if name == "hangs":
         time.sleep(600)
+    if name == "compiles":
+        runtime = pytest.importorskip("triton.knobs").runtime
+        runtime.jit_cache_hook(key="as Triton calls it")
+        time.sleep(1.2 * HANG)
+        runtime.jit_post_compile_hook(key="and after")
     return {"process": os.getpid()}
 
 
 def test_a_case_that_raises_crashes_or_hangs_loses_its_row_alone(monkeypatch):
-    monkeypatch.setattr(results, "CASE_SECONDS", 10.0)
-    groups, rows = [["first", "raises", "second", "third"], ["aborts"], ["hangs"]], {}
+    monkeypatch.setattr(results, "HANG_SECONDS", HANG)
+    groups, rows = [["first", "raises", "second", "third"], ["aborts"], ["hangs"], ["compiles"]], {}
     results.work(torch.device("meta"), groups, case, rows.__setitem__, workers=2)  # a device that is no CPU
     assert rows.keys() == {name for group in groups for name in group}
     assert rows.pop("raises") == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert rows.pop("aborts").startswith("BrokenProcessPool: ")
-    assert rows.pop("hangs") == "cut after 10 s"
+    assert rows.pop("hangs") == "cut: it hung for 10 s"
     process = {name: row["process"] for name, row in rows.items()}
     assert process["second"] == process["third"]
     assert process["first"] != process["second"]

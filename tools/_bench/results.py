@@ -6,6 +6,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -13,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from interdomain.tools.launch import refuse_idle_gpus
 
 CPU_LABEL = "CPU tiny mode: these figures say nothing about a GPU"
 RESULTS = Path("benchmarks/results/today")
-CASE_SECONDS = 60.0  # a case that takes longer on a GPU hangs
+CASE_SECONDS = 60.0  # that a case may take on a GPU, compilation included
+HANG_SECONDS = 25.0  # that it may run after its last compilation: then it hangs
 
 
 def add_arguments(parser: argparse.ArgumentParser, device: str = _cli.DEVICE) -> None:
@@ -172,15 +174,18 @@ def work(
 
 def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, dict | str], None]) -> None:
     """The cases of one group in a process, and in a new one after each that was lost."""
+    context = multiprocessing.get_context("spawn")  # a process with a CUDA context cannot be forked
+    # Seconds at which the case last began to run without compiling; infinite while it compiles.
+    running_since = context.Value("d")
     pool, process = None, 0
     for case in cases:
-        if pool is None:  # a process with a CUDA context cannot be forked
-            pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        if pool is None:
+            pool = ProcessPoolExecutor(1, context, _report_compilations, (running_since,))
             process = pool.submit(_ready, function).result()
         try:
-            row = pool.submit(function, case).result(CASE_SECONDS)
+            row = _result(pool.submit(function, case), running_since)
         except Exception as e:
-            row = f"cut after {CASE_SECONDS:.0f} s" if isinstance(e, TimeoutError) else reason(e)
+            row = str(e) if isinstance(e, TimeoutError) else reason(e)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             pool.shutdown(wait=False)
@@ -188,6 +193,34 @@ def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, 
         add(case, row)
     if pool is not None:
         pool.shutdown()
+
+
+def _report_compilations(running_since: Any) -> None:
+    """Keep `running_since` up to date, by Triton's hooks around each compilation."""
+
+    def set_to(seconds: Callable[[], float]) -> Callable:
+        def hook(**_) -> None:
+            running_since.value = seconds()
+
+        return hook
+
+    with contextlib.suppress(ImportError):  # no Triton, nothing to compile
+        from triton import knobs
+
+        knobs.runtime.jit_cache_hook = set_to(lambda: math.inf)
+        knobs.runtime.jit_post_compile_hook = set_to(time.monotonic)
+
+
+def _result(future: Future, running_since: Any) -> dict:
+    """Raises: TimeoutError for a case that hangs or takes too long, and what the case raises."""
+    running_since.value = started = time.monotonic()
+    while not wait([future], timeout=0.5).done:
+        now = time.monotonic()
+        if now - running_since.value > HANG_SECONDS:
+            raise TimeoutError(f"cut: it hung for {HANG_SECONDS:.0f} s")
+        if now - started > CASE_SECONDS:
+            raise TimeoutError(f"cut after {CASE_SECONDS:.0f} s")
+    return future.result()
 
 
 def _ready(function: Callable) -> int:
