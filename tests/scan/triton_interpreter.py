@@ -1,9 +1,9 @@
 """Repairs of Triton's interpreter: it multiplies bf16 bit patterns as integers and truncates to bf16 instead of rounding.
 
-`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them;
-associative scans by doubling, where it goes number by number; calls of device functions that patch the language once;
-masks from comparisons of scalars; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended. Call it in a process that runs with
-TRITON_INTERPRET=1.
+`repair` gives it products in fp32 of bf16 operands and rounding to nearest even, as tensor cores and GPUs have them; operands
+rounded to TF32 where a product asks for that; associative scans by doubling, where it goes number by number; calls of device
+functions that patch the language once; masks from comparisons of scalars; and in Triton 3.6 `range(T)`, which NumPy 2.4 ended.
+Call it in a process that runs with TRITON_INTERPRET=1.
 """
 
 import functools
@@ -11,6 +11,7 @@ import functools
 import numpy as np
 import torch
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -24,6 +25,11 @@ def _widen(handle: TensorHandle) -> np.ndarray:
 def _narrow(data: np.ndarray) -> np.ndarray:
     x = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).bfloat16()
     return x.view(torch.int16).numpy().view(np.uint16)
+
+
+def _tf32(data: np.ndarray) -> np.ndarray:
+    """Ten bits of mantissa, to nearest."""
+    return ((data.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32)
 
 
 def repair(monkeypatch) -> None:
@@ -41,7 +47,10 @@ def repair(monkeypatch) -> None:
         return run
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        return TensorHandle(np.matmul(_widen(a), _widen(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+        x, y = _widen(a), _widen(b)
+        if input_precision == ir.INPUT_PRECISION.TF32 and x.dtype == y.dtype == np.float32:
+            x, y = _tf32(x), _tf32(y)
+        return TensorHandle(np.matmul(x, y, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", to_or_from_bf16(cast))
     monkeypatch.setattr(InterpreterBuilder, "create_fp_to_fp", to_or_from_bf16(convert))
