@@ -174,9 +174,9 @@ def read_folder(args):
 
 
 def to_megatron(args) -> str:
-    config, _, tensors, _ = read_folder(args)
+    config, _, tensors, tokenizer = read_folder(args)
     with new_folder(args.output) as folder:
-        write_checkpoint(folder, config, tensors)
+        write_checkpoint(folder, config, tensors, tokenizer.sha256)
         place = find_checkpoint(folder)
         assert place is not None
         written = MegatronCheckpoint(place)

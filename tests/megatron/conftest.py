@@ -1,11 +1,80 @@
-"""One start of four ranks for all tests of this folder, and a small prepared corpus."""
+"""One start of four ranks for all tests of this folder, a small prepared corpus, and Megatron-LM's parser."""
+
+import ast
+import contextlib
+import sys
+from argparse import ArgumentParser
+from types import ModuleType
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from interdomain.megatron import layer_spec, run, spec
 from interdomain.tools import prepare_data
 
 from . import ranks
+
+GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
+STOCK = get_gpt_layer_local_spec()
+# Of Megatron-LM's parser, which is in no package: the arguments that tests give. test_upstream compares them with a checkout's.
+SWITCHES = """bf16 fp16 use-distributed-optimizer dist-ckpt-optim-fully-reshardable untie-embeddings-and-output-weights swiglu
+squared-relu quick-geglu openai-gelu apply-layernorm-1p use-rotary-position-embeddings use-rope-scaling rotary-interleaved
+multi-latent-attention qk-layernorm qk-l2-norm qk-clip apply-query-key-layer-scaling attention-output-gate add-qkv-bias
+apply-residual-connection-post-layernorm fp32-residual-connection init-method-xavier-uniform reset-attention-mask
+reset-position-ids hybrid-context-parallel group-query-attention use-mup use-legacy-models"""
+OPTIONS = """num-layers hidden-size ffn-hidden-size seq-length save load lr mtp-num-layers num-experts no-rope-freq window-size
+activation-func-clamp-value rotary-seq-len-interpolation-factor experimental-attention-variant fp8-format fp4-format
+te-precision-config-file kitchen-config-file heterogeneous-layers-config-path
+heterogeneous-layers-config-encoded-json hybrid-layer-pattern hybrid-override-pattern global-batch-size"""
+DEFAULTS = {
+    **{"position-embedding-type": "learned_absolute", "normalization": "LayerNorm", "softmax-type": "vanilla"},
+    **{"rotary-base": 10000, "rotary-percent": 1.0, "num-query-groups": 1, "seed": 1234, "min-lr": 0.0},
+    **{"glu-linear-offset": 0.0, "hidden-dropout": 0.1, "attention-dropout": 0.1, "init-method-std": 0.02},
+    "ckpt-format": "torch_dist",
+}
+NAMES = {"fp8-format": "fp8", "fp4-format": "fp4", "apply-layernorm-1p": "layernorm_zero_centered_gamma"}
+
+
+def _value(text):
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return text
+
+
+def add_megatron_arguments(parser):
+    def name_of(flag):
+        return NAMES.get(flag, flag.replace("-", "_"))
+
+    for flag in SWITCHES.split():
+        parser.add_argument(f"--{flag}", dest=name_of(flag), action="store_true")
+    parser.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
+    for flag, default in (dict.fromkeys(OPTIONS.split()) | DEFAULTS).items():
+        parser.add_argument(f"--{flag}", dest=name_of(flag), type=_value, default=default)
+    parser.add_argument("--spec", nargs="*")
+    return parser
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """parse(line): (the arguments as `run` reads them, megatron.training.training); both of Megatron-LM are stand-ins."""
+    arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
+    arguments.add_megatron_arguments = add_megatron_arguments
+    training.OptimizerParamScheduler = OptimizerParamScheduler
+    training.get_megatron_optimizer_config = lambda args: (
+        "config",
+        {"vectors": {"wd_mult": 0.0}, "head": {"max_lr": 1}},
+    )
+    for module in (ModuleType("megatron.training"), arguments, training):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(spec, "interdomain", layer_spec("interdomain"))
+    run.install()
+
+    def parse(line):
+        return arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(line.split()), training
+
+    return parse
 
 
 @pytest.fixture(scope="session")

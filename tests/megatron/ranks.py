@@ -4,19 +4,22 @@ import argparse
 import math
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from interdomain.data import PackedDataset, TokenCorpus
 from interdomain.files.megatron_checkpoint import part_of, write_checkpoint
-from interdomain.model import CONDITIONS, ModelConfig, Transformer, meta_model
+from interdomain.model import CONDITIONS, ModelConfig, Transformer, build_config, meta_model
 from interdomain.model.config import FIXED_STATE
 
 from ..model.common import lively, random_tokens, small_config
 
 RANKS, T, BATCH, MICRO, STEPS = 4, 32, 8, 2, 10
 LR, MIN_LR, SSM_LR = 3e-3, 1e-4, 1e-3
+SEED = 42  # of TorchTitan's runs: debug.seed
 VOCAB = 304  # some more than the tokenizer has
 ENDS = (0, 5, 6, 20, T)  # of packed documents
 
@@ -33,6 +36,7 @@ LEGS = {
     (1, 1, 1): {
         "one": ("start", STEPS, {}),
         "tensor to one": ("tensor and sequence", 7, dict(recompute="full")),
+        "torchtitan": ("start", STEPS, dict(case="torchtitan", min_lr=1e-5, warmup_steps=2)),
     },
     (1, 2, 1): {
         "pipeline": ("start", 2, {}),
@@ -85,21 +89,28 @@ REFUSED = {
 
 
 def config_of(case="interdomain") -> ModelConfig:
+    if case == "torchtitan":
+        return replace(build_config("debug"), vocab_size=512, max_seq_len=2 * T)
     condition, options = (CASES | REFUSED).get(case, ("interdomain", {}))
     return small_config(condition, n_layers=2, vocab_size=VOCAB, max_seq_len=T, **options)
 
 
 def plain_model(case="interdomain") -> Transformer:
     config = config_of(case)
-    if config.mixers[0].normalize:  # away from initial values its denominator is near zero, and float32 too coarse
+    # Away from initial values a normalizing mixer's denominator is near zero, and float32 too coarse.
+    if config.mixers[0].normalize or case == "torchtitan":
         model = Transformer(config)
-        model.init_weights(0)
+        model.init_weights(SEED if case == "torchtitan" else 0)
         return model
     return lively(config, torch.float32)
 
 
-def tokens_of(step: int) -> torch.Tensor:
-    return random_tokens(config_of(), BATCH, T + 1, seed=step)
+def tokens_of(step: int, corpus: Path | None = None) -> torch.Tensor:
+    """[BATCH, T + 1]; of a corpus, the windows that TorchTitan's trainer reads."""
+    if corpus is None:
+        return random_tokens(config_of(), BATCH, T + 1, seed=step)
+    dataset = PackedDataset(TokenCorpus(corpus, "train"), seq_len=2 * T, seed=SEED)
+    return torch.from_numpy(dataset.read_batch(range(step * BATCH, (step + 1) * BATCH)))
 
 
 def write_start(folder: Path, case="interdomain") -> None:
@@ -116,7 +127,7 @@ def plain_steps() -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = MIN_LR + (group["peak"] - MIN_LR) * (1 + math.cos(math.pi * step / STEPS)) / 2
+            group["lr"] = MIN_LR + (group["peak"] - MIN_LR) * (1 + math.cos(math.pi * step / (STEPS - 1))) / 2
         tokens = tokens_of(step)
         loss = model(tokens[:, :-1], labels=tokens[:, 1:]) / (BATCH * T)
         optimizer.zero_grad()
@@ -162,24 +173,23 @@ def open_run(case="interdomain", sequence_parallel=None, contiguous=True, **opti
     from interdomain.megatron.train import Run
 
     config = config_of(case)
-    condition, settings = (CASES | REFUSED).get(case, ("interdomain", {}))
-    settings = {"n_basis": 6, "n_layers": 2} | {name: x for name, x in settings.items() if name != "n_kv_heads"}
+    rates = dict(lr=LR, min_lr=MIN_LR, ssm_lr=SSM_LR, warmup_steps=0, steps=STEPS)
     args = argparse.Namespace(
         tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
         context_parallel=parallel_state.get_context_parallel_world_size(),
-        **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | options),
-        **dict(lr=LR, min_lr=MIN_LR, ssm_lr=SSM_LR, warmup_steps=0, steps=STEPS),
+        **(dict(recompute="none", bf16=False, seed=1, micro_batch=MICRO) | rates | options),
     )
-    spec = layer_spec(condition, max_seq_len=T, seed=7, contiguous=contiguous, **settings)
+    spec = layer_spec(max_seq_len=config.max_seq_len, seed=7, contiguous=contiguous)
+    spec.submodules.self_attention.params["mixers"] = config.mixers
     return Run(config, spec, args, **({} if sequence_parallel is None else {"sequence_parallel": sequence_parallel}))
 
 
-def batches_of(step: int) -> list[dict[str, torch.Tensor]]:
+def batches_of(tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a step."""
     from megatron.core import parallel_state as p
 
-    tokens = tokens_of(step).split(MICRO)[p.get_data_parallel_rank() :: p.get_data_parallel_world_size()]
+    tokens = tokens.split(MICRO)[p.get_data_parallel_rank() :: p.get_data_parallel_world_size()]
     return [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tokens]
 
 
@@ -188,10 +198,11 @@ def train(folder, name, seen, source, until, *, case="interdomain", **options) -
     run = open_run(case, **options)
     run.load(folder / "start" / case / "release" if source == "start" else folder / source / "iter_0000005")
     found = seen["losses"][name] = {}
+    corpus = folder / "corpus" if case == "torchtitan" else None
     if name == "bf16":
         seen["dtypes"] = {n: p.dtype for n, p in run.model.named_parameters()}
     while run.step < max(until, 1):
-        loss = run.gradients(batches_of(run.step))
+        loss = run.gradients(batches_of(tokens_of(run.step, corpus)))
         if run.step == 0 and name != "bf16":
             seen["gradients"][name] = own_gradients(run)
         if not until:
@@ -297,7 +308,7 @@ def others(folder: Path, seen: dict) -> None:
 
 def compute(folder: Path, corpus: Path) -> Path:
     """Everything above, in four processes."""
-    for case in ("interdomain", *CASES):
+    for case in ("interdomain", "torchtitan", *CASES):
         write_start(folder / "start" / case, case)
     shutil.copytree(corpus, folder / "corpus")
     torch.multiprocessing.spawn(run_rank, (folder,), nprocs=RANKS)

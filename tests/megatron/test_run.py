@@ -5,64 +5,67 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentParser
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
-from interdomain.megatron import layer_spec, run, spec, train
+from interdomain.data import read_manifest
+from interdomain.megatron import layer_spec, spec, train
+from interdomain.megatron.optimizer import Schedule
 from interdomain.model import CONDITIONS, build_config
+from interdomain.titan.plan.schedule import multiple_of_peak
+from interdomain.titan.settings.schema import LRScheduler
 
 from ..common import TIMEOUT
+from .conftest import GOOD
 
-GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
-
-
-@pytest.fixture
-def parse(monkeypatch, corpus):
-    """Megatron's parser as `run` changes it, in front of stand-ins for megatron.training."""
-
-    def add_megatron_arguments(parser):
-        for name in ("num-layers", "hidden-size", "seq-length"):
-            parser.add_argument(f"--{name}", type=int)
-        for name in ("bf16", "fp16", "use-distributed-optimizer", "dist-ckpt-optim-fully-reshardable"):
-            parser.add_argument(f"--{name}", action="store_true")
-        parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-        for name in ("save", "load"):
-            parser.add_argument(f"--{name}")
-        parser.add_argument("--spec", nargs="*")
-        parser.add_argument("--position-embedding-type", default="learned_absolute")
-        for name, default in (("rotary-base", 10000), ("seed", 1234), ("lr", 3e-3), ("min-lr", 0.0)):
-            parser.add_argument(f"--{name}", type=type(default), default=default)
-        return parser
-
-    arguments, training = (ModuleType(f"megatron.training.{name}") for name in ("arguments", "training"))
-    arguments.add_megatron_arguments = add_megatron_arguments
-    training.get_megatron_optimizer_config = lambda args: ("config", {"standard": 1})
-    for module in (ModuleType("megatron.training"), arguments, training):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(spec, "interdomain", layer_spec("interdomain"))
-    run.install()
-
-    def parse(line):
-        args = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args(line.split())
-        return args, training.get_megatron_optimizer_config(args)
-
-    return parse
+LR = 3e-3
 
 
 def test_settings_reach_the_layer(parse, corpus):
     line = f"{GOOD} --data.corpus {corpus} --mixer.rope False --mixer.n_basis 32 --ssm-lr 5e-4 --num-layers 6 --seed 7"
-    args, (config, groups) = parse(line)
+    args, _ = parse(line)
     assert (args.hidden_size, args.num_layers, args.seq_length, args.position_embedding_type) == (768, 6, 4096, "none")
     assert (args.train_data_path, args.tokenizer_type) == ([f"{corpus}/train-00000"], "NullTokenizer")
     params = spec.interdomain.submodules.self_attention.params
     assert params["mixers"] == build_config("125M", "interdomain-norope", n_basis=32).mixers
     assert (params["seed"], params["max_seq_len"]) == (7, 4096)
-    assert (config, groups["standard"]) == ("config", 1)
-    (ours,) = (value for key, value in groups.items() if key != "standard")
+    assert params["tokenizer"] == read_manifest(corpus)["tokenizer"]["sha256"]
+
+
+def test_the_script_has_the_recipe_of_this_project(parse):
+    """Its parameter group and schedule; of Megatron's groups, all but the one of vectors."""
+    args, training = parse(f"{GOOD} --lr 3e-3 --ssm-lr 5e-4 --global-batch-size 8")
+    config, groups = training.get_megatron_optimizer_config(args)
+    assert (config, groups.pop("head")) == ("config", {"max_lr": 1})
+    (ours,) = groups.values()
     assert ours == {"wd_mult": 0.0, "max_lr": 5e-4, "min_lr": 0.0, "lr_mult": pytest.approx(1 / 6)}
+    assert rates(training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5) == pytest.approx(
+        titan_rates(steps=10, warmup=2, floor=1e-5)
+    )
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)])
+@pytest.mark.parametrize("floor", [0.0, 1e-5])
+def test_every_step_has_the_learning_rate_of_a_run_of_torchtitan(steps, warmup, floor):
+    assert rates(Schedule, 1, steps, warmup, floor) == pytest.approx(titan_rates(steps, warmup, floor))
+
+
+def rates(schedule, each, steps, warmup, floor):
+    optimizer = SimpleNamespace(param_groups=[{"params": [], "max_lr": LR, "min_lr": floor}])
+    decay = dict(start_wd=0.1, end_wd=0.1, wd_incr_steps=1, wd_incr_style="constant", lr_decay_style="cosine")
+    length = dict(lr_warmup_steps=warmup * each, lr_decay_steps=max(steps, warmup + 1) * each)
+    here, seen = schedule(optimizer, init_lr=0.0, max_lr=1.0, min_lr=floor, **length, **decay), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        here.step(each)
+    return seen
+
+
+def titan_rates(steps, warmup, floor):
+    config = LRScheduler(min_lr=floor)
+    factor = multiple_of_peak(config, LR, steps=steps, warmup=warmup)
+    return [LR * factor(step) for step in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +90,13 @@ def test_the_own_program_refuses_before_it_starts(flags, words, corpus, monkeypa
     [
         ("--model.size 125M", "name the layer: --spec interdomain.megatron.spec"),
         (f"{GOOD} --spec interdomain.nowhere x", "No module named 'interdomain.nowhere'"),
-        (f"{GOOD} --spec interdomain.megatron.spec s5", "has no layer 's5'"),
-        ("--spec interdomain.megatron.spec interdomain", "this mixer rotates queries and keys itself. Set none."),
+        (f"{GOOD} --spec interdomain.megatron.spec s5", "s5 is no layer of this project. Name a layer that"),
         (
-            "--spec interdomain.megatron.spec interdomain --position-embedding-type none",
-            "set --untie-embeddings-and-output-weights",
+            f"{GOOD} --spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
+            "is no layer of this project",
         ),
+        (f"{GOOD} --spec tests.megatron.conftest STOCK", "is no layer of this project"),
+        (f"{GOOD} --num-query-groups 4", "--num-query-groups is ignored without --group-query-attention"),
         (f"{GOOD} --bf16", "Set --use-distributed-optimizer."),
         (f"{GOOD} --use-distributed-optimizer --save x", "Set --dist-ckpt-optim-fully-reshardable."),
         (f"{GOOD} --mixer.n_basis 0", "mixer.n_basis must be at least 1: got 0."),
@@ -126,27 +130,6 @@ def test_specs():
         )
     with pytest.raises(ValueError, match="unknown mixer setting"):
         layer_spec(n_kv_heads=2)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *(dict(glu_linear_offset=1.0), dict(activation_func_clamp_value=0.1), dict(activation_func=quick_gelu)),
-        *(dict(normalization="LayerNorm"), dict(add_bias_linear=True), dict(ffn_hidden_size=512)),
-        *(dict(gated_linear_unit=False), dict(layernorm_zero_centered_gamma=True), dict(mtp_num_layers=1)),
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_a_model_that_could_not_be_converted_is_refused_when_it_is_built(settings):
-    config = spec.transformer_config(build_config("debug"))
-    for name, value in settings.items():
-        setattr(config, name, value)
-    attention, ranks = (
-        layer_spec("interdomain").submodules.self_attention,
-        SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
-    )
-    with pytest.raises(ValueError, match=f"^{next(iter(settings))} = .* No folder could be made"):
-        attention.module(config, 1, ranks, **attention.params)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ..ranks import forks
+from ..titan.driver import digest
+from ..titan.runs import Runs
 from . import ranks
 
 pytestmark = [
@@ -16,7 +19,10 @@ FRESH = [name for legs in ranks.LEGS.values() for name, (source, _, o) in legs.i
 FIRST = ["tensor", "recompute core_attn", "mamba2, stages", "recompute, context"]
 FIRST += ["hybrid, context", "mamba2, context", "hybrid, gated-deltanet, context"]
 FLOAT32 = [
-    name for legs in ranks.LEGS.values() for name, (_, until, o) in legs.items() if until > 1 and "bf16" not in o
+    name
+    for legs in ranks.LEGS.values()
+    for name, (_, until, o) in legs.items()
+    if until > 1 and not {"bf16", "case"} & o.keys()
 ]
 
 
@@ -59,6 +65,23 @@ def test_training_goes_as_in_plain_pytorch(name, computed):
             assert loss is None or loss == pytest.approx(wanted_loss, rel=1e-5)
             assert norm == pytest.approx(wanted_norm, rel=1e-4)
     assert set(computed[1][-1]["losses"]["one"]) == set(range(ranks.STEPS))
+
+
+def test_ten_steps_go_as_torchtitan_s(computed, tmp_path_factory):
+    """The start, batches and settings of a run of TorchTitan's trainer: the same losses, and norms of the gradients."""
+    folder, seen = computed
+    runs = Runs(tmp_path_factory.mktemp("titan"), {"text": folder / "corpus"}, forks())
+    runs.add("1 ten", training__steps=ranks.STEPS, lr_scheduler__total_steps=ranks.STEPS)
+    titan = runs.seen("1 ten")
+    runs.end()
+    start = ranks.plain_model("torchtitan").named_parameters()
+    assert {name: digest(p) for name, p in start} == titan["initial"]
+    batches = torch.cat([ranks.tokens_of(step, folder / "corpus") for step in range(ranks.STEPS)])
+    assert [digest(row) for row in batches] == titan["samples"]
+    for step, (loss, norm) in seen[-1]["losses"]["torchtitan"].items():
+        wanted = titan["log"][step + 1]
+        assert loss == pytest.approx(wanted["loss"], abs=1e-5)
+        assert norm == pytest.approx(wanted["grad_norm"], rel=1e-4)
 
 
 def test_bf16(computed):

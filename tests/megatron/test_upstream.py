@@ -6,16 +6,19 @@ Of the same version as megatron-core, whose compiled megatron/core/datasets/help
 """
 
 import os
+import pickle
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from interdomain.tools import convert
 
-from ..common import TIMEOUT
+from ..common import REPOSITORY, TIMEOUT
+from .conftest import add_megatron_arguments
 
 CHECKOUT = os.environ.get("INTERDOMAIN_MEGATRON_LM")
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not CHECKOUT, reason="INTERDOMAIN_MEGATRON_LM names no checkout")]
@@ -26,6 +29,29 @@ ARGUMENTS = """--spec interdomain.megatron.spec interdomain --model.size debug -
 --distributed-backend gloo --use-cpu-initialization --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader
 --num-workers 0"""
+
+PARSER = """
+import argparse, pickle, sys
+from tests.megatron import upstream
+upstream.install()
+from megatron.training.arguments import add_megatron_arguments
+actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+with open(sys.argv[1], "wb") as f:
+    pickle.dump({flag: (a.dest, a.default, a.nargs == 0) for a in actions for flag in a.option_strings}, f)
+"""
+# Of one version alone, or only with another package.
+SOMETIMES = {"--use-mup", "--use-legacy-models", "--hybrid-layer-pattern", "--kitchen-config-file"}
+
+
+def test_its_parser_has_the_arguments_of_other_tests(tmp_path):
+    path = os.pathsep.join([CHECKOUT, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PARSER, str(tmp_path / "arguments")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=TIMEOUT)
+    there = pickle.loads((tmp_path / "arguments").read_bytes())
+    for action in add_megatron_arguments(ArgumentParser(add_help=False))._actions:
+        (flag,) = action.option_strings
+        if flag in there or flag not in SOMETIMES:
+            assert there[flag] == (action.dest, action.default, action.nargs == 0), flag
 
 
 def test_it_trains_saves_reshards_and_converts(corpus, tmp_path):

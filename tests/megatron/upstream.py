@@ -24,6 +24,7 @@ class Event(Stream):
 
 
 def install():
+    typing.override = typing_extensions.override  # Megatron-LM 0.19 wants Python 3.12
     cpu.install()
     cuda = torch.cuda
     cuda.is_available, cuda.device_count, cuda.set_device = lambda: True, lambda: 2, lambda *_: None
@@ -45,6 +46,5 @@ def install():
 
 
 if __name__ == "__main__":
-    typing.override = typing_extensions.override  # Megatron-LM 0.19 wants Python 3.12
     install()
     run.main()

@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -248,12 +249,13 @@ def test_what_does_not_read_back_is_refused(checkpoint, refused, monkeypatch):
 # Checkpoints of Megatron-Core. Those that Megatron wrote are in tests/megatron.
 
 
-def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE):
-    """A run's folder with further tensors of these names, and with these settings of Megatron in the layers' records."""
+def megatron_run(folder, tensors=(), backbone=megatron.BACKBONE, sha256=None):
+    """A run's folder with further tensors of these names, and with these settings and tokenizer in the layers' records."""
     model, step = small_model(), folder / "iter_0000007"
     megatron.write_checkpoint(folder / "start", model.config, model.state_dict())
     saved = of_checkpoint(folder / "start" / "release")
-    record = megatron.record_of(model.config, backbone).repeat(model.config.n_layers, 1)
+    with mock.patch.dict(megatron.BACKBONE, backbone.copy(), clear=True):
+        record = megatron.record_of(model.config, sha256).repeat(model.config.n_layers, 1)
     saved["decoder.layers.self_attention.interdomain"] = record
     checkpoints.write_tensors(step, saved | dict.fromkeys(tensors, torch.zeros(3)))
     shutil.copyfile(folder / "start" / "release" / megatron.FORMAT, step / megatron.FORMAT)
@@ -269,6 +271,12 @@ def test_what_a_folder_has_no_place_for_is_refused(tmp_path, tokenizer, refused)
     for name, value in (("activation_func", "quick_gelu"), ("a setting of a newer version", True)):
         run = megatron_run(tmp_path / name, backbone={**megatron.BACKBONE, name: value})
         refused(run, f"is of a run with {name} = {value!r}. A folder cannot have that", "--tokenizer", tokenizer.path)
+
+
+def test_a_tokenizer_of_a_fitting_size_must_be_the_run_s(tmp_path, tokenizer, output, refused):
+    another = megatron_run(tmp_path / "another", sha256="0123456789abcdef" * 4)
+    refused(another, "is not the tokenizer of the run's corpus", "--tokenizer", tokenizer.path)
+    run(megatron_run(tmp_path / "same", sha256=tokenizer.sha256), output, "--tokenizer", tokenizer.path)
 
 
 def test_logits_are_not_certified_where_megatron_s_settings_are_not_recorded(tmp_path, tokenizer, output, capsys):

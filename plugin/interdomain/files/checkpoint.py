@@ -8,7 +8,7 @@ from interdomain.data import Tokenizer, check_vocab, load_tokenizer
 from interdomain.model import meta_model
 
 from . import distributed_checkpoint as checkpoints
-from .megatron_checkpoint import MegatronCheckpoint, find_checkpoint
+from .megatron_checkpoint import TOKENIZER_DIGITS, MegatronCheckpoint, find_checkpoint
 from .pretrained import load_checked_tokenizer
 
 
@@ -36,7 +36,8 @@ class Checkpoint:
 def open_checkpoint(source: Path, tokenizer: Path | None) -> tuple[Checkpoint | MegatronCheckpoint, Tokenizer]:
     """The checkpoint at `source`, or a run's newest complete one, and its tokenizer.
 
-    Raises: ValueError for a tokenizer given for a checkpoint that has its own, or missing for one of Megatron-Core.
+    Raises: ValueError for a tokenizer given for a checkpoint that has its own; for one of Megatron-Core, without a tokenizer or
+        with another than the run's.
     """
     folder = find_checkpoint(source)
     if folder is None:
@@ -53,4 +54,9 @@ def open_checkpoint(source: Path, tokenizer: Path | None) -> tuple[Checkpoint | 
         )
     megatron, loaded = MegatronCheckpoint(folder), load_tokenizer(tokenizer)
     check_vocab(loaded.vocab_size, megatron.config.vocab_size)
+    if megatron.tokenizer not in (None, loaded.sha256[:TOKENIZER_DIGITS]):
+        raise ValueError(
+            f"--tokenizer {tokenizer} is not the tokenizer of the run's corpus (sha256 {loaded.sha256[:TOKENIZER_DIGITS]}... "
+            f"against {megatron.tokenizer}...). Give the corpus that the run was trained on."
+        )
     return megatron, loaded

@@ -23,6 +23,7 @@ FORMAT = "metadata.json"  # {"sharded_backend": "torch_dist", ...}
 TRACKER = "latest_checkpointed_iteration.txt"
 RECORD = "interdomain"  # of each layer's self_attention: its configuration as JSON, uint8
 RECORD_BYTES = 1024
+TOKENIZER_DIGITS = 16
 LAYERS = "decoder.layers."
 FUSED = "mlp.linear_fc1.weight"  # its rows: all of w1, then all of w3
 NAMES = {
@@ -51,17 +52,21 @@ FLAGS = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddin
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")  # how its tensors' names begin
 
 
-def record_of(config: ModelConfig, backbone: dict[str, Any] = BACKBONE) -> Tensor:
-    """uint8 [RECORD_BYTES]: a layer's configuration and BACKBONE as JSON, which is read without unpickling."""
-    record = json.dumps(config.to_dict() | {"backbone": backbone}).encode()
+def record_of(config: ModelConfig, tokenizer: str | None = None) -> Tensor:
+    """uint8 [RECORD_BYTES]: a layer's configuration and BACKBONE as JSON, which is read without unpickling.
+
+    tokenizer: its sha256, if it is known, of which the record has the beginning.
+    """
+    more = {"backbone": BACKBONE} | ({"tokenizer": tokenizer[:TOKENIZER_DIGITS]} if tokenizer else {})
+    record = json.dumps(config.to_dict() | more).encode()
     return torch.frombuffer(bytearray(record.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
-def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any]]:
+def read_record(record: Tensor) -> tuple[ModelConfig, dict[str, Any], str | None]:
     """Inverse of `record_of`; no layer knows the vocabulary's size, and older records have no BACKBONE. Raises: ValueError."""
     settings = json.loads(bytes(record.tolist()).decode())
-    backbone = settings.pop("backbone", {})
-    return ModelConfig.from_dict(settings), backbone
+    backbone, tokenizer = settings.pop("backbone", {}), settings.pop("tokenizer", None)
+    return ModelConfig.from_dict(settings), backbone, tokenizer
 
 
 def place_of(name: str, stacked: bool = True) -> tuple[str, int | None]:
@@ -97,8 +102,8 @@ def find_checkpoint(folder: Path) -> Path | None:
 class MegatronCheckpoint:
     """The model's tensors in a checkpoint, by the plain model's names; nothing else in it is read, and nothing unpickled.
 
-    Attributes: config; record: facts of the run, as in a sidecar; settings_recorded: whether the checkpoint says that the run
-        had this BACKBONE.
+    Attributes: config; record: facts of the run, as in a sidecar; tokenizer: the beginning of its sha256, if the run knew it;
+        settings_recorded: whether the checkpoint says that the run had this BACKBONE.
 
     Raises: FileNotFoundError; ValueError for a folder that is damaged or holds another model: other settings, tensors too many.
     """
@@ -113,7 +118,8 @@ class MegatronCheckpoint:
         each_layer = [
             read_record(tensors[key][0] if self.stacked else tensors[key]) for key in sorted(records, key=_layer)
         ]
-        layers, backbones = zip(*each_layer, strict=True)
+        layers, backbones, tokenizers = zip(*each_layer, strict=True)
+        self.tokenizer: str | None = tokenizers[0]
         if other := {f"{name} = {x!r}" for each in backbones for name, x in each.items() if BACKBONE.get(name) != x}:
             raise ValueError(
                 f"{folder} is of a run with {', '.join(sorted(other))}. A folder cannot have that: its logits would be others. "
@@ -172,10 +178,12 @@ def _size_of(config: ModelConfig) -> str:
     return next(rows, "unknown")
 
 
-def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+def write_checkpoint(
+    folder: Path, config: ModelConfig, tensors: dict[str, Tensor], tokenizer: str | None = None
+) -> None:
     """A checkpoint that Megatron's `--load` starts a run from, on any layout of ranks: `release/` and the tracker's file.
 
-    tensors: the plain model's, in the precision in which Megatron is to find them. Raises: OSError.
+    tensors: the plain model's, in the precision in which Megatron is to find them. tokenizer: its sha256. Raises: OSError.
     """
     by_key: dict[str, dict[int | None, list[Tensor]]] = {}
     stacked = len(config.mixers) == 1
@@ -187,10 +195,10 @@ def write_checkpoint(folder: Path, config: ModelConfig, tensors: dict[str, Tenso
         parts = [torch.cat(part) for part in layers.values()]
         state[key] = parts[0] if None in layers else torch.stack(parts)
     if stacked:
-        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config).repeat(config.n_layers, 1)
+        state[f"{LAYERS}self_attention.{RECORD}"] = record_of(config, tokenizer).repeat(config.n_layers, 1)
     for i, layer_config in enumerate(config.layers):
         if not stacked:
-            state[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(layer_config)
+            state[f"{LAYERS}{i}.self_attention.{RECORD}"] = record_of(layer_config, tokenizer)
         for module in ("self_attention.in_proj", "self_attention.out_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
             # Megatron asks for them; there is nothing in them.
             place = f"{module}._extra_state/shard_{i}_{config.n_layers}"

@@ -49,7 +49,7 @@ def model_arguments(config: ModelConfig) -> dict[str, Any]:
         seq_length=config.max_seq_len,
         max_position_embeddings=config.max_seq_len,
         position_embedding_type="none",
-        norm_epsilon=config.norm_eps,
+        layernorm_epsilon=config.norm_eps,
         swiglu=True,
         untie_embeddings_and_output_weights=True,
     )

@@ -7,19 +7,15 @@ from megatron.core import parallel_state
 OF_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def contiguous(
-    batch: dict[str, Any], *_: Any, cp_group: Any = None, is_hybrid_cp: bool = False, **__: Any
-) -> dict[str, Any]:
+def contiguous(batch: dict[str, Any], *_: Any, cp_group: Any = None, **__: Any) -> dict[str, Any]:
     """This rank's piece of a batch [B, S], each [B, S / ranks]; takes the place of Megatron's `get_batch_on_this_cp_rank`.
 
     Megatron's own gives a rank two pieces, the n-th from either end, because softmax works more on later tokens.
     A state is handed from piece to piece, and each token costs the same. Packed documents may begin and end anywhere.
 
-    Raises: ValueError for a length that the ranks do not divide, and for --hybrid-context-parallel.
+    Raises: ValueError for a length that the ranks do not divide.
     """
     group = cp_group or parallel_state.get_context_parallel_group()
-    if is_hybrid_cp:
-        raise ValueError("--hybrid-context-parallel divides batches by softmax's work. Leave it out for this mixer.")
     pieces = {name: x for name in OF_TOKENS if (x := batch.get(name)) is not None}
     for name, x in pieces.items():
         if x.shape[1] % group.size():

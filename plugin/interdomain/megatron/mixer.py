@@ -20,13 +20,15 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from interdomain.files.megatron_checkpoint import BACKBONE, FLAGS, RECORD, read_record, record_of
+from interdomain.files.megatron_checkpoint import RECORD, read_record, record_of
 from interdomain.model.config import FIXED_STATE, Execution, MixerConfig, ModelConfig, state_shape
 from interdomain.model.feature_maps import KeptInFloat32
 from interdomain.model.initialize import initial_value
 from interdomain.model.layers import InputNorm, Linear, rope_of
 from interdomain.model.shard import Part
 from interdomain.model.transformer import mixer_class
+
+from .settings import refuse
 
 # By all heads, so by all ranks; every other parameter of interdomain attention is per head.
 SHARED = ("k_norm.weight", "v_norm.weight", "o_norm.weight")
@@ -62,6 +64,7 @@ class InterdomainAttention(MegatronModule):
         mixers: the settings of the layers in order, repeated where they are fewer, but for n_kv_heads: config.num_query_groups.
         seed: of the initial values: `initial_value` of the whole tensors, of which each rank takes its part.
         contiguous: whether context-parallel ranks have the sequences' pieces in order (`context.contiguous`).
+        tokenizer: the sha256 of the corpus's, for the record in a checkpoint.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class InterdomainAttention(MegatronModule):
         execution: Execution | None,
         seed: int,
         contiguous: bool = False,
+        tokenizer: str | None = None,
         **_: Any,  # of attention, in some versions
     ) -> None:
         super().__init__(config)
@@ -93,7 +97,6 @@ class InterdomainAttention(MegatronModule):
             mixers=tuple(m if m.kind in FIXED_STATE else replace(m, n_kv_heads=shared) for m in mixers),
         )
         _refuse(config, tp, whole, contiguous)
-        settings = _settings(config, whole)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
         fixed = self.whole.mixer.kind in FIXED_STATE
         local, split = self.whole, tp  # ranks by which in_proj's rows are split that the local mixer has
@@ -143,7 +146,7 @@ class InterdomainAttention(MegatronModule):
         if config.perform_initialization:
             self._initialize(seed)
         core.to(config.params_dtype)  # as Megatron's own layers are made; the dynamics stay float32
-        self.record = record_of(self.whole, settings)
+        self.record = record_of(self.whole, tokenizer)
         selective = config.recompute_granularity == "selective"
         self.recompute = selective and "core_attn" in (config.recompute_modules or ())
 
@@ -251,6 +254,7 @@ class InterdomainAttention(MegatronModule):
 
 
 def _refuse(config: Any, tp: int, whole: ModelConfig, contiguous: bool) -> None:
+    refuse(config)
     if len(whole.mixers) > 1 and not config.hetereogenous_dist_checkpoint:
         raise ValueError(
             "the layers of a hybrid have tensors of other names and shapes. Set hetereogenous_dist_checkpoint=True."
@@ -269,28 +273,13 @@ def _refuse(config: Any, tp: int, whole: ModelConfig, contiguous: bool) -> None:
             "Start Megatron-LM's script by interdomain.megatron.run; in your own loop, cut batches by "
             "interdomain.megatron.contiguous and give layer_spec contiguous=True."
         )
-    # Megatron's own training script is running, without the group of the optimizer.
+    # Of Megatron's own training script, if one is running.
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if arguments is not None and not hasattr(arguments, "ssm_lr"):
         raise ValueError(
             "the script does not know this mixer's optimizer settings. Start it as python -m interdomain.megatron.run SCRIPT."
         )
-
-
-def _settings(config: Any, whole: ModelConfig) -> dict[str, Any]:
-    """BACKBONE as this run has it. Raises: ValueError for what the plain model does not have: it could not become a folder."""
-    settings = {name: getattr(config, name, allowed) for name, allowed in BACKBONE.items()}  # use_mup: not in 0.16
-    settings["activation_func"] = getattr(config.activation_func, "__name__", str(config.activation_func))
-    shapes = {"ffn_hidden_size": whole.ffn_hidden, "mtp_num_layers": None}
-    allowed = BACKBONE | shapes
-    here = settings | {name: getattr(config, name) for name in shapes}
-    other = [f"{name} = {here[name]!r}, allowed {allowed[name]!r}" for name in allowed if here[name] != allowed[name]]
-    if other:
-        raise ValueError(
-            f"{'; '.join(other)}. No folder could be made of such a run. With Megatron-LM's script, give --model.size, or "
-            f"{FLAGS} --ffn-hidden-size {whole.ffn_hidden}. Leave out flags of another activation, norm or prediction layer."
-        )
-    return settings
+    refuse(arguments)  # again: a file of settings or a checkpoint may have changed them
 
 
 def _by_projection(tensor: Any, parts: dict[str, int]) -> ShardedTensorFactory:

@@ -1,9 +1,10 @@
 """python -m interdomain.megatron.run pretrain_gpt.py --spec interdomain.megatron.spec interdomain --model.size 125M ...
 
 Runs a training script of Megatron-LM as it is. It adds to Megatron's arguments the mixer's settings, `--model.size` and
-`--data.corpus`, and to its optimizer the group of the dynamics; and refuses at the start what would fail hours later.
+`--data.corpus`, gives it this project's parameter groups and schedule, and refuses at the start what would fail or be ignored.
 """
 
+import functools
 import runpy
 import sys
 from argparse import Namespace
@@ -12,11 +13,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from interdomain.model.config import SIZES
+from interdomain.data.corpus import read_manifest
+from interdomain.model.config import CONDITIONS, SIZES
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
 from .context import contiguous
-from .optimizer import overrides
+from .mixer import InterdomainAttention
+from .optimizer import Schedule, overrides
+from .settings import refuse
 
 
 def check(args: Namespace) -> None:
@@ -25,17 +29,15 @@ def check(args: Namespace) -> None:
         raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
     module, name = args.spec
-    spec = vars(import_module(module)).get(name)
-    if spec is None:
-        raise ValueError(f"--spec: {module} has no layer {name!r}.")
-    if args.position_embedding_type != "none":
+    attention: Any = getattr(getattr(vars(import_module(module)).get(name), "submodules", None), "self_attention", None)
+    if getattr(attention, "module", None) is not InterdomainAttention:
         raise ValueError(
-            f"--position-embedding-type {args.position_embedding_type}: this mixer rotates queries and keys itself. Set none."
+            f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
+            f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
         )
-    if not args.untie_embeddings_and_output_weights:
-        raise ValueError(
-            "this model has an output layer of its own: set --untie-embeddings-and-output-weights, or --model.size, which does."
-        )
+    refuse(args)
+    if args.num_query_groups > 1 and not args.group_query_attention:
+        raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
     if (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
         raise ValueError(
             "the dynamics stay float32 in a half-precision model, and of Megatron's optimizers only the distributed one can "
@@ -46,7 +48,7 @@ def check(args: Namespace) -> None:
             "Megatron's default checkpoint of the distributed optimizer saves float32 parameters and cannot load them. Set "
             "--dist-ckpt-optim-fully-reshardable."
         )
-    params = spec.submodules.self_attention.params
+    params = attention.params
     params["mixers"] = tuple(replace(mixer, **mixer_settings(args)) for mixer in params["mixers"])
     args.hetereogenous_dist_checkpoint = len(params["mixers"]) > 1
     params |= dict(
@@ -56,10 +58,12 @@ def check(args: Namespace) -> None:
         seed=args.seed,
         contiguous=True,
     )
+    if corpus := getattr(args, "data.corpus"):
+        params["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
 
 
 def install() -> None:
-    """Adds the arguments and the parameter group to Megatron's training, and cuts batches into contiguous pieces."""
+    """Gives Megatron's training this project's arguments, parameter groups and schedule, and contiguous pieces of batches."""
     core_utils: Any = import_module("megatron.core.utils")
     core_utils.get_batch_on_this_cp_rank = contiguous  # before the modules that import it
     modules: Any = [import_module(f"megatron.training.{name}") for name in ("arguments", "training")]
@@ -75,11 +79,14 @@ def install() -> None:
         parser.parse_known_args = _checked(parser)  # by which parse_args reads, too
         return parser
 
-    def with_overrides(args: Namespace) -> Any:
+    def with_recipe(args: Namespace) -> Any:
+        training.OptimizerParamScheduler = functools.partial(Schedule, each=args.global_batch_size)  # it counts samples
         config, groups = standard_optimizer(args)
-        return config, {**(groups or {}), **overrides(args.lr, args.min_lr, args.ssm_lr)}
+        # All of Megatron's groups (--decoupled-lr) but its rule that vectors do not decay.
+        groups = {key: group for key, group in groups.items() if group != {"wd_mult": 0.0}}
+        return config, groups | overrides(args.lr, args.min_lr, args.ssm_lr)
 
-    arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_overrides
+    arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_recipe
 
 
 def _checked(parser: Any) -> Any:

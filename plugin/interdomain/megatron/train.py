@@ -21,7 +21,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -33,7 +32,7 @@ from interdomain.model.config import CONDITIONS, SIZES, ModelConfig, build_confi
 from . import cpu
 from .arguments import add_mixer_arguments, corpus_files, execution, mixer_settings
 from .context import contiguous
-from .optimizer import overrides
+from .optimizer import Schedule, overrides
 from .spec import block_spec, layer_spec, transformer_config
 
 # Megatron's default form, dp_reshardable, saves float32 parameters of the distributed optimizer and cannot load them.
@@ -160,13 +159,14 @@ class Run:
         )
         groups = overrides(args.lr, args.min_lr, args.ssm_lr)
         self.optimizer: Any = get_megatron_optimizer(settings, [self.ddp], config_overrides=groups)
-        self.schedule = OptimizerParamScheduler(
+        warmup = args.warmup_steps if args.warmup_steps <= args.steps else args.steps // 10
+        self.schedule = Schedule(
             self.optimizer,
             init_lr=0.0,
             max_lr=args.lr,
             min_lr=args.min_lr,
-            lr_warmup_steps=min(args.warmup_steps, args.steps - 1),
-            lr_decay_steps=args.steps,
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(args.steps, warmup + 1),
             lr_decay_style="cosine",
             start_wd=0.1,
             end_wd=0.1,
@@ -268,9 +268,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     corpus, size, condition = (getattr(args, name) for name in ("data.corpus", "model.size", "mixer.condition"))
     try:
-        vocab_size = read_manifest(corpus)["vocab_size"]
+        manifest = read_manifest(corpus)
         settings = {name: getattr(args, f"mixer.{name}") for name in ("layers", "softmax_every")} | mixer_settings(args)
-        config = build_config(size, condition, vocab_size=vocab_size, **settings)
+        config = build_config(size, condition, vocab_size=manifest["vocab_size"], **settings)
         if "WORLD_SIZE" not in os.environ:
             raise ValueError(
                 "start it with torchrun, on one rank too: torchrun --nproc-per-node 1 -m interdomain.megatron.train"
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
         cpu.install()
         dist.init_process_group("gloo")
     spec: Any = layer_spec(max_seq_len=config.max_seq_len, execution=execution(args), seed=args.seed, contiguous=True)
-    spec.submodules.self_attention.params["mixers"] = config.mixers
+    spec.submodules.self_attention.params |= {"mixers": config.mixers, "tokenizer": manifest["tokenizer"]["sha256"]}
     parallel_state.initialize_model_parallel(
         args.tensor_parallel, args.pipeline_parallel, context_parallel_size=args.context_parallel
     )

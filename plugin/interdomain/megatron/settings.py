@@ -1,0 +1,119 @@
+"""The settings of Megatron that this model does not have, in one table: all that is refused, and docs/megatron.md lists it.
+
+`megatron.run` checks the command line before anything is built, and every layer its configuration when it is made, so that a
+training loop of a user's own is checked too.
+"""
+
+from typing import Any, NamedTuple
+
+from interdomain.files.megatron_checkpoint import BACKBONE
+from interdomain.model.config import ModelConfig
+
+
+class Setting(NamedTuple):
+    """A setting and the value that it must have.
+
+    flag: the argument of Megatron-LM. allowed: names in TransformerConfig and among the parsed arguments, and the value of each
+    or a function of all settings that gives it. otherwise: the effect of another value here. use: the setting to take instead.
+    """
+
+    flag: str
+    allowed: dict[str, Any]
+    otherwise: str
+    use: str
+
+
+def _ffn_hidden(settings: Any) -> int | None:
+    """The MLP's width for this width of the model; None while Megatron has not filled in its own."""
+    dim, width = (getattr(settings, name, None) for name in ("hidden_size", "ffn_hidden_size"))
+    return ModelConfig(dim, 1, 1, dim).ffn_hidden if dim and width else None
+
+
+def _off(otherwise: str, use: str, *flags: str) -> list[Setting]:
+    """Settings that must be off: None, 0 or False."""
+    return [
+        Setting(flag, dict.fromkeys(NAMES.get(flag, [flag.strip("-").replace("-", "_")])), otherwise, use)
+        for flag in flags
+    ]
+
+
+NAMES = {  # where they are not the flag's
+    "--apply-layernorm-1p": ["layernorm_zero_centered_gamma"],
+    "--num-experts": ["num_experts", "num_moe_experts"],
+    "--fp8-format": ["fp8"],
+    "--fp4-format": ["fp4"],
+    "--te-precision-config-file": ["te_precision_config_file", "quant_recipe"],
+    "--kitchen-config-file": ["kitchen_config_file", "kitchen_recipe_number", "use_kitchen"],
+    "--heterogeneous-layers-config-path": ["heterogeneous_layers_config_path", "heterogeneous_block_specs"],
+}
+FOLDER = "trains another model, of which no folder could be made"
+IGNORED = "is ignored: the run would be as without it"
+IN_PART = "reaches Megatron's part of the model, and no mixer"
+LEAVE, SET, ZERO = "leave it out", "set it, or --model.size, which does", "set 0, or --model.size, which does"
+ROPE = "--mixer.rope False for no rotation, --rotary-base for another base"
+DOCUMENTS = "--dataloader-inter-document-masking (from 0.19)"
+GATED = {name: BACKBONE[name] for name in ("gated_linear_unit", "activation_func")}
+SETTINGS = (
+    # The model around the mixer.
+    Setting("--swiglu", {"swiglu": True} | GATED, FOLDER, SET),
+    Setting("--disable-bias-linear", {"add_bias_linear": BACKBONE["add_bias_linear"]}, FOLDER, SET),
+    Setting("--normalization", {"normalization": BACKBONE["normalization"]}, FOLDER, SET),
+    Setting("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}, FOLDER, SET),
+    Setting("--ffn-hidden-size", {"ffn_hidden_size": _ffn_hidden}, FOLDER, "8/3 of the width, rounded up to 128"),
+    *_off(FOLDER, LEAVE, "--squared-relu", "--quick-geglu", "--glu-linear-offset", "--activation-func-clamp-value"),
+    *_off(FOLDER, LEAVE, "--apply-layernorm-1p", "--use-mup", "--mtp-num-layers"),
+    *_off(IGNORED, LEAVE, "--num-experts", "--openai-gelu", "--apply-residual-connection-post-layernorm"),
+    *_off(IGNORED, LEAVE, "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"),
+    *_off(IGNORED, "a spec made by layer_spec(layers=...)", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
+    *_off("trains Megatron's own softmax model, whatever --spec says", LEAVE, "--use-legacy-models"),
+    *_off("trains with dropout, which neither the paper nor TorchTitan's runs have", ZERO, "--hidden-dropout"),
+    Setting("--init-method-std", {"init_method_std": 0.02}, IN_PART, "0.02, as the paper"),
+    *_off(IN_PART, LEAVE, "--init-method-xavier-uniform"),
+    # Attention, whose place the mixer takes.
+    *_off(
+        IGNORED, LEAVE, "--multi-latent-attention", "--qk-layernorm", "--qk-l2-norm", "--add-qkv-bias", "softmax_scale"
+    ),
+    *_off(IGNORED, LEAVE, "--apply-query-key-layer-scaling"),
+    Setting("--softmax-type", {"softmax_type": "vanilla"}, IGNORED, LEAVE),
+    *_off(IGNORED, ZERO, "--attention-dropout"),
+    *_off(IGNORED, "--mixer.window, for layers of softmax", "--window-size"),
+    *_off(IGNORED, "--mixer.output_gate True", "--attention-output-gate"),
+    *_off(IGNORED, "--spec for a mixer", "--experimental-attention-variant"),
+    *_off("stops the run: the mixer has no scores to clip", LEAVE, "--qk-clip"),
+    # Positions and documents.
+    Setting(
+        "--position-embedding-type",
+        {"position_embedding_type": "none"},
+        "adds positions to those of the mixer, which rotates queries and keys itself",
+        "set none, or --model.size, which does",
+    ),
+    Setting("--rotary-percent", {"rotary_percent": 1.0}, IGNORED, ROPE),
+    *_off(IGNORED, ROPE, "--use-rotary-position-embeddings", "--use-rope-scaling", "--rotary-interleaved"),
+    *_off(IGNORED, ROPE, "--rotary-seq-len-interpolation-factor", "--no-rope-freq"),
+    *_off(IGNORED, DOCUMENTS, "--reset-attention-mask", "--reset-position-ids"),
+    *_off("stops the run: it divides batches by softmax's work", LEAVE, "--hybrid-context-parallel"),
+    # Precision and files.
+    *_off("is ignored: Megatron's local layers compute in bf16", LEAVE, "--fp8-format", "--fp4-format"),
+    *_off(IGNORED, LEAVE, "--te-precision-config-file", "--kitchen-config-file"),
+    *_off("stops a bf16 run at its first product, of float32 and bfloat16", LEAVE, "--fp32-residual-connection"),
+    Setting(
+        "--ckpt-format", {"ckpt_format": "torch_dist"}, "writes checkpoints that convert cannot read", "torch_dist"
+    ),
+)
+
+
+def refuse(settings: Any) -> None:
+    """Check a TransformerConfig or parsed arguments against SETTINGS; a name that a version does not have is as allowed.
+
+    Raises: ValueError, with a line for each setting to change.
+    """
+    wrong = []
+    for flag, allowed, otherwise, use in SETTINGS:
+        for name, value in allowed.items():
+            value = value(settings) if callable(value) else value
+            here = getattr(settings, name, value)
+            here = getattr(here, "__name__", here)
+            if here != value and (here or value):
+                wrong.append(f"{flag}: {name} = {here!r} {otherwise}. Allowed: {value or 'off'} ({use}).")
+    if wrong:
+        raise ValueError("\n".join(wrong))
