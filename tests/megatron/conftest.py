@@ -14,6 +14,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from interdomain.megatron import layer_spec, run, spec
 from interdomain.tools import prepare_data
 
+from ..ranks import forks
+from ..titan.driver import digest
+from ..titan.runs import Runs
 from . import ranks
 
 GOOD = "--spec interdomain.megatron.spec interdomain --model.size 125M"
@@ -87,6 +90,20 @@ def corpus(tmp_path_factory):
     options = ["--vocab-size", "300", "--validation-fraction", "0.2"]
     assert prepare_data.main(["--input", str(texts), "--output", str(folder / "corpus"), *options]) == 0
     return folder / "corpus"
+
+
+@pytest.fixture(scope="session")
+def titan(tmp_path_factory, corpus):
+    """A run of TorchTitan's trainer, of the model, batches and learning rates that ranks.py calls "torchtitan": what it saw."""
+    runs = Runs(tmp_path_factory.mktemp("titan"), {"text": corpus}, forks())
+    runs.add("1 ten", training__steps=ranks.STEPS, lr_scheduler__total_steps=ranks.STEPS, model__vocab_size=ranks.VOCAB)
+    seen = runs.seen("1 ten")
+    runs.end()
+    start = ranks.plain_model("torchtitan").named_parameters()
+    assert {name: digest(p) for name, p in start} == seen["initial"]
+    batches = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
+    assert [digest(row) for row in batches] == seen["samples"]
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ REFUSED = {
 
 def config_of(case="interdomain") -> ModelConfig:
     if case == "torchtitan":
-        return replace(build_config("debug"), vocab_size=512, max_seq_len=2 * T)
+        return replace(build_config("debug"), vocab_size=VOCAB, max_seq_len=2 * T)
     condition, options = (CASES | REFUSED).get(case, ("interdomain", {}))
     return small_config(condition, n_layers=2, vocab_size=VOCAB, max_seq_len=T, **options)
 
