@@ -32,6 +32,8 @@ ARGUMENTS = """--spec interdomain.megatron.spec interdomain --model.size debug -
 --no-gradient-accumulation-fusion --no-persist-layer-norm --no-rope-fusion --no-create-attention-mask-in-dataloader
 --num-workers 0"""
 
+# Megatron-LM 0.19 wants Python 3.12. Every process of a run reads this, those that write checkpoints too.
+SITE = "import typing, typing_extensions; typing.override = typing_extensions.override"
 PARSER = """
 import argparse, pickle, sys
 from tests.megatron import upstream
@@ -45,10 +47,15 @@ with open(sys.argv[1], "wb") as f:
 SOMETIMES = {"--use-mup", "--use-legacy-models", "--hybrid-layer-pattern", "--kitchen-config-file"}
 
 
+def environment(folder):
+    (folder / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join([str(folder), CHECKOUT, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
 def test_its_parser_has_the_arguments_of_other_tests(tmp_path):
-    path = os.pathsep.join([CHECKOUT, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", PARSER, str(tmp_path / "arguments")]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=TIMEOUT)
+    subprocess.run(command, env=environment(tmp_path), check=True, timeout=TIMEOUT)
     there = pickle.loads((tmp_path / "arguments").read_bytes())
     for action in add_megatron_arguments(ArgumentParser(add_help=False))._actions:
         (flag,) = action.option_strings
@@ -61,12 +68,10 @@ def train(folder, corpus, *arguments, **settings):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [Path(__file__).with_name("upstream.py"), f"{CHECKOUT}/pretrain_gpt.py", *ARGUMENTS.split()]
     command = [*torchrun, *script, "--data.corpus", corpus, *arguments]
-    path = os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")])
-    settings |= {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env=os.environ | settings,
+        env=environment(folder) | settings,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

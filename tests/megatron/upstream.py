@@ -3,11 +3,9 @@
 import collections
 import contextlib
 import os
-import typing
 from types import SimpleNamespace
 
 import torch
-import typing_extensions
 
 from interdomain.megatron import cpu, run
 
@@ -25,7 +23,6 @@ class Event(Stream):
 
 
 def install():
-    typing.override = typing_extensions.override  # Megatron-LM 0.19 wants Python 3.12
     cpu.install()
     cuda = torch.cuda
     cuda.is_available, cuda.device_count, cuda.set_device = lambda: True, lambda: 2, lambda *_: None
