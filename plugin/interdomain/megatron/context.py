@@ -15,7 +15,7 @@ def contiguous(batch: dict[str, Any], *_: Any, cp_group: Any = None, **__: Any) 
 
     Raises: ValueError for a length that the ranks do not divide.
     """
-    group = cp_group or parallel_state.get_context_parallel_group()
+    group: Any = cp_group or parallel_state.get_context_parallel_group()
     pieces = {name: x for name in OF_TOKENS if (x := batch.get(name)) is not None}
     for name, x in pieces.items():
         if x.shape[1] % group.size():

@@ -49,7 +49,7 @@ NAMES = {  # where they are not the flag's
 FOLDER = "trains another model, of which no folder could be made"
 IGNORED = "is ignored: the run would be as without it"
 IN_PART = "reaches Megatron's part of the model, and no mixer"
-LEAVE, SET, ZERO = "leave it out", "set it, or --model.size, which does", "set 0, or --model.size, which does"
+LEAVE, SET, ZERO = "leave it out", "set it, or give model.size, which does", "set 0, or give model.size, which does"
 ROPE = "--mixer.rope False for no rotation, --rotary-base for another base"
 DOCUMENTS = "--dataloader-inter-document-masking (from 0.19)"
 GATED = {name: BACKBONE[name] for name in ("gated_linear_unit", "activation_func")}
@@ -85,7 +85,7 @@ SETTINGS = (
         "--position-embedding-type",
         {"position_embedding_type": "none"},
         "adds positions to those of the mixer, which rotates queries and keys itself",
-        "set none, or --model.size, which does",
+        "set none, or give model.size, which does",
     ),
     Setting("--rotary-percent", {"rotary_percent": 1.0}, IGNORED, ROPE),
     *_off(IGNORED, ROPE, "--use-rotary-position-embeddings", "--use-rope-scaling", "--rotary-interleaved"),
