@@ -13,6 +13,7 @@ from interdomain.data import read_manifest
 from interdomain.megatron import layer_spec, spec, train
 from interdomain.megatron.optimizer import Schedule
 from interdomain.model import CONDITIONS, build_config
+from interdomain.model.costs.flops import train_flops_per_token
 from interdomain.titan.plan.schedule import multiple_of_peak
 from interdomain.titan.settings.schema import LRScheduler
 
@@ -43,6 +44,15 @@ def test_the_script_has_the_recipe_of_this_project(parse):
     assert rates(training.OptimizerParamScheduler, 8, steps=10, warmup=2, floor=1e-5) == pytest.approx(
         titan_rates(steps=10, warmup=2, floor=1e-5)
     )
+
+
+def test_the_log_counts_the_flops_of_this_model(parse):
+    args, training = parse(f"{GOOD} --group-query-attention --num-query-groups 4")
+    args.padded_vocab_size = 1000
+    per_token = train_flops_per_token(build_config("125M", "interdomain", vocab_size=1000, n_kv_heads=4), 4096)
+    assert training.num_floating_point_operations(args, 8) == 8 * 4096 * per_token
+    packed = dict(seqlen_squared_sum_in_batch=10**9, total_real_tokens_in_batch=100)
+    assert training.num_floating_point_operations(args, 8, **packed) == 100 * per_token
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 0), (2, 1), (10, 0), (10, 4), (10, 9), (10, 10)])

@@ -84,7 +84,9 @@ def train(folder, corpus, *arguments, **settings):
 def test_it_trains_saves_reshards_and_converts(corpus, tmp_path):
     half = "--bf16 --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
     options = f"{half} --train-iters 6 --save run --load run".split()
-    first = train(tmp_path, corpus, *options, "--tensor-model-parallel-size", "2", "--exit-interval", "3")
+    first = train(
+        tmp_path, corpus, *options, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--exit-interval", "3"
+    )
     second = train(tmp_path, corpus, *options, "--pipeline-model-parallel-size", "2")
     assert (list(first), list(second)) == ([1, 2, 3], [4, 5, 6])
     assert second[6] < first[1] - 0.2

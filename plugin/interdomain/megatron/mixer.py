@@ -53,6 +53,20 @@ class Float32Norm(KeptInFloat32, InputNorm):
     """An input norm in the dynamics' group of the optimizer: Megatron cannot save a group that mixes precisions."""
 
 
+def plain_config(settings: Any, groups: int, mixers: tuple[MixerConfig, ...], **others: Any) -> ModelConfig:
+    """The plain model of a TransformerConfig, or of parsed arguments, with so many heads of keys; others: of ModelConfig."""
+    shared = groups if groups != settings.num_attention_heads else None
+    return ModelConfig(
+        dim=settings.hidden_size,
+        n_layers=settings.num_layers,
+        n_heads=settings.num_attention_heads,
+        head_dim=settings.kv_channels,
+        norm_eps=settings.layernorm_epsilon,
+        mixers=tuple(m if m.kind in FIXED_STATE else replace(m, n_kv_heads=shared) for m in mixers),
+        **others,
+    )
+
+
 class InterdomainAttention(MegatronModule):
     """hidden_states [S, B, dim] ([S / tp, B, dim] with sequence parallelism) -> (the same shape, None).
 
@@ -85,23 +99,13 @@ class InterdomainAttention(MegatronModule):
         super().__init__(config)
         self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
         tp, heads, groups = self.tp_group.size(), config.num_attention_heads, config.num_query_groups
-        shared = groups if groups != heads else None
-        whole = ModelConfig(
-            dim=config.hidden_size,
-            n_layers=config.num_layers,
-            n_heads=heads,
-            head_dim=config.kv_channels,
-            max_seq_len=max_seq_len,
-            rope_theta=rope_theta,
-            norm_eps=config.layernorm_epsilon,
-            mixers=tuple(m if m.kind in FIXED_STATE else replace(m, n_kv_heads=shared) for m in mixers),
-        )
+        whole = plain_config(config, groups, mixers, rope_theta=rope_theta, max_seq_len=max_seq_len)
         _refuse(config, tp, whole, contiguous)
         self.whole = whole.layers[layer_number - 1]  # as of a model all of whose layers are like this one
         fixed = self.whole.mixer.kind in FIXED_STATE
         local, split = self.whole, tp  # ranks by which in_proj's rows are split that the local mixer has
         if not fixed:
-            local_mixer = replace(self.whole.mixer, n_kv_heads=shared and groups // tp)
+            local_mixer = replace(self.whole.mixer, n_kv_heads=groups // tp if groups != heads else None)
             local = replace(self.whole, dim=config.hidden_size // tp, n_heads=heads // tp, mixers=(local_mixer,))
             split = 1
         with torch.device("meta"):

@@ -15,16 +15,18 @@ from typing import Any
 
 from interdomain.data.corpus import read_manifest
 from interdomain.model.config import CONDITIONS, SIZES
+from interdomain.model.costs.flops import train_flops_per_token
 
 from .arguments import Corpus, Size, add_mixer_arguments, execution, mixer_settings
 from .context import contiguous
-from .mixer import InterdomainAttention
+from .mixer import InterdomainAttention, plain_config
 from .optimizer import Schedule, overrides
 from .settings import refuse
+from .spec import RMSNorm
 
 
-def check(args: Namespace) -> None:
-    """Puts the settings into the layer that --spec names. Raises ValueError, with the setting to change."""
+def layer_of(args: Namespace) -> Any:
+    """The attention of the layer that --spec names. Raises: ValueError, ImportError."""
     if not args.spec or len(args.spec) != 2:
         raise ValueError("name the layer: --spec interdomain.megatron.spec CONDITION (interdomain, s4d, softmax, ...).")
     # Megatron-Core 0.19 trains its own softmax model where the module cannot be imported.
@@ -35,6 +37,12 @@ def check(args: Namespace) -> None:
             f"--spec {module} {name} is no layer of this project. Name a layer that interdomain.megatron.layer_spec made, or "
             f"--spec interdomain.megatron.spec with one of {', '.join(CONDITIONS)}."
         )
+    return attention
+
+
+def check(args: Namespace) -> None:
+    """Puts the settings into the layer that --spec names. Raises ValueError, with the setting to change."""
+    params = layer_of(args).params
     refuse(args)
     if args.num_query_groups > 1 and not args.group_query_attention:
         raise ValueError("--num-query-groups is ignored without --group-query-attention. Set both, or neither.")
@@ -48,7 +56,6 @@ def check(args: Namespace) -> None:
             "Megatron's default checkpoint of the distributed optimizer saves float32 parameters and cannot load them. Set "
             "--dist-ckpt-optim-fully-reshardable."
         )
-    params = attention.params
     params["mixers"] = tuple(replace(mixer, **mixer_settings(args)) for mixer in params["mixers"])
     args.hetereogenous_dist_checkpoint = len(params["mixers"]) > 1
     params |= dict(
@@ -62,10 +69,20 @@ def check(args: Namespace) -> None:
         params["tokenizer"] = read_manifest(Path(corpus))["tokenizer"]["sha256"]
 
 
+def flops(args: Namespace, batch_size: int, *, total_real_tokens_in_batch: Any = None, **_: Any) -> Any:
+    """FLOPs of a step of so many sequences, or tokens without padding, for the log: Megatron counts softmax in every layer."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    config = plain_config(args, groups, layer_of(args).params["mixers"], vocab_size=args.padded_vocab_size)
+    return (total_real_tokens_in_batch or batch_size * args.seq_length) * train_flops_per_token(config, args.seq_length)
+
+
 def install() -> None:
-    """Gives Megatron's training this project's arguments, parameter groups and schedule, and contiguous pieces of batches."""
-    core_utils: Any = import_module("megatron.core.utils")
+    """Gives Megatron's training this project's arguments, parameter groups, schedule and count of FLOPs; contiguous pieces of
+    batches; and a last norm that knows sequence parallelism without Transformer Engine."""
+    core: Any = [import_module(f"megatron.core.{name}") for name in ("utils", "transformer.transformer_block")]
+    core_utils, block = core
     core_utils.get_batch_on_this_cp_rank = contiguous  # before the modules that import it
+    block.LayerNormImpl = RMSNorm
     modules: Any = [import_module(f"megatron.training.{name}") for name in ("arguments", "training")]
     arguments, training = modules
     standard_arguments, standard_optimizer = arguments.add_megatron_arguments, training.get_megatron_optimizer_config
@@ -86,6 +103,7 @@ def install() -> None:
         groups = {key: group for key, group in groups.items() if group != {"wd_mult": 0.0}}
         return config, groups | overrides(args.lr, args.min_lr, args.ssm_lr)
 
+    training.num_floating_point_operations = flops
     arguments.add_megatron_arguments, training.get_megatron_optimizer_config = with_arguments, with_recipe
 
 
