@@ -94,12 +94,23 @@ def test_it_trains_saves_reshards_and_converts(corpus, tmp_path):
     assert convert.main([str(x) for x in arguments]) == 0
 
 
-def test_ten_steps_go_as_torchtitan_s(corpus, titan, tmp_path):
+LAYOUTS = {
+    "data": "",
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "context": "--context-parallel-size 2",
+    "virtual stages": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ten_steps_go_as_torchtitan_s(layout, corpus, titan, tmp_path):
     """From the same start, with the same batches and settings."""
+    if layout == "virtual stages" and "MINOR = 16" in Path(f"{CHECKOUT}/megatron/core/package_info.py").read_text():
+        pytest.skip("over gloo, the losses of 0.16's pipelines vary between runs")
     ranks.write_start(tmp_path / "start", "torchtitan")
     windows = torch.cat([ranks.tokens_of(step, corpus) for step in range(ranks.STEPS)])
     torch.save(windows, tmp_path / "windows.pt")
-    options = f"--train-iters {ranks.STEPS} --make-vocab-size-divisible-by 16 --load start".split()
+    options = f"--train-iters {ranks.STEPS} --make-vocab-size-divisible-by 8 --load start {LAYOUTS[layout]}".split()
     losses = train(tmp_path, corpus, *options, WINDOWS=str(tmp_path / "windows.pt"))
     wanted = {step: seen["loss"] for step, seen in titan["log"].items()}
     wanted[2] = (wanted[1] + wanted[2]) / 2  # upstream logs the mean of the first two there
