@@ -285,11 +285,9 @@ def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") ->
 
 
 def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
-    """Within chunks: sum_i (E b)_i sum_j (i - j) tril(q k^T)_ij T_j, conjugated. Overwrites scores."""
-    L = tab.lag.shape[-1]
-    scores.unflatten(-2, (-1, L)).mul_(tab.lag)
-    tangent = torch.view_as_complex((scores.flatten(1, 3) @ _real(tab.T)).unflatten(-1, (-1, 2)))
-    return (torch.view_as_complex(b.unflatten(-1, (-1, 2))) * conj_physical(tangent)).sum(1)
+    """Within chunks: sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, conjugated. Overwrites scores."""
+    scores.unflatten(-2, (-1, tab.lag.shape[-1])).mul_(tab.lag)
+    return _sum_over_tokens(tab.T, scores.flatten(1, 3).mT @ b)
 
 
 def _decay_gradient_states(
@@ -300,9 +298,14 @@ def _decay_gradient_states(
     """
     L = z.shape[-1]
     z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
-    tangent = z.flatten(1, 3) @ ((L - tab.position)[:, None] * _real(tab.T))
-    tangent = torch.view_as_complex(tangent.view(*z.shape[:4], -1, 2))
-    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + (Z * conj_physical(tangent)).sum((1, 2, 3))
+    weighted_T = (L - tab.position)[:, None] * tab.T
+    written = _sum_over_tokens(weighted_T, z.flatten(1, 3).mT @ _real(Z).flatten(1, 3))
+    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + written
+
+
+def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
+    """sum_j conj(T_j) x_j for pairs [H, L, 2M] of numbers that are summed over all else: [H, M]."""
+    return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
 
 def _linear_kernel(readout: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:
