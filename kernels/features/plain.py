@@ -27,8 +27,8 @@ def features(x, head_dim, weight, bias, past, documents, cos, sin, silu, scale, 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor, past: Tensor | None, documents: Tensor | None) -> Tensor:
     T, W = x.shape[1], weight.shape[-1]
     window = F.pad(x, (0, 0, W - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
-    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights lie in one piece: read with a stride of W,
-    # they cost four times the sum.
+    # Shifted sums in [B, T, E]: no transpose to the layout of conv1d. A tap's weights are copied to one piece: read with a
+    # stride of W, they would take four times as long as the sum.
     y, taps = bias, weight.mT.contiguous()
     for i in range(W):
         seen = window[:, i : i + T]
