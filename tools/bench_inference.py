@@ -4,7 +4,8 @@ Time decoding and the reading of prompts, as the paper does.
 
 A decode step of the whole model is timed over batch size and prefix length, for interdomain and softmax, with and
 without CUDA graphs. Reading a prompt is timed with its peak memory. The paper's figures stand beside ours. Weights are
-random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+random, which changes no time. Without a GPU it runs at tiny sizes on the CPU, and the results say so, or at the sizes and
+prefixes that you name.
 
     interdomain bench-inference --quick --sizes 125M --output benchmarks/results/quick
 
@@ -169,6 +170,8 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--sizes", nargs="+", metavar="SIZE", help=text)
     text = "tokens in a timed call, at least 1 (default: 32, with --quick 16; on a CPU 2)"
     p.add_argument("--steps", type=int, metavar="N", help=text)
+    for name, text in {"--batches": "sequences decoded at once", "--prefixes": "tokens before the step"}.items():
+        p.add_argument(name, type=int, nargs="+", metavar="N", help=f"{text} (default: by device)")
     p.add_argument("--quick", action="store_true", help="on a GPU: fewer prefixes and rounds, about two minutes")
     return p.parse_args(argv)
 
@@ -182,7 +185,10 @@ def main(argv=None) -> int:
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
-    report = results.Report("inference", args.output, device, vars(mode))
+    label = (
+        f"measured on a CPU, {torch.get_num_threads()} thread(s)" if device.type == "cpu" and args.prefixes else None
+    )
+    report = results.Report("inference", args.output, device, vars(mode), label)
     for size in sizes:
         models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
         report.table(f"decode, {size}", DECODE)

@@ -4,9 +4,10 @@ Time the scan alone, beside attention and other mixers.
 
 Forward and backward are timed on the same q, k and v: this package's backends, PyTorch's attention, and the kernels of
 other packages that are installed. The table also has the roofline of the GPU's datasheet, the time of each kernel, and
-a whole layer. Without a GPU it runs at tiny sizes on the CPU, and the results say so.
+a whole layer. Without a GPU it runs at tiny sizes on the CPU, and the results say so, or at the sizes that you name.
 
     interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 8x4096x32x64 --output benchmarks/results/1
+    interdomain bench-kernels --mixers chunkwise sdpa-flash --shapes 1x4096x12x64 --dtype float32 --device cpu
 
 Documentation: docs/benchmarks.md
 """
@@ -61,17 +62,18 @@ def parse_shape(text: str) -> Shape:
     return Shape(*map(int, text.split("x")))
 
 
-def candidate(name: str, shape: Shape, device: torch.device) -> Call:
+def candidate(name: str, shape: Shape, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Forward as in training, from q, k, v [B, T, H, d] to o, then the gradients of all that it reads: two steps."""
     if name == "layer":
-        layer = InterdomainAttention(shape.H * shape.d, shape.H, n_basis=shape.M).to(device, torch.bfloat16)
-        x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=torch.bfloat16)
+        layer = InterdomainAttention(shape.H * shape.d, shape.H, n_basis=shape.M).to(device, dtype)
+        x, d_out = torch.randn(2, shape.B, shape.T, shape.H * shape.d, device=device, dtype=dtype)
         leaves = [x.requires_grad_(), *layer.parameters()]
         return lambda: layer(x), lambda out: torch.autograd.grad(out, leaves, d_out)
     if name == "features":
-        return features(shape, device)
+        return features(shape, device, dtype)
     inputs: dict[str, Any]
-    inputs, (d_out, _) = make_inputs(Case("linear scan" if name == "linear" else "scan", shape, state=False), device)
+    case = Case("linear scan" if name == "linear" else "scan", shape, dtype, state=False)
+    inputs, (d_out, _) = make_inputs(case, device)
     leaves = list(inputs.values())
     if name in ATTENTION:
         leaves = [inputs[x] for x in ("q", "k", "v")]
@@ -86,11 +88,11 @@ def candidate(name: str, shape: Shape, device: torch.device) -> Call:
     return forward, lambda out: torch.autograd.grad(out, leaves, d_out)
 
 
-def features(s: Shape, device: torch.device) -> Call:
+def features(s: Shape, device: torch.device, dtype: torch.dtype) -> Call:
     """The input features of q, k and v as a layer of interdomain has them, from three projections."""
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, device=device, dtype=torch.bfloat16).requires_grad_()
+        return torch.randn(*size, device=device, dtype=dtype).requires_grad_()
 
     E, angles = s.H * s.d, torch.rand(s.T, 1, s.d // 2, device=device)
     x, d_y = [normal(s.B, s.T, E) for _ in "qkv"], [normal(s.B, s.T, s.H, s.d).detach() for _ in "qkv"]
@@ -128,19 +130,22 @@ def costs(name: str, s: Shape) -> tuple[int, int]:
     return 2 * tokens * rows * s.d, 2 * tokens * macs
 
 
-def run_case(case: tuple[str, Shape], device: torch.device, *, rounds: int) -> dict[str, Any]:
+def run_case(
+    case: tuple[str, Shape], device: torch.device, *, rounds: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """A row of the table."""
     name, shape = case
     row: dict[str, Any] = {"mixer": name}
     try:
-        call = candidate(name, shape, device)
+        call = candidate(name, shape, device, dtype)
         times = measure(call, device, rounds=rounds, seconds=1.0 if device.type == "cuda" else 0.05)
         row["peak MiB"] = peak_memory(call, device)
     except Exception as e:
         return row | {"remark": results.reason(e)}
     for phase, taken in zip(PHASES, times, strict=True):
         row |= {f"{phase} ms": taken.median, f"{phase} times": taken._asdict()}
-    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if name != "layer" and name not in STATEFUL else None
+    counted = name != "layer" and name not in STATEFUL and dtype == torch.bfloat16
+    row["roofline ms"] = roofline_ms(device, *costs(name, shape)) if counted else None
     if name in (*CHUNKWISE, "features", "linear"):
         row["kernels ms"] = kernel_times(call, device)
     return row | {"of roofline": ratio(row["roofline ms"], row["both ms"])}
@@ -153,6 +158,8 @@ def parse(argv) -> argparse.Namespace:
     p.add_argument("--shapes", nargs="+", metavar="BxTxHxD", help=text)
     text = f"{', '.join(NAMES)} (default: all but {', '.join(SLOW)}; on a CPU a few)"
     p.add_argument("--mixers", nargs="+", metavar="NAME", help=text)
+    text = "of q, k and v (default: bfloat16)"
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=text)
     p.add_argument("--rounds", type=int, metavar="N", help="timed calls, at least 1 (default: 20; on a CPU 3)")
     p.add_argument("--once", action="store_true", help="run every call once, for a profiler or a sanitizer")
     return p.parse_args(argv)
@@ -179,17 +186,21 @@ def main(argv=None) -> int:
     cuda = device.type == "cuda"
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
     names = results.choose("--mixers", args.mixers or default, NAMES)
+    label = None if cuda or not args.shapes else f"measured on a CPU, {torch.get_num_threads()} thread(s)"
     results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
     shapes = [parse_shape(text) for text in args.shapes]
-    cases = list(itertools.product(names, shapes))
+    cases, dtype = list(itertools.product(names, shapes)), getattr(torch, args.dtype)
     if args.once:
         for name, shape in cases:
-            run_once(candidate(name, shape, device))
+            run_once(candidate(name, shape, device, dtype))
             print(f"ran {name}, {shape}", flush=True)
         return 0
 
-    report = results.Report("kernels", args.output, device, {"mixers": names, "rounds": args.rounds})
-    report.note("Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates. bf16.")
+    options = {"mixers": names, "rounds": args.rounds, "dtype": args.dtype}
+    report = results.Report("kernels", args.output, device, options, label)
+    report.note(
+        "Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates, in bf16."
+    )
     for shape in shapes:
         report.table(str(shape), COLUMNS)
 
@@ -202,7 +213,7 @@ def main(argv=None) -> int:
             r["of best attention"] = ratio(r.get("both ms"), best)
         report.add(table, row)
 
-    results.work(device, [cases], functools.partial(run_case, rounds=args.rounds), add)
+    results.work(device, [cases], functools.partial(run_case, rounds=args.rounds, dtype=dtype), add)
     ran = sum("both ms" in row for shape in shapes for row in report.rows(str(shape)))
     report.finish(counts=f"{ran} timings")
     return 0

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import fft, ops, reference, step, triton_support
 from .chunkwise import CHUNK
-from .library import first_derivatives_only, log_once
+from .library import first_derivatives_only, log_once, only_values
 from .packing import checked_documents
 from .step import decay_factor
 from .tables import MAX_DECAY_PER_TOKEN, READOUTS, decay_exponent, input_gain, mixing_matrix, powers, readout_vector
@@ -111,7 +111,8 @@ def interdomain_scan(
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
         save = not recompute and torch.is_grad_enabled() and how == "triton"
-        o, final, *_ = ops.scan(*inputs, backend, save, documents, final_state, group)
+        run = ops.run_scan if how == "plain" and only_values(*inputs) else ops.scan
+        o, final, *_ = run(*inputs, backend, save, documents, final_state, group)
     else:
         with torch.autocast(k.device.type, enabled=False):
             o, final = _RECORDED[backend][0](*inputs, documents)
@@ -142,10 +143,12 @@ def linear_scan(
     backend = _choose(backend, (z,), M)
     _check_group(group, backend, z.device, initial_state)
     inputs = z, log_decay, readout, initial_state
-    if ops.runs_as(backend, z.device) is not None:
+    how = ops.runs_as(backend, z.device)
+    if how is not None:
         _check_decay(log_decay)
         first_derivatives_only(*inputs)
-        y, final, _ = ops.linear_scan(*inputs, backend, documents, final_state, group)
+        run = ops.run_linear_scan if how == "plain" and only_values(*inputs) else ops.linear_scan
+        y, final, _ = run(*inputs, backend, documents, final_state, group)
     else:
         with torch.autocast(z.device.type, enabled=False):
             y, final = _RECORDED[backend][1](*inputs, documents)
@@ -218,10 +221,9 @@ def _step(
         fused_here = state.device.type in ops.KERNEL_DEVICES and triton_support.missing(state.device) is None
         if fused_here and not recorded:  # the kernels record no gradient
             first_derivatives_only(*args, state)
-            new = state if inplace else state.clone(memory_format=torch.contiguous_format)
-            return fused(*args, new), new
-        out, new = plain(*args, state)
-        return out, state.copy_(new) if inplace else new
+            plain = fused
+        new = state if inplace else state.clone(memory_format=torch.contiguous_format)
+        return plain(*args, new), new
 
 
 def resolve_backend(

@@ -81,7 +81,7 @@ def scan_backward(
         kernel_b, kernel_e = _kernel(b, tab, d_rows.shape, docs), _kernel(e, tab, rows.shape, docs)
         inside = _decay_gradient_scores(scores_k, e, tab) + _decay_gradient_scores(scores_v, b, tab)
         b, e = _reading(b, d_rows, docs), _reading(e, rows, docs)
-        sums = torch.cat((_outer(rows, e), _outer(d_rows, b)), dim=-2)  # what the chunk adds to the costate
+        sums = _outer(rows, e, d_rows, b)  # what the chunk adds to the costate
         read.append((sums, tab, docs, segment, z, S, rows, d_rows, b, e, kernel_b, kernel_e, inside))
 
     G = _left(d_final, log_decay, read, leave)
@@ -93,10 +93,8 @@ def scan_backward(
         _store_columns(dk, _adjoint(kernel_e, rows, Z[..., :R, :], tab, docs), segment)
         _store_columns(dv, _adjoint(kernel_b, d_rows, Z[..., R:, :], tab, docs), segment)
         position = tab.position.repeat(rows.shape[3] // segment.length)[:, None]  # 1 .. L for each of the G heads
-        weighted = torch.cat((_outer(position * rows, e), _outer(position * d_rows, b)), dim=-2)
-        weighted = torch.view_as_complex(weighted.unflatten(-1, (-1, 2)))
-        d_theta += inside
-        d_theta += _decay_gradient_states(z, S, Z, weighted, tab, docs)
+        weighted = _outer(position * rows, e, position * d_rows, b)
+        d_theta += inside + _decay_gradient_states(z, S, Z, weighted, tab, docs)
     d_initial = None if initial_state is None else _store_state(G)
     return dq, dk, dv, torch.view_as_real(d_theta), _bilinear_gradient(d_weights), d_initial
 
@@ -138,7 +136,7 @@ def linear_backward(
         read_dy = (dyT if docs is None else docs.reads * dyT).flatten(1, 3)
         E_conj = _real(conj_physical(tab.E))  # [H, L, 2M]
         sums = per_chunk(read_dy @ E_conj, S)
-        read.append((_real(w_conj * sums), tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
+        read.append((w_conj * sums, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums))
 
     G = _left(d_final, log_decay, read, leave)()
     for added, tab, docs, segment, zT, S, dyT, read_dy, E_conj, sums in read:
@@ -218,9 +216,10 @@ def _adjoint(kernel: Tensor, rows: Tensor, Z: Tensor, tab: "_Tables", docs: "_Ma
     return out.baddbmm_(rows.flatten(0, 2).mT, kernel.flatten(0, 2)).view(*rows.shape[:3], *out.shape[1:])
 
 
-def _outer(rows: Tensor, b: Tensor) -> Tensor:
-    """sum_i do_i conj(E b)_i^T per chunk, [H, B, N, D, 2M]."""
-    return rows.mT @ b.view(*rows.shape[:4], -1)
+def _outer(rows: Tensor, e: Tensor, d_rows: Tensor, b: Tensor) -> Tensor:
+    """sum_i q_i conj(E e)_i^T and below it sum_i do_i conj(E b)_i^T, per chunk, [H, B, N, P, M] complex."""
+    sums = [x.mT @ y.view(*x.shape[:4], -1) for x, y in ((rows, e), (d_rows, b))]
+    return torch.view_as_complex(torch.cat(sums, dim=-2).unflatten(-1, (-1, 2)))
 
 
 def _forward(
@@ -273,7 +272,6 @@ def _states(z: Tensor, X: Tensor, tab: "_Tables", docs: "_Masks | None") -> tupl
 
 def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") -> tuple[Tensor, Tensor]:
     """`_states` in reverse, on conjugates: Z = conj(Lambda^(L-1-r)) G at the end, Z' = conj(Lambda^L) (Z + sums)."""
-    sums = torch.view_as_complex(sums.view(*sums.shape[:4], -1, 2))
     Z = torch.empty_like(sums)
     enter, carry, leave = (conj_physical(x) for x in (tab.leave, tab.carry, tab.enter))
     current = enter * G
@@ -285,11 +283,9 @@ def _costates(sums: Tensor, G: Tensor, tab: "_Tables", docs: "_Masks | None") ->
 
 
 def _decay_gradient_scores(scores: Tensor, b: Tensor, tab: "_Tables") -> Tensor:
-    """Within chunks: sum_i (E b)_i sum_j (i - j) tril(q k^T)_ij T_j, conjugated. Overwrites scores."""
-    L = tab.lag.shape[-1]
-    scores.unflatten(-2, (-1, L)).mul_(tab.lag)
-    tangent = torch.view_as_complex((scores.flatten(1, 3) @ _real(tab.T)).unflatten(-1, (-1, 2)))
-    return (torch.view_as_complex(b.unflatten(-1, (-1, 2))) * conj_physical(tangent)).sum(1)
+    """Within chunks: sum_j T_j sum_i (i - j) tril(q k^T)_ij (E b)_i, conjugated. Overwrites scores."""
+    scores.unflatten(-2, (-1, tab.lag.shape[-1])).mul_(tab.lag)
+    return _sum_over_tokens(tab.T, scores.flatten(1, 3).mT @ b)
 
 
 def _decay_gradient_states(
@@ -300,9 +296,13 @@ def _decay_gradient_states(
     """
     L = z.shape[-1]
     z, kept = (z, L) if docs is None else (z * docs.writes, L * docs.keeps)
-    tangent = z.flatten(1, 3) @ ((L - tab.position)[:, None] * _real(tab.T))
-    tangent = torch.view_as_complex(tangent.view(*z.shape[:4], -1, 2))
-    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + (Z * conj_physical(tangent)).sum((1, 2, 3))
+    written = _sum_over_tokens((L - tab.position)[:, None] * tab.T, z.flatten(1, 3).mT @ _real(Z).flatten(1, 3))
+    return ((weighted + kept * Z) * conj_physical(S)).sum((1, 2, 3)) + written
+
+
+def _sum_over_tokens(T: Tensor, sums: Tensor) -> Tensor:
+    """sum_j conj(T_j) x_j for pairs [H, L, 2M] of numbers that are summed over all else: [H, M]."""
+    return (conj_physical(T) * torch.view_as_complex(sums.unflatten(-1, (-1, 2)))).sum(1)
 
 
 def _linear_kernel(readout: Tensor, tab: "_Tables") -> tuple[Tensor, Tensor]:

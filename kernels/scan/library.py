@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def log_once(line: str) -> None:
@@ -48,6 +49,14 @@ def refuse_derivative(problem: str) -> NoReturn:
 def no_second_derivative(backward: Any) -> None:
     """Give an op that computes gradients a derivative that refuses to run."""
     backward.register_autograd(lambda ctx, *grads: refuse_derivative("no second derivative"))
+
+
+def only_values(*tensors: Tensor | None) -> bool:
+    """True where nobody would see an op: no gradient is recorded, nothing traces, transforms or listens. The first op of a
+    process imports torch.compile's front end."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _get_current_dispatch_mode():
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
 def tag_caches(module: str) -> None:

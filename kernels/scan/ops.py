@@ -11,6 +11,7 @@ A tensor that does not exist (no state asked for, nothing saved) is empty: an op
 output, which the backward saves: where activation checkpointing keeps the op's outputs, the exchange runs once.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from . import chunkwise, shards
 from .library import no_second_derivative, tag_caches
 from .triton_support import operand_dtype
 
+BY_HEAD = 512  # tokens from which on the plain form takes one head after the other on a CPU
+HEAD_AXIS = {2: 0, 3: 0, 4: 2, 5: 1}  # by the number of axes: tables, tokens, states
 KERNEL_DEVICES = ("cuda",)  # where Triton kernels run; tests add the CPU for Triton's interpreter
 
 
@@ -48,7 +51,35 @@ def _call(backend: str, name: str, *args, **kw) -> tuple:
     device = args[0].device
     # An op runs below the autocast dispatch key: its fp32 products would be rounded to bf16.
     with torch.autocast(device.type, enabled=False):
-        return getattr(implementation(backend, device), name)(*args, **kw)
+        function, plain = getattr(implementation(backend, device), name), runs_as(backend, device) == "plain"
+        exchanged = kw.get("enter") is not None or kw.get("leave") is not None
+        if plain and device.type == "cpu" and not exchanged and args[0].shape[:2].numel() >= BY_HEAD:
+            return _by_head(function, *args, **kw)
+        return function(*args, **kw)
+
+
+def _by_head(function: Callable, *args: Tensor | None, **kw) -> tuple:
+    """Calls `function` for each state head by itself: all that it computes in between stays in the processor's caches, and the
+    next head reuses the memory, which at the size of all heads would be the system's new pages in every call."""
+    H = next(len(x) for x in args if x is not None and x.ndim == 3)  # log_decay
+    outputs: list[Tensor | None] = []
+    heads = ([None] * H if x is None else x.chunk(H, HEAD_AXIS[x.ndim]) for x in args)
+    for h, inputs in enumerate(zip(*heads, strict=True)):
+        results = function(*inputs, **kw)
+        outputs = outputs or [_times(x, H) for x in results]
+        for out, x in zip(outputs, results, strict=True):
+            if out is not None:
+                out.chunk(H, HEAD_AXIS[out.ndim])[h].copy_(x)
+    return tuple(outputs)
+
+
+def _times(x: Tensor | None, H: int) -> Tensor | None:
+    """Memory for H tensors like x along the axis of the heads."""
+    if x is None:
+        return None
+    shape = list(x.shape)
+    shape[HEAD_AXIS[x.ndim]] *= H
+    return x.new_empty(shape)
 
 
 def _exchange(group: str, tokens: Tensor, log_decay: Tensor, documents: Tensor | None, **backward) -> partial | None:
@@ -67,8 +98,7 @@ def _no_none(*tensors: Tensor | None) -> tuple[Any, ...]:
 # Query readout
 
 
-@torch.library.custom_op("interdomain::scan", mutates_args=())
-def scan(
+def run_scan(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, mixing: Tensor, initial_state: Tensor | None,
     backend: str, save: bool = False, documents: Tensor | None = None, need_final: bool = True, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -79,6 +109,9 @@ def scan(
         backend, "scan_forward", *inputs, documents=documents, need_final=need_final, enter=enter
     )
     return _no_none(o, final, a[0] if save else None, entered if group else None)
+
+
+scan = torch.library.custom_op("interdomain::scan", run_scan, mutates_args=())
 
 
 @scan.register_fake
@@ -114,8 +147,7 @@ def _fake_gradients(*inputs: Tensor | None) -> tuple[Tensor, ...]:
 # Linear readout
 
 
-@torch.library.custom_op("interdomain::linear_scan", mutates_args=())
-def linear_scan(
+def run_linear_scan(
     z: Tensor, log_decay: Tensor, readout: Tensor, initial_state: Tensor | None, backend: str,
     documents: Tensor | None = None, need_final: bool = True, group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -125,6 +157,9 @@ def linear_scan(
         backend, "linear_forward", *inputs, documents=documents, need_final=need_final, enter=enter
     )
     return _no_none(y, final, entered if group else None)
+
+
+linear_scan = torch.library.custom_op("interdomain::linear_scan", run_linear_scan, mutates_args=())
 
 
 @linear_scan.register_fake

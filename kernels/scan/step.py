@@ -3,7 +3,7 @@
 Shapes: B batch, T time, H state heads, Hq = G H query heads, R key features, D value width, P = R + D channels,
 M basis functions. decay: Lambda, [H, M, 2]. mixing: W, [H, 2M, 2M], or its upper half [H, M, 2M] (see `interdomain_step`).
 
-Plain PyTorch, differentiable: real arithmetic on pairs, which inductor fuses. The fused kernels are in triton_step.py.
+Plain PyTorch, differentiable, over the state itself. The fused kernels are in triton_step.py.
 """
 
 import torch
@@ -25,29 +25,26 @@ def decay_factor(log_decay: Tensor) -> Tensor:
     return powers(log_decay, one)[:, 0]
 
 
-def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (o [B, Hq, D] in v's dtype, the new state [B, H, M, P, 2])."""
-    dtype, R, M = decay.dtype, q.shape[-1], decay.shape[1]
-    X_re, X_im = _advanced(torch.cat((k.to(dtype), v.to(dtype)), dim=-1), decay, state)
-    q = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, R]
-    a_re, a_im = q @ X_re[..., :R].mT, q @ X_im[..., :R].mT  # [B, H, G, M]
-    b = torch.cat((a_re, a_im), dim=-1) @ mixing.mT
+def scan_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, mixing: Tensor, state: Tensor) -> Tensor:
+    """Returns o [B, Hq, D] in v's dtype, and overwrites the state [B, H, M, P, 2], which is contiguous."""
+    (B, H, M, _, _), R = state.shape, q.shape[-1]
+    X = _advanced(torch.cat((k, v), dim=-1), decay, state)
+    a = q.to(X.dtype).unflatten(1, (H, -1)) @ X[..., :R].mT  # [B, H, G, M]
+    a = torch.cat((a.real, a.imag), dim=-1)
     if mixing.shape[1] == M:
-        b = torch.cat((b, torch.cat((a_im, -a_re), dim=-1) @ mixing.mT), dim=-1)
-    o = b[..., :M] @ X_re[..., R:] - b[..., M:] @ X_im[..., R:]
-    return o.flatten(1, 2).to(v.dtype), torch.stack((X_re, X_im), dim=-1)
+        a = torch.stack((a, torch.cat((a[..., M:], -a[..., :M]), dim=-1)), dim=-2)
+    b = a.transpose(0, 1).reshape(H, -1, 2 * M) @ mixing.mT  # one product for all sequences: W is read once
+    b = torch.complex(*b.view(H, B, -1, 2, M).transpose(0, 1).unbind(-2))
+    return (b @ X[..., R:]).real.flatten(1, 2).to(v.dtype)
 
 
-def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (y [B, H, P] in z's dtype, the new state [B, H, M, P, 2])."""
-    M = decay.shape[1]
-    X_re, X_im = _advanced(z.to(decay.dtype), decay, state)
-    y = (readout[:, :M, None] * X_re - readout[:, M:, None] * X_im).sum(-2)
-    return y.to(z.dtype), torch.stack((X_re, X_im), dim=-1)
+def linear_one_step(z: Tensor, decay: Tensor, readout: Tensor, state: Tensor) -> Tensor:
+    """Returns y [B, H, P] in z's dtype, and overwrites the state [B, H, M, P, 2], which is contiguous."""
+    w = torch.complex(*readout.unflatten(1, (2, 1, -1)).unbind(1))  # [H, 1, M]
+    return (w @ _advanced(z, decay, state)).real.squeeze(2).to(z.dtype)
 
 
-def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Lambda X + z^T; z [B, H, P], state [B, H, M, P, 2]."""
-    decay_re, decay_im = decay[:, :, None].unbind(-1)  # [H, M, 1]
-    X_re, X_im = state.unbind(-1)
-    return decay_re * X_re - decay_im * X_im + z[:, :, None, :], decay_re * X_im + decay_im * X_re
+def _advanced(z: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """X = Lambda X + z^T, over the state; z [B, H, P]. Returns it as [B, H, M, P] complex."""
+    X = torch.view_as_complex(state)
+    return X.mul_(torch.view_as_complex(decay)[:, :, None]).add_(z.to(X.dtype)[:, :, None])

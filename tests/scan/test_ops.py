@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -58,6 +60,34 @@ def test_compiles_without_a_graph_break(backend, linear):
             outputs = fn(**inputs, documents=documents)
             results.append(dict(enumerate(outputs)) | gradients(outputs, cotangents, inputs))
         assert_agree(*results, "float32")
+
+
+@linear_or_query
+def test_one_head_after_the_other(linear, monkeypatch):
+    """As a CPU takes long sequences: results are those of all heads at once, states and documents included."""
+    case = Case(T=130, H=3, G=1 if linear else 2, R=4, D=3, M=4)
+    inputs, cotangents = op_inputs(case, torch.float64, linear=linear)
+    for documents in (None, packed(case.T)[:1].expand(case.B, -1)):
+        results = []
+        for tokens in (1, 10**6):
+            monkeypatch.setattr(ops, "BY_HEAD", tokens)
+            results.append(run_op(inputs, cotangents, linear, backend="chunkwise", documents=documents))
+        assert_agree(*results, "float64")
+
+
+def test_values_alone_need_no_compiler():
+    """The first token of a process does not wait for the import of torch.compile's front end."""
+    program = """
+import sys, torch
+from interdomain import scan
+q, decay, W = torch.randn(1, 8, 2, 4), -torch.rand(2, 3, 2), torch.randn(2, 6, 6)
+with torch.no_grad():
+    _, state = scan.interdomain_scan(q, q, q, decay, W)
+    scan.interdomain_step(q[:, 0], q[:, 0], q[:, 0], decay, W, state)
+    scan.linear_scan(q, decay, W[:, 0])
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_caches_of_torch_compile_know_the_version_of_the_ops(monkeypatch):

@@ -118,14 +118,13 @@ def step(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor) -> tuple
     theta, decay, table = tables
     k, v, q = k[:, 0], v[:, 0], None if q is None else q[:, 0]
     with torch.autocast(k.device.type, enabled=False):
-        if q is None:
-            z = torch.cat((k, v), dim=-1)
-            if input_features is None:
-                o, state = linear_one_step(z, decay, table, state)
-            else:
-                o, state = linear_step(z, theta, table, state, decay=decay)
-        elif input_features is None:
-            o, state = scan_step(q, k, v, decay, table, state)
+        z = torch.cat((k, v), dim=-1) if q is None else None
+        if input_features is None:
+            state = state.clone(memory_format=torch.contiguous_format)  # a plain step overwrites it
+            tables = decay, table, state
+            o = linear_one_step(z, *tables) if q is None else scan_step(q, k, v, *tables)
+        elif q is None:
+            o, state = linear_step(z, theta, table, state, decay=decay)
         else:
             o, state = interdomain_step(q, k, v, theta, table, state, decay=decay)
     return o[:, None], state
