@@ -1,11 +1,14 @@
 """python docs/pictures.py
 
-Draw the result of the small study (docs/study.md) into docs/pictures, in a light and a dark version: study-light.svg,
-study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
+Draw the result of the small study (docs/study.md) and the scan's time on a CPU (docs/benchmarks.md) into docs/pictures, each in
+a light and a dark version, such as study-light.svg and study-dark.svg. Needs matplotlib; `./launch.sh test` installs it.
 """
 
+import itertools
+import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ from interdomain.tools.study import shown
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "pictures"
 STUDY = ROOT / "train_configs" / "studies" / "small.toml"
+CPU = ROOT / "benchmarks" / "results" / "2026-11-24-cpu" / "float32-1-thread" / "kernels.json"
 BLUE, ORANGE, GREEN, PINK, GREY = "#3b82c4", "#d9730d", "#1a9873", "#c4679f", "#8a919c"
 THEMES = {"light": "#24292f", "dark": "#d7dde5"}  # of text and lines
 INK = "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color"
@@ -89,12 +93,38 @@ def _curves(axis, cells: list, tag: str) -> None:
     axis.legend(fontsize=7.5, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def cpu(path: Path) -> None:
+    """Time of the scan and of PyTorch's attention by length, forward and backward, on one thread of a CPU."""
+    tables = json.loads(CPU.read_text())["tables"]
+    lengths = [int(re.findall(r"T=(\d+)", name)[0]) for name in tables]
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axis = figure.subplots()
+    for mixer, label, colour in (
+        ("sdpa-flash", "softmax attention (PyTorch)", GREY),
+        ("chunkwise", "interdomain (chunkwise)", BLUE),
+    ):
+        rows = [row for table in tables.values() for row in table["rows"] if row["mixer"] == mixer]
+        axis.plot(lengths, [row["both ms"] for row in rows], "o-", color=colour, markersize=4, label=label)
+        for length, row in zip(lengths, rows, strict=True):
+            if mixer == "chunkwise":  # the ratio below its point
+                place = dict(xytext=(4, -11), textcoords="offset points", fontsize=8, color=colour)
+                axis.annotate(f"{row['of best attention']:.2f}", (length, row["both ms"]), **place)
+    axis.set(xscale="log", yscale="log", xlabel="tokens in the sequence", ylabel="ms, forward and backward")
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.set_yticks(ticks := [10, 100, 1000, 10_000], [f"{tick:,}" for tick in ticks])
+    axis.minorticks_off()
+    axis.grid()
+    axis.legend(frameon=False)
+    figure.supxlabel("numbers: our time over attention's", fontsize=8)
+    figure.savefig(path)
+
+
 def main() -> int:
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # the date in an SVG: the same bytes each time
-    for theme, ink in THEMES.items():
-        path = OUTPUT / f"study-{theme}.svg"
+    for draw, (theme, ink) in itertools.product((study, cpu), THEMES.items()):
+        path = OUTPUT / f"{draw.__name__}-{theme}.svg"
         with rc_context(LOOK | dict.fromkeys(INK, ink) | dict.fromkeys(GROUNDS, "none")):
-            study(path)
+            draw(path)
         path.write_text(" ".join(path.read_text().split()) + "\n")  # matplotlib writes a line for every point
         print(f"wrote {path.relative_to(ROOT)} ({path.stat().st_size / 1e3:,.0f} kB)")
     return 0
