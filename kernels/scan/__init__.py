@@ -296,7 +296,7 @@ def _check_decay(log_decay: Tensor) -> None:
     if type(log_decay) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(log_decay):
         return  # fake, or mapped by vmap
     dtype = log_decay.dtype
-    fastest, limit = log_decay.detach()[..., 0].min().item(), math.log(torch.finfo(dtype).tiny) / CHUNK
+    fastest, limit = float(log_decay.detach()[..., 0].numpy().min()), math.log(torch.finfo(dtype).tiny) / CHUNK
     if fastest < limit:
         raise ValueError(
             f"log_decay has a real part of {fastest:.3g} per token; 'chunkwise' takes {limit:.3g} and above in {dtype}: "

@@ -38,7 +38,7 @@ if NEW:  # of PyTorch 2.14, which has no build for CPUs in the package index
     torch.distributed.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
 
 from interdomain.model.initialize import clean_name
-from interdomain.scan import chunkwise
+from interdomain.scan import ops
 from interdomain.titan import errors
 from interdomain.titan.settings.job_config import read_job_config
 from interdomain.titan.trainer import InterdomainTrainer
@@ -105,24 +105,22 @@ def watch(trainer, probes, spoil, seen):
 def watch_scan(trainer, stack, seen):
     seen |= {"calls": {}, "dtypes": {}}
 
-    def counted(name, forward):
-        def run(*args, **kwargs):
+    call = ops._call
+
+    def counted(backend, name, *args, **kwargs):
+        if name.endswith("forward"):
             step = trainer.step if trainer.model_parts[0].training else "validation"
             seen["calls"][step] = seen["calls"].get(step, 0) + 1
             tensors = tuple(str(a.dtype) for a in args if isinstance(a, torch.Tensor))
             seen["dtypes"].setdefault(name, set()).add(tensors)
-            return forward(*args, **kwargs)
-
-        return run
+        return call(backend, name, *args, **kwargs)
 
     def dynamics(module, args, output):
         kinds = {f"parameter {name}": str(p.dtype) for name, p in module.named_parameters()}
         kinds |= {f"output {i}": str(x.dtype) for i, x in enumerate(output) if x is not None}
         seen["dtypes"].setdefault("dynamics", set()).add(tuple(sorted(kinds.items())))
 
-    for name in ("scan_forward", "linear_forward"):
-        watched = counted(name, getattr(chunkwise, name))
-        stack.enter_context(mock.patch.object(chunkwise, name, watched))
+    stack.enter_context(mock.patch.object(ops, "_call", counted))
     for layer in (layer for part in trainer.model_parts for layer in part.layers.values()):
         if hasattr(layer.attention, "ssm"):
             layer.attention.ssm.register_forward_hook(dynamics)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def results(folder, part):
     contents = json.loads((folder / f"{part}.json").read_text())
-    assert contents["label"] == _bench.CPU_LABEL
+    assert "CPU" in contents["label"]
     return contents
 
 
