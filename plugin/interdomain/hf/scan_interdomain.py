@@ -118,7 +118,7 @@ def step(q: Tensor | None, k: Tensor, v: Tensor, tables, state: Tensor) -> tuple
     theta, decay, table = tables
     k, v, q = k[:, 0], v[:, 0], None if q is None else q[:, 0]
     with torch.autocast(k.device.type, enabled=False):
-        z = torch.cat((k, v), dim=-1) if q is None else None
+        z = torch.cat((k, v), dim=-1)
         if input_features is None:
             state = state.clone(memory_format=torch.contiguous_format)  # a plain step overwrites it
             tables = decay, table, state
