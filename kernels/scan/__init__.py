@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from . import fft, ops, reference, step, triton_support
 from .chunkwise import CHUNK
@@ -293,8 +292,8 @@ def _check_decay(log_decay: Tensor) -> None:
     """Refuse decays whose powers over a chunk underflow, where the numbers are at hand: in eager mode on a CPU. NaN passes."""
     if torch.compiler.is_compiling() or log_decay.device.type != "cpu":
         return
-    if type(log_decay) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(log_decay):
-        return  # fake, or mapped by vmap
+    if type(log_decay) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
+        return  # fake, or within vmap
     dtype = log_decay.dtype
     fastest, limit = float(log_decay.detach()[..., 0].numpy().min()), math.log(torch.finfo(dtype).tiny) / CHUNK
     if fastest < limit:
