@@ -181,14 +181,11 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = parse(argv)
     device = results.choose_device(args.device)
-    require_at_least(args, steps=1)
+    require_at_least(args, steps=1, batches=1, prefixes=1)
     defaults = TINY if device.type == "cpu" else QUICK if args.quick else GPU
     mode = argparse.Namespace(**defaults | {k: v for k, v in vars(args).items() if k in defaults and v is not None})
     sizes = results.choose("--sizes", mode.sizes, tuple(SIZES))
-    label = (
-        f"measured on a CPU, {torch.get_num_threads()} thread(s)" if device.type == "cpu" and args.prefixes else None
-    )
-    report = results.Report("inference", args.output, device, vars(mode), label)
+    report = results.Report("inference", args.output, device, vars(mode), named=bool(args.prefixes))
     for size in sizes:
         models = {c: random_model(build_config(size, c), device, mode.dtype) for c in ("interdomain", "softmax")}
         report.table(f"decode, {size}", DECODE)

@@ -186,7 +186,7 @@ def main(argv=None) -> int:
     cuda = device.type == "cuda"
     default = [name for name in NAMES if name not in SLOW] if cuda else ON_CPU
     names = results.choose("--mixers", args.mixers or default, NAMES)
-    label = None if cuda or not args.shapes else f"measured on a CPU, {torch.get_num_threads()} thread(s)"
+    named = bool(args.shapes)
     results.fill_in(args, device, rounds=(20, 3), shapes=(SHAPES, TINY))
     shapes = [parse_shape(text) for text in args.shapes]
     cases, dtype = list(itertools.product(names, shapes)), getattr(torch, args.dtype)
@@ -197,7 +197,7 @@ def main(argv=None) -> int:
         return 0
 
     options = {"mixers": names, "rounds": args.rounds, "dtype": args.dtype}
-    report = results.Report("kernels", args.output, device, options, label)
+    report = results.Report("kernels", args.output, device, options, named=named)
     report.note(
         "Roofline: inputs read and outputs written once, the algebra's FLOPs, at the datasheet's rates, in bf16."
     )

@@ -295,7 +295,7 @@ def _check_decay(log_decay: Tensor) -> None:
     if type(log_decay) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
         return  # fake, or within vmap
     dtype = log_decay.dtype
-    fastest, limit = float(log_decay.detach()[..., 0].numpy().min()), math.log(torch.finfo(dtype).tiny) / CHUNK
+    fastest, limit = min(log_decay.detach()[..., 0].flatten().tolist()), math.log(torch.finfo(dtype).tiny) / CHUNK
     if fastest < limit:
         raise ValueError(
             f"log_decay has a real part of {fastest:.3g} per token; 'chunkwise' takes {limit:.3g} and above in {dtype}: "

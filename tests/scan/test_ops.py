@@ -64,7 +64,7 @@ def test_compiles_without_a_graph_break(backend, linear):
 
 @linear_or_query
 def test_one_head_after_the_other(linear, monkeypatch):
-    """As a CPU takes long sequences: results are those of all heads at once, states and documents included."""
+    """One head after the other, as on a CPU, gives the results of all heads at once, states and documents included."""
     case = Case(T=130, H=3, G=1 if linear else 2, R=4, D=3, M=4)
     inputs, cotangents = op_inputs(case, torch.float64, linear=linear)
     for documents in (None, packed(case.T)[:1].expand(case.B, -1)):

@@ -162,7 +162,7 @@ def test_states_and_their_gradients_are_summed_in_fp32(name, scale, small_chunks
     ids=str,
 )
 def test_gradients_are_summed_in_fp32(name, linear, decay, unread, small_chunks):
-    """Of three chunks the last has a cotangent a thousand times as large. Without its part that of the others is left."""
+    """The last of three chunks has a cotangent a thousand times as large. Without its part that of the others is left."""
     inputs, (d_out, d_state) = op_inputs(Case(T=48, H=1, R=16, D=16), FP32, BF16, linear)
     with torch.no_grad():
         inputs["log_decay"][..., 0] = decay or inputs["log_decay"][..., 0]

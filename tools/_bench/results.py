@@ -72,11 +72,24 @@ class Report:
         folder: made if it is not there.
         options: the settings that the figures depend on, as they were used.
         label: what the figures are; None: those of a GPU, or of a CPU in its tiny mode.
+        named: True for sizes that the user named: then the figures of a CPU are those of a CPU.
     Raises: FileExistsError if this part's results are there: nothing is overwritten. OSError if nothing can be written.
     """
 
-    def __init__(self, part: str, folder: Path, device: torch.device, options: dict, label: str | None = None) -> None:
+    def __init__(
+        self,
+        part: str,
+        folder: Path,
+        device: torch.device,
+        options: dict,
+        label: str | None = None,
+        named: bool = False,
+    ) -> None:
         record = environment(device)
+        if device.type != "cpu":
+            measured = f"measured on {record['GPU']}"
+        else:
+            measured = f"measured on a CPU, {torch.get_num_threads()} thread(s)" if named else CPU_LABEL
         self.folder = folder
         self.json = self.folder / f"{part}.json"
         if self.json.exists():
@@ -86,7 +99,7 @@ class Report:
         self.contents = {
             "part": part,
             "status": "unfinished",
-            "label": label or (CPU_LABEL if device.type == "cpu" else f"measured on {record['GPU']}"),
+            "label": label or measured,
             "check": json.loads(check.read_text())["status"] if check.exists() else "not run",
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "seconds": 0.0,
