@@ -196,6 +196,7 @@ def run_apart(cases: list, function: Callable[[Any], dict], add: Callable[[Any, 
             pool = ProcessPoolExecutor(1, context, _report_compilations, (running_since,))
             process = pool.submit(_ready, function).result()
         try:
+            running_since.value = time.monotonic()  # before the case begins, which may compile at once
             row = _result(pool.submit(function, case), running_since)
         except Exception as e:
             row = str(e) if isinstance(e, TimeoutError) else reason(e)
@@ -226,7 +227,7 @@ def _report_compilations(running_since: Any) -> None:
 
 def _result(future: Future, running_since: Any) -> dict:
     """Raises: TimeoutError for a case that hangs or takes too long, and what the case raises."""
-    running_since.value = started = time.monotonic()
+    started = time.monotonic()
     while not wait([future], timeout=0.5).done:
         now = time.monotonic()
         if now - running_since.value > HANG_SECONDS:
